@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention that looks coarse first and refines only where it matters."""
+
+from quadtree_attention.errors import (
+    BackendUnsupportedError,
+    CheckpointError,
+    DTypeError,
+    MissingDependencyError,
+    OptionError,
+    QuadtreeAttentionError,
+    ShapeError,
+)
+from quadtree_attention.nn import QuadtreeAttention, QuadtreeBlock
+from quadtree_attention.ops import (
+    LevelSelection,
+    available_backends,
+    quadtree_attention,
+    quadtree_attention_pyramid,
+    use_backend,
+)
+
+__all__ = [
+    "BackendUnsupportedError",
+    "CheckpointError",
+    "DTypeError",
+    "LevelSelection",
+    "MissingDependencyError",
+    "OptionError",
+    "QuadtreeAttention",
+    "QuadtreeAttentionError",
+    "QuadtreeBlock",
+    "ShapeError",
+    "__version__",
+    "available_backends",
+    "quadtree_attention",
+    "quadtree_attention_pyramid",
+    "use_backend",
+]
+
+__version__ = "0.1.0"

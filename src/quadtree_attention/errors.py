@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every exception this package raises on purpose.
+
+Each class also derives from the built-in a caller would catch without knowing us
+(`ShapeError` is a `ValueError`, `DTypeError` a `TypeError`, ...).
+"""
+
+from collections.abc import Iterable
+
+
+class QuadtreeAttentionError(Exception):
+    """Base of all errors raised by quadtree_attention."""
+
+
+class ShapeError(QuadtreeAttentionError, ValueError):
+    """A tensor has the wrong rank, size or grid."""
+
+
+class DTypeError(QuadtreeAttentionError, TypeError):
+    """A tensor has the wrong or an inconsistent dtype or device."""
+
+
+class OptionError(QuadtreeAttentionError, ValueError):
+    """An option has a value that is not accepted."""
+
+
+class BackendUnsupportedError(QuadtreeAttentionError, RuntimeError):
+    """The backend asked for cannot run this problem; `reasons` says why, one entry per reason."""
+
+    def __init__(self, message: str, reasons: Iterable[str] = ()) -> None:
+        super().__init__(message)
+        self.reasons = list(reasons)
+
+
+class CheckpointError(QuadtreeAttentionError, RuntimeError):
+    """A checkpoint does not fit the model it is loaded into."""
+
+
+class MissingDependencyError(QuadtreeAttentionError, ImportError):
+    """An optional dependency is not installed; the message names the extra that brings it."""

@@ -1,0 +1,279 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Quadtree attention as a module."""
+
+from collections.abc import Sequence
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from quadtree_attention.errors import OptionError, ShapeError
+from quadtree_attention.nn.position import DepthwiseConv
+from quadtree_attention.nn.value_pyramid import Activation, ValueBranch, hide
+from quadtree_attention.ops.attend import attend_levels
+from quadtree_attention.ops.problem import (
+    Problem,
+    Variant,
+    check_levels,
+    check_mask,
+    check_scale,
+    check_topk,
+    check_variant,
+    effective_topk,
+    needs_grad,
+)
+from quadtree_attention.ops.tree import Tree, grid_of, mean_pyramid, repeat
+
+ValuePyramid = Literal["mean", "conv"]
+
+
+class QuadtreeAttention(nn.Module):
+    """Multi-head quadtree attention with projections, on maps of any size, channels last.
+
+    Args:
+        dim: Channels; a multiple of `num_heads`.
+        num_heads: Heads.
+        num_levels: Levels of the pyramids; 1 is full attention.
+        topk: Cells kept per query cell: one number, or one per level that selects
+            (`num_levels - 1`, coarse -> fine).
+        variant: "B" mixes levels by learned weights, "A" hands scores down the tree.
+        ndim: Grid axes: 1 for rows, 2 for images, 3 for volumes.
+        qkv_bias: Whether the query, key and value projections have a bias.
+        scale: Factor on the scores; None means `head_dim ** -0.5`.
+        value_pyramid: "mean" averages values like queries and keys; "conv" learns every coarser
+            value map from the next finer one.
+        value_act: Activation in a learned value pyramid, "gelu" or "relu"; only with
+            `value_pyramid="conv"`.
+        lepe: Add a depthwise convolution of every level's value map to that level's message.
+            Variant B and self-attention only.
+        proj_drop: Dropout after the output projection.
+        backend: "auto" or the name of a backend.
+
+    `level_logits`, the learned mix of variant B, starts from a standard normal as in the original:
+    a fresh module mixes its levels at random.
+
+    Example:
+        >>> import torch
+        >>> attention = QuadtreeAttention(64, num_heads=4, num_levels=3, topk=8)
+        >>> attention(torch.randn(1, 30, 45, 64)).shape
+        torch.Size([1, 30, 45, 64])
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int = 8,
+        *,
+        num_levels: int = 3,
+        topk: int | Sequence[int] = 8,
+        variant: Variant = "B",
+        ndim: int = 2,
+        qkv_bias: bool = False,
+        scale: float | None = None,
+        value_pyramid: ValuePyramid = "mean",
+        value_act: Activation | None = None,
+        lepe: bool = False,
+        proj_drop: float = 0.0,
+        backend: str = "auto",
+        device: Any = None,
+        dtype: Any = None,
+    ) -> None:
+        super().__init__()
+        check_levels(num_levels)
+        check_variant(variant)
+        _check_options(dim, num_heads, ndim, value_pyramid, value_act, lepe, variant)
+        self.dim = dim
+        self.num_heads = num_heads
+        self.num_levels = num_levels
+        self.topk = check_topk(topk, num_levels)
+        self.variant: Variant = variant
+        self.ndim = ndim
+        self.scale = check_scale(scale, dim // num_heads)
+        self.value_pyramid = value_pyramid
+        self.backend = backend
+        dd = {"device": device, "dtype": dtype}
+        self.q_proj = nn.Linear(dim, dim, bias=qkv_bias, **dd)
+        self.k_proj = nn.Linear(dim, dim, bias=qkv_bias, **dd)
+        self.v_proj = nn.Linear(dim, dim, bias=qkv_bias, **dd)
+        self.level_logits = nn.Parameter(torch.randn(num_levels, **dd)) if variant == "B" else None
+        self.value_branches = nn.ModuleList(  # entry i makes level i from level i + 1
+            ValueBranch(dim, 2**ndim, value_act or "gelu", **dd)
+            for _ in range(num_levels - 1 if value_pyramid == "conv" else 0)
+        )
+        self.lepe = nn.ModuleList(
+            DepthwiseConv(dim, ndim, **dd) for _ in range(num_levels if lepe else 0)
+        )
+        self.proj = nn.Linear(dim, dim, **dd)
+        self.proj_drop = nn.Dropout(proj_drop)
+
+    def forward(
+        self,
+        x: Tensor,
+        context: Tensor | None = None,
+        *,
+        mask: Tensor | None = None,
+        context_mask: Tensor | None = None,
+    ) -> Tensor:
+        """Attends from `x` to `context`, or to itself.
+
+        Args:
+            x: Map (B, *grid, C).
+            context: The other map (B, *context_grid, C) of cross attention; None: x itself.
+            mask: Boolean (B, *grid), True = visible; hidden cells of x influence nothing.
+            context_mask: Boolean (B, *context_grid), likewise; only with `context`.
+
+        Returns:
+            (B, *grid, C)
+        """
+        self._check_inputs(x, context, mask, context_mask)
+        query_tree = Tree(grid_of(x.shape[1:-1]), self.num_levels)
+        tokens = self._tokens(x, query_tree, mask)
+        shown = query_tree.visible(mask, x.shape[0], x.device)
+        if context is None:
+            key_tree, key_tokens, shown_keys = query_tree, tokens, shown
+        else:
+            key_tree = Tree(grid_of(context.shape[1:-1]), self.num_levels)
+            key_tokens = self._tokens(context, key_tree, context_mask)
+            shown_keys = key_tree.visible(context_mask, x.shape[0], x.device)
+
+        values = self.v_proj(key_tokens)  # (B, S, C)
+        q = self._heads(self.q_proj(tokens))
+        k = self._heads(self.k_proj(key_tokens))
+        children = query_tree.num_children
+        value_levels = self._value_levels(values, shown_keys)  # (B, S_l, C), coarse -> fine
+        problem = self._problem(q, query_tree, key_tree)
+        out, _ = attend_levels(
+            problem,
+            mean_pyramid(q, children, shown),
+            mean_pyramid(k, children, shown_keys),
+            [self._heads(level) for level in value_levels],
+            visible=shown_keys,
+            level_weights=self.level_logits,
+            backend=self.backend,
+        )
+        out = out.transpose(1, 2).flatten(2)  # (B, T, C)
+        if self.lepe:
+            out = out + self._position(value_levels, key_tree, shown_keys)
+        out = query_tree.from_tree(out, query_tree.finest, axis=1)  # (B, *grid, C)
+        return self.proj_drop(self.proj(out))
+
+    def extra_repr(self) -> str:
+        return (
+            f"dim={self.dim}, num_heads={self.num_heads}, num_levels={self.num_levels}, "
+            f"topk={self.topk}, variant={self.variant!r}, ndim={self.ndim}, "
+            f"value_pyramid={self.value_pyramid!r}, backend={self.backend!r}"
+        )
+
+    def _tokens(self, x: Tensor, tree: Tree, mask: Tensor | None) -> Tensor:
+        return tree.to_tree(hide(x, mask), tree.finest, axis=1)  # (B, T, C)
+
+    def _heads(self, x: Tensor) -> Tensor:
+        """(B, T, C) -> (B, N, T, D)"""
+        return x.unflatten(-1, (self.num_heads, self.dim // self.num_heads)).transpose(1, 2)
+
+    def _value_levels(self, values: Tensor, shown: list[Tensor | None]) -> list[Tensor]:
+        if self.value_pyramid == "mean":
+            one_head = values[:, None]  # (B, 1, S, C)
+            return [level[:, 0] for level in mean_pyramid(one_head, 2**self.ndim, shown)]
+        levels = [values]
+        for i in reversed(range(self.num_levels - 1)):
+            levels.append(self.value_branches[i](levels[-1], shown[i + 1], shown[i]))
+        return list(reversed(levels))
+
+    def _position(self, levels: list[Tensor], tree: Tree, shown: list[Tensor | None]) -> Tensor:
+        """LePE of all levels, merged like their messages: (B, T, C)."""
+        assert self.level_logits is not None  # LePE needs variant B
+        weights = self.level_logits.softmax(dim=0)
+        total: Tensor | None = None
+        for i, values in enumerate(levels):
+            grid = tree.from_tree(hide(values, shown[i]), i, axis=1)  # (B, *grid_at(i), C)
+            local = tree.to_tree(self.lepe[i](grid), i, axis=1) * weights[i]
+            total = local if total is None else repeat(total, tree.num_children) + local
+        assert total is not None
+        return total
+
+    def _problem(self, q: Tensor, query_tree: Tree, key_tree: Tree) -> Problem:
+        head_dim = self.dim // self.num_heads
+        return Problem(
+            batch=q.shape[0],
+            query_tree=query_tree,
+            key_tree=key_tree,
+            num_heads=self.num_heads,
+            head_dim=head_dim,
+            value_dim=head_dim,
+            topk=effective_topk(self.topk, key_tree),
+            variant=self.variant,
+            scale=self.scale,
+            dtype=q.dtype,
+            device=q.device,
+            needs_grad=needs_grad(q),
+        )
+
+    def _check_inputs(
+        self,
+        x: Tensor,
+        context: Tensor | None,
+        mask: Tensor | None,
+        context_mask: Tensor | None,
+    ) -> None:
+        self._check_map("x", x)
+        check_mask("mask", mask, "x", x.shape[:-1], x.device)
+        if context is None:
+            if context_mask is not None:
+                raise OptionError(
+                    "context_mask needs a context, got context=None; "
+                    "for self-attention pass mask, which hides cells of x as keys, too"
+                )
+            return
+        if self.lepe:
+            raise OptionError(
+                "lepe=True adds the value map of x to its own cells, got a context; "
+                "build the module with lepe=False for cross attention"
+            )
+        self._check_map("context", context)
+        check_mask("context_mask", context_mask, "context", context.shape[:-1], context.device)
+        if context.shape[0] != x.shape[0]:
+            raise ShapeError(
+                f"x and context must have the same batch size, got x.shape={tuple(x.shape)}, "
+                f"context.shape={tuple(context.shape)}; use Tensor.expand to share one"
+            )
+
+    def _check_map(self, name: str, x: Tensor) -> None:
+        if x.ndim != self.ndim + 2 or x.shape[-1] != self.dim or 0 in x.shape[1:]:
+            raise ShapeError(
+                f"{name} must be (batch, {', '.join('*' * self.ndim)}, {self.dim}), channels last, "
+                f"with at least one cell, got {name}.shape={tuple(x.shape)}; "
+                "images in (batch, channels, y, x) need x.permute(0, 2, 3, 1)"
+            )
+
+
+def _check_options(
+    dim: int,
+    num_heads: int,
+    ndim: int,
+    value_pyramid: str,
+    value_act: str | None,
+    lepe: bool,
+    variant: Variant,
+) -> None:
+    if num_heads < 1 or dim < 1 or dim % num_heads:
+        raise OptionError(
+            f"dim must be a positive multiple of num_heads, got {dim=}, {num_heads=}; "
+            "change one of them"
+        )
+    if ndim not in (1, 2, 3):
+        raise OptionError(f"ndim must be 1, 2 or 3, got {ndim=}; images have 2")
+    if value_pyramid not in get_args(ValuePyramid):
+        raise OptionError(
+            f"value_pyramid must be 'mean' or 'conv', got {value_pyramid=}; 'mean' has no weights"
+        )
+    if value_act is not None and value_pyramid != "conv":
+        raise OptionError(
+            f"value_act belongs to value_pyramid='conv', got {value_act=} with "
+            f"{value_pyramid=}; leave it out"
+        )
+    if lepe and variant == "A":
+        raise OptionError(
+            "lepe=True weighs the position encoding by the level weights of variant 'B', got "
+            "variant='A'; choose one"
+        )

@@ -1,0 +1,18 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Quadtree attention as functions."""
+
+from quadtree_attention.ops.backends import use_backend
+from quadtree_attention.ops.functional import (
+    LevelSelection,
+    available_backends,
+    quadtree_attention,
+    quadtree_attention_pyramid,
+)
+
+__all__ = [
+    "LevelSelection",
+    "available_backends",
+    "quadtree_attention",
+    "quadtree_attention_pyramid",
+    "use_backend",
+]

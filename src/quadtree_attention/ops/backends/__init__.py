@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The table of backends and the choice among them.
+
+"auto" takes the first backend of the table that has no reason against a problem. A backend asked
+for by name never falls back to another one: it raises with its reasons.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+from quadtree_attention.errors import BackendUnsupportedError, OptionError
+from quadtree_attention.ops.backends.base import AttendCoarse, AttendFine, Backend, Level
+from quadtree_attention.ops.backends.reference import REFERENCE
+from quadtree_attention.ops.problem import Problem
+
+__all__ = [
+    "BACKENDS",
+    "AttendCoarse",
+    "AttendFine",
+    "Backend",
+    "Level",
+    "choose_backend",
+    "explain_backends",
+    "use_backend",
+]
+
+BACKENDS: tuple[Backend, ...] = (REFERENCE,)  # in order of preference
+ENVIRONMENT_VARIABLE = "QUADTREE_BACKEND"
+
+_scoped: ContextVar[str] = ContextVar("quadtree_backend", default="auto")
+
+
+@contextmanager
+def use_backend(name: str) -> Iterator[None]:
+    """Inside this context, `backend="auto"` means `name`.
+
+    A backend named in a call still wins, and the context wins over `QUADTREE_BACKEND`.
+
+    Example:
+        >>> with use_backend("reference"):
+        ...     print("calls in here run the reference")
+        calls in here run the reference
+    """
+    _check_name(name, "use_backend")
+    token = _scoped.set(name)
+    try:
+        yield
+    finally:
+        _scoped.reset(token)
+
+
+def choose_backend(name: str, problem: Problem) -> Backend:
+    """The backend that runs `problem`.
+
+    Raises:
+        BackendUnsupportedError: The named backend, or with "auto" every backend, has reasons
+            not to run the problem.
+        OptionError: There is no backend of that name.
+    """
+    _check_name(name, "backend")
+    if name == "auto":
+        name = _scoped.get()
+    if name == "auto":
+        name = os.environ.get(ENVIRONMENT_VARIABLE) or "auto"
+        _check_name(name, f"the environment variable {ENVIRONMENT_VARIABLE}")
+    candidates = [backend for backend in BACKENDS if name in ("auto", backend.name)]
+    for backend in candidates:
+        if not backend.reasons(problem):
+            return backend
+    reasons = [
+        f"{backend.name}: {reason}" for backend in candidates for reason in backend.reasons(problem)
+    ]
+    raise BackendUnsupportedError(_unsupported(name, problem, reasons), reasons)
+
+
+def explain_backends(problem: Problem) -> dict[str, list[str]]:
+    """Every backend with its reasons not to run `problem`, in order of preference."""
+    return {backend.name: backend.reasons(problem) for backend in BACKENDS}
+
+
+def _check_name(name: str, source: str) -> None:
+    known = ["auto", *(backend.name for backend in BACKENDS)]
+    if name not in known:
+        raise OptionError(
+            f"{source} must be one of {', '.join(known)}, got {name!r}; "
+            "available_backends(q, k, v, ...) says which of them can run a call"
+        )
+
+
+def _unsupported(name: str, problem: Problem, reasons: list[str]) -> str:
+    who = "no backend" if name == "auto" else f"backend {name!r} cannot"
+    verb = "can run" if name == "auto" else "run"
+    lines = "\n".join(f"  - {reason}" for reason in reasons)
+    return (
+        f"{who} {verb} this problem ({problem}):\n{lines}\n"
+        "pass backend='auto' to take any backend that can, or backend='reference'"
+    )

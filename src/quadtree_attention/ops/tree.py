@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tree order: the one memory layout everything below the public functions works on.
+
+At every level the children of cell `i` are the cells `F*i ... F*i + F-1` of the next finer level,
+`F = 2**ndim`, and the coarsest level is in row-major order. Pooling is then a mean over consecutive
+groups of F, handing a message to the children is a repeat by F, and nothing else needs to know
+whether the grid is a row of pixels, an image or a volume.
+
+Sizes may be symbolic (`torch.export`), so index arithmetic uses `//` only and never branches on a
+size that is not known.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import prod
+from operator import index
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def is_known(condition: bool | torch.SymBool) -> bool:
+    """True if a condition on sizes certainly holds; never puts a guard on a symbolic size."""
+    if isinstance(condition, bool):
+        return condition
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return statically_known_true(condition)
+
+
+def grid_of(sizes: Iterable[int]) -> tuple[int, ...]:
+    """The sizes of grid axes as a tree needs them: plain integers, except while exporting.
+
+    `torch.compile` thereby makes one graph per grid; reasoning about a tree of symbolic size would
+    cost it minutes.
+    """
+    return tuple(sizes) if torch.compiler.is_exporting() else tuple(index(s) for s in sizes)
+
+
+@dataclass(frozen=True)
+class Tree:
+    """A grid cut into `num_levels` levels of cells, padded to whole cells of the coarsest level.
+
+    Args:
+        grid: Size of the finest map, one entry per axis.
+        num_levels: Number of levels; level 0 is the coarsest, `num_levels - 1` the finest.
+    """
+
+    grid: tuple[int, ...]
+    num_levels: int
+
+    @property
+    def ndim(self) -> int:
+        return len(self.grid)
+
+    @property
+    def num_children(self) -> int:
+        return 2**self.ndim
+
+    @property
+    def finest(self) -> int:
+        return self.num_levels - 1
+
+    def grid_at(self, level: int) -> tuple[int, ...]:
+        """Size of the map at `level`: halved and rounded up once per step from the finest."""
+        cell = 2 ** (self.finest - level)
+        return tuple((size + cell - 1) // cell for size in self.grid)
+
+    def padded_grid_at(self, level: int) -> tuple[int, ...]:
+        return tuple(size * 2**level for size in self.grid_at(0))
+
+    def num_cells(self, level: int) -> int:
+        return prod(self.grid_at(0)) * self.num_children**level
+
+    @property
+    def is_padded(self) -> bool:
+        """Whether tree order may hold cells that are not on the grid."""
+        return not is_known(self.grid == self.padded_grid_at(self.finest))
+
+    def to_tree(self, x: Tensor, level: int, axis: int) -> Tensor:
+        """Flattens the grid axes of `x`, which start at `axis`, into tree order; pads with zeros.
+
+        Shapes: (*lead, *grid_at(level), *rest) -> (*lead, num_cells(level), *rest)
+        """
+        lead, rest = x.shape[:axis], x.shape[axis + self.ndim :]
+        x = self._pad(x, level, axis)
+        split = [part for size in self.grid_at(0) for part in (size, *(2,) * level)]
+        x = x.reshape(*lead, *split, *rest)
+        x = x.permute(*self._depth_major(level, axis, x.ndim))
+        return x.reshape(*lead, self.num_cells(level), *rest)
+
+    def from_tree(self, x: Tensor, level: int, axis: int) -> Tensor:
+        """Undoes `to_tree`: (*lead, num_cells(level), *rest) -> (*lead, *grid_at(level), *rest)."""
+        lead, rest = x.shape[:axis], x.shape[axis + 1 :]
+        x = x.reshape(*lead, *self.grid_at(0), *(2,) * (self.ndim * level), *rest)
+        order = self._depth_major(level, axis, x.ndim)
+        x = x.permute(*(order.index(i) for i in range(x.ndim)))
+        x = x.reshape(*lead, *self.padded_grid_at(level), *rest)
+        for i, size in enumerate(self.grid_at(level)):
+            x = x.narrow(axis + i, 0, size)
+        return x
+
+    def visible(self, mask: Tensor | None, batch: int, device: torch.device) -> list[Tensor | None]:
+        """Which cells of each level may be seen, coarse -> fine; None where all of them may.
+
+        Args:
+            mask: Boolean (B, *grid), True = visible; None if the caller hides nothing.
+        """
+        if mask is None and not self.is_padded:
+            return [None] * self.num_levels
+        if mask is None:
+            mask = torch.ones(self.grid, dtype=torch.bool, device=device)
+            mask = mask.expand(batch, *self.grid)
+        levels = [self.to_tree(mask, self.finest, axis=1)]  # (B, T)
+        for _ in range(self.finest):
+            levels.append(group(levels[-1], self.num_children, axis=1).any(dim=-1))
+        return list(reversed(levels))
+
+    def coordinates(self, cells: Tensor, level: int) -> Tensor:
+        """Grid coordinates (y, x order) of tree-ordered cell numbers; -1 stays -1 on every axis.
+
+        Shapes: (...) -> (..., ndim)
+        """
+        place = cells >> (self.ndim * level)  # cell of level 0, row-major
+        axes: list[Tensor] = []
+        for size in reversed(self.grid_at(0)):
+            axes.insert(0, place % size)
+            place = place // size
+        for depth in reversed(range(level)):
+            child = cells >> (self.ndim * depth)
+            for i in range(self.ndim):
+                axes[i] = axes[i] * 2 + (child >> (self.ndim - 1 - i) & 1)
+        coordinates = torch.stack(axes, dim=-1)
+        return torch.where(cells[..., None] < 0, -1, coordinates)
+
+    def _pad(self, x: Tensor, level: int, axis: int) -> Tensor:
+        if not self.is_padded:
+            return x
+        pairs = [0, 0] * (x.ndim - axis - self.ndim)  # F.pad counts axes from the last one
+        for size, padded in zip(
+            reversed(self.grid_at(level)), reversed(self.padded_grid_at(level)), strict=True
+        ):
+            pairs += [0, padded - size]
+        return F.pad(x, pairs)
+
+    def _depth_major(self, level: int, axis: int, ndim: int) -> list[int]:
+        """Axis order from (coarse, half, ... of y; coarse, half, ... of x) to tree order."""
+        parts = self.ndim * (level + 1)
+        inner = [axis + i * (level + 1) + d for d in range(level + 1) for i in range(self.ndim)]
+        return [*range(axis), *inner, *range(axis + parts, ndim)]
+
+
+def group(x: Tensor, num_children: int, axis: int) -> Tensor:
+    """Splits `axis` into (parents, children)."""
+    return x.unflatten(axis, (x.shape[axis] // num_children, num_children))
+
+
+def repeat(x: Tensor, num_children: int) -> Tensor:
+    """Hands every cell's row to its children: (..., T, D) -> (..., T*F, D)."""
+    *lead, cells, width = x.shape
+    x = x.unsqueeze(-2).expand(*lead, cells, num_children, width)
+    return x.reshape(*lead, cells * num_children, width)
+
+
+def pool(x: Tensor, num_children: int, visible: Tensor | None) -> Tensor:
+    """Mean over the visible children of every cell: (B, N, T, D) -> (B, N, T/F, D).
+
+    A cell without visible children becomes 0. `visible` is (B, T) or None.
+    """
+    groups = group(x, num_children, axis=2)  # (B, N, T/F, F, D)
+    accumulate = accumulation_dtype(x.dtype)
+    if visible is None:
+        return groups.mean(dim=3, dtype=accumulate).to(x.dtype)
+    shown = group(visible, num_children, axis=1)[:, None, :, :, None]  # (B, 1, T/F, F, 1)
+    count = shown.sum(dim=3).clamp(min=1)
+    total = torch.where(shown, groups, 0).sum(dim=3, dtype=accumulate)
+    return (total / count).to(x.dtype)
+
+
+def mean_pyramid(x: Tensor, num_children: int, visible: Sequence[Tensor | None]) -> list[Tensor]:
+    """All levels of `x` (finest, (B, N, T, D)) by masked means, coarse -> fine."""
+    levels = [x]
+    for shown in reversed(visible[1:]):
+        levels.append(pool(levels[-1], num_children, shown))
+    return list(reversed(levels))
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What sums are kept in: float32, but float64 stays float64."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
