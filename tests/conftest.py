@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fixtures shared by all tests."""
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[1]
+GOLDEN = ROOT.parent / "shared" / "golden"
+
+
+class Golden:
+    """One stored file of numbers from the official implementation."""
+
+    def __init__(self, path: Path) -> None:
+        with np.load(path) as arrays:
+            self.arrays = dict(arrays)
+        self.name = path.stem
+        self.meta = json.loads(str(self.arrays.pop("meta")))
+
+    def tensor(self, key: str, dtype: torch.dtype) -> torch.Tensor:
+        return torch.from_numpy(self.arrays[key]).to(dtype)
+
+    def with_prefix(self, prefix: str) -> dict[str, torch.Tensor]:
+        return {
+            key.removeprefix(prefix): torch.from_numpy(value)
+            for key, value in self.arrays.items()
+            if key.startswith(prefix)
+        }
+
+
+def golden_files(*patterns: str) -> list[object]:
+    """Parameters for `pytest.mark.parametrize`; one skipped entry where the files are absent."""
+    paths = sorted(path for pattern in patterns for path in GOLDEN.glob(pattern))
+    if not paths:
+        reason = f"golden files {patterns} are not at ../shared/golden beside the checkout"
+        return [pytest.param(None, marks=pytest.mark.skip(reason=reason))]
+    return [pytest.param(path, id=path.stem) for path in paths]
+
+
+@pytest.fixture(autouse=True)
+def _poison_empty_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory our package leaves unwritten shows up as NaN instead of as plausible numbers."""
+    empty, empty_like = torch.empty, torch.empty_like
+
+    def poison(x: torch.Tensor) -> torch.Tensor:
+        caller = sys._getframe(2).f_globals.get("__name__", "")
+        if not caller.startswith("quadtree_attention"):
+            return x
+        return x.fill_(torch.nan if x.is_floating_point() else torch.iinfo(x.dtype).max)
+
+    monkeypatch.setattr(torch, "empty", lambda *a, **k: poison(empty(*a, **k)))
+    monkeypatch.setattr(torch, "empty_like", lambda *a, **k: poison(empty_like(*a, **k)))
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)

@@ -1,0 +1,28 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The module in a real ONNX runtime, at sizes other than the exported one."""
+
+import pytest
+import torch
+
+from quadtree_attention import QuadtreeAttention
+
+onnxruntime = pytest.importorskip("onnxruntime", reason="needs the extra 'export'")
+
+OTHER_SIZES = [(12, 16), (5, 7), (1, 3), (33, 20)]
+
+
+@pytest.mark.parametrize("kind", ["backbone", "variant A"])
+def test_dynamic_sizes(kind, tmp_path):
+    options = {"variant": "A"} if kind == "variant A" else {"value_pyramid": "conv", "lepe": True}
+    module = QuadtreeAttention(16, 2, num_levels=3, topk=4, backend="reference", **options).eval()
+    dynamic = {1: torch.export.Dim.DYNAMIC, 2: torch.export.Dim.DYNAMIC}
+    program = torch.onnx.export(
+        module, (torch.randn(1, 9, 14, 16),), dynamo=True, dynamic_shapes=(dynamic,), verbose=False
+    )
+    program.save(tmp_path / "module.onnx")
+    session = onnxruntime.InferenceSession(tmp_path / "module.onnx")
+    (name,) = (x.name for x in session.get_inputs())
+    for grid in [(9, 14), *OTHER_SIZES]:
+        x = torch.randn(1, *grid, 16)
+        (got,) = session.run(None, {name: x.numpy()})
+        torch.testing.assert_close(torch.from_numpy(got), module(x), rtol=0, atol=1e-5)

@@ -1,0 +1,219 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What must hold for every problem, whatever computes it."""
+
+import dataclasses
+import itertools
+
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quadtree_attention import quadtree_attention
+from tests.ops.problems import Drawn, problems
+
+EVERYTHING = 10**6
+examples = settings(max_examples=50, deadline=None, derandomize=True)
+
+
+def dense(q, k, v, key_mask):
+    """Attention over all tokens, grids flattened: (B, *grid, N, D) -> (B, T, N, D)"""
+    q, k, v = (x.flatten(1, -3).transpose(1, 2) for x in (q, k, v))
+    mask = None if key_mask is None else key_mask.flatten(1)[:, None, None]
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2)
+
+
+@examples
+@given(problems())
+def test_constant_values_come_back(drawn: Drawn):
+    q, k, v = drawn.tensors()
+    constant = v[:, *(0,) * len(drawn.key_grid)]  # one vector per batch entry and head
+    v = constant.reshape(drawn.batch, *(1,) * len(drawn.key_grid), drawn.heads, -1).expand_as(v)
+    out = quadtree_attention(q, k, v, **drawn.options())
+    expected = constant.reshape(drawn.batch, *(1,) * len(drawn.grid), drawn.heads, -1)
+    torch.testing.assert_close(out, expected.expand_as(out), rtol=0, atol=1e-12)
+
+
+@examples
+@given(problems())
+def test_one_level_is_dense_attention(drawn: Drawn):
+    drawn = dataclasses.replace(drawn, num_levels=1, topk=())
+    q, k, v = drawn.tensors()
+    out = quadtree_attention(q, k, v, **drawn.options()).flatten(1, -3)
+    torch.testing.assert_close(out, dense(q, k, v, drawn.key_mask), rtol=0, atol=1e-12)
+
+
+@examples
+@given(problems())
+def test_finest_message_of_b_is_dense_attention_when_all_is_kept(drawn: Drawn):
+    drawn = dataclasses.replace(drawn, variant="B")
+    q, k, v = drawn.tensors()
+    finest_only = torch.full((drawn.num_levels,), -1e9, dtype=torch.float64)
+    finest_only[-1] = 0
+    options = drawn.options(topk=EVERYTHING, level_weights=finest_only)
+    out = quadtree_attention(q, k, v, **options).flatten(1, -3)
+    torch.testing.assert_close(out, dense(q, k, v, drawn.key_mask), rtol=0, atol=1e-12)
+
+
+@examples
+@given(problems(), st.booleans())
+def test_weights_of_a_sum_to_one(drawn: Drawn, keep_all: bool):
+    drawn = dataclasses.replace(drawn, variant="A")
+    q, k, _ = drawn.tensors()
+    keys = k[0, ..., 0, 0].numel()
+    one_hot = torch.eye(keys, dtype=torch.float64).reshape(*drawn.key_grid, 1, keys)
+    v = one_hot.expand(drawn.batch, *drawn.key_grid, drawn.heads, keys)
+    topk = EVERYTHING if keep_all else drawn.topk
+    weights = quadtree_attention(q, k, v, **drawn.options(topk=topk))  # (B, *grid, N, keys)
+    assert (weights >= 0).all()
+    torch.testing.assert_close(weights.sum(-1), torch.ones_like(weights[..., 0]))
+    if drawn.key_mask is not None:
+        hidden = ~drawn.key_mask.flatten(1)
+        hidden = hidden.reshape(drawn.batch, *(1,) * (weights.ndim - 2), keys)
+        assert (weights.masked_select(hidden) == 0).all()
+
+
+@examples
+@given(problems())
+def test_permuting_batch_and_heads_permutes_the_result(drawn: Drawn):
+    drawn = dataclasses.replace(drawn, batch=2)
+    q, k, v = drawn.tensors()
+    options = drawn.options()
+    out = quadtree_attention(q, k, v, **options)
+    heads = torch.randperm(drawn.heads, generator=torch.Generator().manual_seed(drawn.seed))
+    for name in ("query_mask", "key_mask"):
+        options[name] = None if options[name] is None else options[name].flip(0)
+    swapped = quadtree_attention(*(x.flip(0)[..., heads, :] for x in (q, k, v)), **options)
+    torch.testing.assert_close(swapped, out.flip(0)[..., heads, :], rtol=0, atol=1e-12)
+
+
+def embed(x: torch.Tensor, ndim: int, before: list[int], after: list[int], fill: float):
+    """Puts the map (B, *grid, ...) into a larger canvas."""
+    pads = [0, 0] * (x.ndim - 1 - ndim)
+    for a, b in zip(reversed(before), reversed(after), strict=True):
+        pads += [a, b]
+    return F.pad(x, pads, value=fill)
+
+
+@settings(examples, max_examples=80)
+@given(problems(), st.data())
+def test_a_larger_masked_canvas_changes_nothing(drawn: Drawn, data: st.DataObject):
+    ndim, cell = len(drawn.grid), 2 ** (drawn.num_levels - 1)
+    whole_cells = st.lists(st.integers(0, 2), min_size=ndim, max_size=ndim)
+    anything = st.lists(st.integers(0, 5), min_size=ndim, max_size=ndim)
+    q_offset, k_offset = ([cell * o for o in data.draw(whole_cells)] for _ in range(2))
+    q_after, k_after = data.draw(anything), data.draw(anything)
+
+    small = [x.requires_grad_() for x in drawn.tensors()]
+    ones = torch.ones(drawn.batch, *drawn.grid, dtype=torch.bool)
+    key_ones = torch.ones(drawn.batch, *drawn.key_grid, dtype=torch.bool)
+    query_mask = ones if drawn.query_mask is None else drawn.query_mask
+    key_mask = key_ones if drawn.key_mask is None else drawn.key_mask
+    out, selection = quadtree_attention(*small, **drawn.options(), return_selection=True)
+    big = [
+        embed(x.detach(), ndim, before, after, fill).requires_grad_()
+        for x, before, after, fill in (
+            (small[0], q_offset, q_after, 7.0),  # a hidden query still asks for itself: no NaN
+            (small[1], k_offset, k_after, torch.nan),
+            (small[2], k_offset, k_after, torch.nan),
+        )
+    ]
+    options = drawn.options(
+        query_mask=embed(query_mask, ndim, q_offset, q_after, fill=False),
+        key_mask=embed(key_mask, ndim, k_offset, k_after, fill=False),
+    )
+    big_out, big_selection = quadtree_attention(*big, **options, return_selection=True)
+    window = (slice(None), *(slice(o, o + s) for o, s in zip(q_offset, drawn.grid, strict=True)))
+    key_window = (
+        slice(None),
+        *(slice(o, o + s) for o, s in zip(k_offset, drawn.key_grid, strict=True)),
+    )
+    torch.testing.assert_close(big_out[window], out, rtol=0, atol=1e-10)
+
+    cotangent = torch.randn(
+        out.shape, dtype=out.dtype, generator=torch.Generator().manual_seed(drawn.seed)
+    )
+    grads = torch.autograd.grad((out * cotangent).sum(), small)
+    big_grads = torch.autograd.grad((big_out[window] * cotangent).sum(), big)
+    for grad, big_grad, where in zip(
+        grads, big_grads, (window, key_window, key_window), strict=True
+    ):
+        torch.testing.assert_close(big_grad[where], grad, rtol=0, atol=1e-10)
+        assert big_grad.isfinite().all()
+
+    for level, (kept, big_kept) in enumerate(zip(selection, big_selection, strict=True)):
+        shift = torch.tensor([o >> (drawn.num_levels - 1 - level) for o in k_offset])
+        start = [o >> (drawn.num_levels - 1 - level) for o in q_offset]
+        cells = big_kept.cells
+        for axis, (o, s) in enumerate(zip(start, kept.cells.shape[1 : 1 + ndim], strict=True)):
+            cells = cells.narrow(1 + axis, o, s)
+        cells = torch.where(cells < 0, -1, cells - shift)
+        # The canvas may have room for more cells, but they are all hidden.
+        assert torch.equal(cells[..., : kept.cells.shape[-2], :], kept.cells)
+        assert (cells[..., kept.cells.shape[-2] :, :] == -1).all()
+
+
+@examples
+@given(problems())
+def test_a_hidden_key_influences_nothing(drawn: Drawn):
+    drawn = dataclasses.replace(drawn, hide_keys=0.5)
+    q, k, v = drawn.tensors()
+    hidden = ~drawn.key_mask[..., None, None]
+    out = quadtree_attention(q, k, v, **drawn.options())
+    k2 = k.masked_fill(hidden, torch.nan).requires_grad_()
+    v2 = v.masked_fill(hidden, torch.inf).requires_grad_()
+    q2 = q.clone().requires_grad_()
+    changed = quadtree_attention(q2, k2, v2, **drawn.options())
+    torch.testing.assert_close(changed, out, rtol=0, atol=0)
+    grads = torch.autograd.grad(changed.sum(), (q2, k2, v2))
+    assert all(g.isfinite().all() for g in grads)
+    assert (grads[1].masked_select(hidden) == 0).all()
+    assert (grads[2].masked_select(hidden) == 0).all()
+
+
+@examples
+@given(problems())
+def test_nothing_visible_gives_zeros(drawn: Drawn):
+    q, k, v = (x.requires_grad_() for x in drawn.tensors())
+    nothing = torch.zeros(drawn.batch, *drawn.key_grid, dtype=torch.bool)
+    out, selection = quadtree_attention(
+        q, k, v, **drawn.options(key_mask=nothing), return_selection=True
+    )
+    assert (out == 0).all()
+    assert all((kept.cells == -1).all() and (kept.scores == 0).all() for kept in selection)
+    assert all((g == 0).all() for g in torch.autograd.grad(out.sum(), (q, k, v)))
+
+
+@examples
+@given(problems())
+def test_more_topk_than_cells_keeps_all(drawn: Drawn):
+    q, k, v = drawn.tensors()
+    keys = 8 ** (drawn.num_levels - 1) * k[0, ..., 0, 0].numel()
+    all_cells = quadtree_attention(q, k, v, **drawn.options(topk=keys))
+    more = quadtree_attention(q, k, v, **drawn.options(topk=EVERYTHING))
+    torch.testing.assert_close(all_cells, more, rtol=0, atol=0)
+
+
+@examples
+@given(problems())
+def test_selection_is_what_the_scores_say(drawn: Drawn):
+    """Kept cells lie on the grid, are distinct, visible, best first, and children of kept ones."""
+    q, k, v = drawn.tensors()
+    _, selection = quadtree_attention(q, k, v, **drawn.options(), return_selection=True)
+    for level, (cells, scores) in enumerate(selection):
+        sides = [-(-s // 2 ** (drawn.num_levels - 1 - level)) for s in drawn.key_grid]
+        there = cells[..., 0] >= 0
+        assert ((cells < torch.tensor(sides)) | ~there[..., None]).all()
+        assert (scores.diff(dim=-1) <= 1e-12).all()
+        assert (scores[~there] == 0).all()
+        for row, shown in zip(cells.flatten(0, -3), there.flatten(0, -2), strict=True):
+            kept = [tuple(c) for c in row[shown].tolist()]
+            assert len(set(kept)) == len(kept) > 0
+    for above, below in itertools.pairwise(selection):
+        parents = above.cells
+        for axis, side in enumerate(below.cells.shape[1 : 1 + len(drawn.grid)]):
+            index = torch.arange(side) // 2
+            parents = parents.index_select(1 + axis, index)
+        found = (below.cells[..., :, None, :] >> 1) == parents[..., None, :, :]
+        found = found.all(-1).any(-1) | (below.cells[..., 0] < 0)
+        assert found.all()

@@ -1,0 +1,248 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The reference against the official numbers, finite differences and its own promises."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from quadtree_attention import quadtree_attention, quadtree_attention_pyramid
+from quadtree_attention.ops.backends import reference
+from tests.conftest import Golden, golden_files
+
+TOLERANCES = {torch.float64: (1e-6, 3e-6), torch.float32: (1e-5, 2e-5)}  # output, gradients
+
+
+def load(golden: Golden, dtype: torch.dtype):
+    """Leaves of a stored operator case: three pyramids, coarse -> fine, and the level weights."""
+    levels, heads = golden.meta["levels"], golden.meta["heads"]
+
+    def pyramid(name: str) -> list[torch.Tensor]:
+        maps = [golden.tensor(f"{name}_{i}", dtype) for i in reversed(range(levels))]
+        return [as_heads(x, heads).requires_grad_() for x in maps]
+
+    weights = None
+    if "level_weight" in golden.arrays:
+        weights = golden.tensor("level_weight", dtype).requires_grad_()
+    return pyramid("q"), pyramid("k"), pyramid("v"), weights
+
+
+def as_heads(x: torch.Tensor, heads: int) -> torch.Tensor:
+    """(B, N*D, H, W) -> (B, H, W, N, D)"""
+    return x.unflatten(1, (heads, -1)).permute(0, 3, 4, 1, 2)
+
+
+def with_lepe(golden: Golden, vs: list[torch.Tensor], weights: torch.Tensor, dtype: torch.dtype):
+    """What stored position encodings add to the result, (B, H, W, N, D), and their leaves."""
+    total, leaves = None, {}
+    for j, v in enumerate(vs):
+        for part in ("weight", "bias"):
+            leaves[f"lepe_{part}_{j}"] = golden.tensor(f"lepe_{part}_{j}", dtype).requires_grad_()
+        maps = v.flatten(-2).permute(0, 3, 1, 2)  # (B, C, H, W)
+        local = F.conv2d(
+            maps, leaves[f"lepe_weight_{j}"], leaves[f"lepe_bias_{j}"], padding=1,
+            groups=maps.shape[1],
+        )  # fmt: skip
+        local = local * weights.softmax(0)[j]
+        total = local if total is None else F.interpolate(total, scale_factor=2) + local
+    return as_heads(total, golden.meta["heads"]), leaves
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("path", golden_files("ops/*.npz"))
+def test_official_operator(path, dtype):
+    golden = Golden(path)
+    meta, (atol, grad_atol) = golden.meta, TOLERANCES[dtype]
+    qs, ks, vs, weights = load(golden, dtype)
+    levels = meta["levels"]
+    out, selection = quadtree_attention_pyramid(
+        qs, ks, vs, topk=meta["topks"][: levels - 1], variant=meta["kind"][0].upper(),
+        level_weights=weights, return_selection=True,
+    )  # fmt: skip
+    leaves = {}
+    if meta["lepe"]:
+        local, leaves = with_lepe(golden, vs, weights, dtype)
+        out = out + local
+    out = out.flatten(1, 2)
+    expected = golden.tensor("out", dtype)
+    if golden.name.startswith("a_l1_"):
+        # The official code drops the strongest keys here; in the paper this is full attention.
+        assert (out - expected).abs().max() > 0.1
+        (q, k, v) = (x[0].flatten(1, 2).transpose(1, 2) for x in (qs, ks, vs))
+        full = F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
+        torch.testing.assert_close(out, full, rtol=0, atol=atol)
+        return
+    torch.testing.assert_close(out, expected, rtol=0, atol=atol)
+
+    (out * golden.tensor("cotangent", dtype)).sum().backward()
+    for name, levels_of in (("q", qs), ("k", ks), ("v", vs)):
+        for i, x in enumerate(reversed(levels_of)):
+            grad = as_heads(golden.tensor(f"grad_{name}_{i}", dtype), meta["heads"])
+            torch.testing.assert_close(x.grad, grad, rtol=0, atol=grad_atol)
+    if weights is not None:
+        leaves["level_weight"] = weights
+    for name, leaf in leaves.items():
+        grad = golden.tensor(f"grad_{name}", dtype)
+        torch.testing.assert_close(leaf.grad, grad, rtol=0, atol=grad_atol)
+
+    for level, kept in enumerate(selection):
+        stored = golden.tensor(f"topk_idx_{levels - 1 - level}", torch.int64).transpose(-1, -2)
+        width = qs[level].shape[2]
+        got = (kept.cells[..., 0] * width + kept.cells[..., 1]).flatten(1, 2)
+        assert torch.equal(got.sort(-1).values, stored.sort(-1).values)
+
+
+@pytest.mark.parametrize("variant", ["A", "B"])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(("grid", "key_grid", "levels"), [((7,), (9,), 3), ((3, 5), (4, 2), 2)])
+def test_gradcheck(variant, masked, grid, key_grid, levels):
+    leaf = {"dtype": torch.float64, "requires_grad": True}
+    q = torch.randn(2, *grid, 2, 3, **leaf)
+    k = torch.randn(2, *key_grid, 2, 3, **leaf)
+    v = torch.randn(2, *key_grid, 2, 2, **leaf)
+    weights = torch.randn(levels, **leaf) if variant == "B" else None
+    masks = {}
+    if masked:
+        masks = {
+            "query_mask": torch.rand(2, *grid) > 0.3,
+            "key_mask": torch.rand(2, *key_grid) > 0.3,
+        }
+
+    def run(q, k, v, weights=None):
+        return quadtree_attention(
+            q, k, v, num_levels=levels, topk=2, variant=variant, level_weights=weights, **masks
+        )
+
+    assert torch.autograd.gradcheck(run, (q, k, v) if weights is None else (q, k, v, weights))
+
+
+@pytest.mark.parametrize("variant", ["A", "B"])
+def test_chunks_do_not_change_the_result(variant, monkeypatch):
+    leaf = {"dtype": torch.float64, "requires_grad": True}
+    q = torch.randn(2, 9, 13, 2, 4, **leaf)
+    k = torch.randn(2, 7, 10, 2, 4, **leaf)
+    v = torch.randn(2, 7, 10, 2, 3, **leaf)
+
+    def run():
+        out = quadtree_attention(q, k, v, num_levels=3, topk=(3, 2), variant=variant)
+        return out, *torch.autograd.grad(out.square().sum(), (q, k, v))
+
+    whole = run()
+    monkeypatch.setattr(reference, "WORKSPACE_BYTES", 20_000)
+    for a, b in zip(run(), whole, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+
+
+MEMORY_PROBE = """
+import resource, sys, torch
+from quadtree_attention import quadtree_attention
+torch.set_num_threads(2)
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+def run(side, levels):
+    q, k, v = torch.randn(3, 1, side, side + 8, 1, 32, requires_grad=True).unbind()
+    out = quadtree_attention(q, k, v, num_levels=levels, topk=32)
+    torch.autograd.grad(out.sum(), (q, k, v))
+run(32, 3)
+start = peak()
+run(int(sys.argv[1]), int(sys.argv[2]))
+print(peak() - start)
+"""
+
+
+def test_working_memory_is_bounded():
+    """216x224 tokens with K 32 gather 1.6 GB of candidates; far less may be held at any time."""
+    side, levels = 216, 4
+    probe = [sys.executable, "-c", MEMORY_PROBE, str(side), str(levels)]
+    grown = float(subprocess.run(probe, check=True, capture_output=True, text=True).stdout)
+    tokens_mib = side * (side + 8) * 32 * 4 / 2**20
+    linear = 30 * tokens_mib  # q, k, v, pyramids, their gradients, selections, messages
+    assert grown < reference.WORKSPACE_BYTES / 2**20 + linear
+    gathered = side * (side + 8) * 128 * 32 * 2 * 4 / 2**20
+    assert gathered > 3 * (reference.WORKSPACE_BYTES / 2**20 + linear)  # the bound means something
+
+
+@pytest.mark.parametrize("variant", ["A", "B"])
+def test_nan_in_a_query_reaches_only_its_family(variant):
+    q, k, v = torch.randn(3, 2, 8, 12, 2, 4).unbind()
+    q[0, 5, 9, 1] = torch.nan
+    out = quadtree_attention(q, k, v, num_levels=3, topk=3, variant=variant)
+    touched = out.isnan().any(-1)
+    expected = torch.zeros_like(touched)
+    expected[0, 4:8, 8:12, 1] = True  # the cell of level 0 that holds it
+    assert torch.equal(touched, expected)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_bad_key_stays_in_its_batch_entry_and_head(bad):
+    q, k, v = torch.randn(3, 2, 7, 10, 2, 4).unbind()
+    k[1, 3, 3, 0] = bad
+    for num_levels in (1, 3):
+        out = quadtree_attention(q, k, v, num_levels=num_levels, topk=3)
+        touched = out.isnan().flatten(1, 2).any(1).any(-1)  # (B, N)
+        assert touched.tolist() == [[False, False], [True, False]]
+
+
+def test_bad_value_reaches_only_queries_that_see_it():
+    """Far from the kept cells nobody sees a bad value: pyramids that do not pool it tell."""
+    qs, ks, vs = ([torch.randn(1, *g, 1, 4) for g in ((2, 3), (4, 6))] for _ in range(3))
+    vs[1][0, 1, 4] = torch.nan
+    out, selection = quadtree_attention_pyramid(qs, ks, vs, topk=2, return_selection=True)
+    sees = (selection[0].cells == torch.tensor([0, 2])).all(-1).any(-1)[..., 0]  # (1, 2, 3)
+    assert sees.any() and not sees.all()
+    sees = sees.repeat_interleave(2, 1).repeat_interleave(2, 2)
+    assert torch.equal(out.isnan().any(-1)[..., 0], sees)
+
+
+def test_ties_go_to_the_first_candidate():
+    q = k = torch.ones(1, 4, 6, 1, 2)
+    v = torch.randn(1, 4, 6, 1, 2)
+    _, selection = quadtree_attention(q, k, v, num_levels=2, topk=3, return_selection=True)
+    expected = torch.tensor([[0, 0], [0, 1], [0, 2]])
+    assert (selection[0].cells[0, ..., 0, :, :] == expected).all()
+
+
+@pytest.mark.parametrize("num_levels", [1, 3])
+def test_empty_batch(num_levels):
+    q, k, v = (torch.randn(0, 5, 7, 2, 4, requires_grad=True) for _ in range(3))
+    out = quadtree_attention(q, k, v, num_levels=num_levels, topk=3)
+    assert out.shape == (0, 5, 7, 2, 4)
+    out.sum().backward()
+    assert q.grad.shape == q.shape
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("variant", ["A", "B"])
+def test_low_precision(variant, dtype):
+    """At most twice the error of PyTorch's own attention in that dtype, on the same inputs."""
+    exact = [torch.randn(1, 9, 14, 2, 16, dtype=torch.float64) for _ in range(3)]
+    low = [x.to(dtype) for x in exact]
+    exact = [x.double() for x in low]
+    everything = {"num_levels": 2, "topk": 10**6, "variant": variant}  # no selection to flip
+    truth = quadtree_attention(*exact, **everything)
+    got = quadtree_attention(*low, **everything)
+    assert got.dtype == dtype
+
+    def dense(q, k, v):
+        q, k, v = (x.flatten(1, 2).transpose(1, 2) for x in (q, k, v))
+        return (q @ k.mT * q.shape[-1] ** -0.5).softmax(-1) @ v
+
+    floor = (dense(*low).double() - dense(*exact)).abs().max()
+    assert (got.double() - truth).abs().max() <= 2 * floor
+
+
+def test_scale_zero_is_not_the_default():
+    q, k, v = torch.randn(3, 1, 4, 6, 1, 4).unbind()
+    out = quadtree_attention(q, k, v, num_levels=1, topk=1, scale=0.0)
+    torch.testing.assert_close(out, v.mean((1, 2), keepdim=True).expand_as(out))
+
+
+def test_inputs_need_not_be_contiguous():
+    q, k, v = torch.randn(3, 2, 4, 10, 6, 3).unbind()  # (B, D, X, Y, N)
+    views = [x.permute(0, 3, 2, 4, 1)[:, :, ::2] for x in (q, k, v)]
+    views[1] = views[1][:1].expand(2, -1, -1, -1, -1)
+    out = quadtree_attention(*views, num_levels=2, topk=2)
+    copies = [x.contiguous() for x in views]
+    torch.testing.assert_close(out, quadtree_attention(*copies, num_levels=2, topk=2))

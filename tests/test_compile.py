@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`torch.compile(fullgraph=True)` gives the same numbers."""
+
+import pytest
+import torch
+
+from quadtree_attention import QuadtreeAttention, quadtree_attention, use_backend
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler():
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("variant", ["A", "B"])
+def test_op(variant):
+    q, k, v = (torch.randn(1, 6, 10, 2, 8, requires_grad=True) for _ in range(3))
+    mask = torch.rand(1, 6, 10) > 0.3
+
+    def run(q, k, v):
+        return quadtree_attention(
+            q, k, v, num_levels=2, topk=2, variant=variant, key_mask=mask, backend="reference"
+        )
+
+    compiled = torch.compile(run, fullgraph=True)
+    expected, got = run(q, k, v), compiled(q, k, v)
+    torch.testing.assert_close(got, expected)
+    for a, b in zip(
+        torch.autograd.grad(got.square().sum(), (q, k, v)),
+        torch.autograd.grad(expected.square().sum(), (q, k, v)),
+        strict=True,
+    ):
+        torch.testing.assert_close(a, b)
+
+
+def test_module():
+    module = QuadtreeAttention(16, 2, num_levels=3, topk=2, value_pyramid="conv", lepe=True)
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    x = torch.randn(1, 6, 9, 16)
+    torch.testing.assert_close(compiled(x), module(x))
+    with use_backend("reference"):
+        torch.testing.assert_close(compiled(x), module(x))
+
+
+def test_changing_sizes():
+    compiled = torch.compile(
+        lambda q, k, v: quadtree_attention(q, k, v, num_levels=3, topk=2),
+        fullgraph=True,
+        backend="aot_eager",
+    )
+    for grid in ((6, 9), (8, 12), (13, 5)):
+        q, k, v = torch.randn(3, 1, *grid, 2, 4).unbind()
+        torch.testing.assert_close(
+            compiled(q, k, v), quadtree_attention(q, k, v, num_levels=3, topk=2)
+        )

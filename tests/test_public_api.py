@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+import subprocess
+import sys
+
+import quadtree_attention
+
+HEAVY = ("timm", "torchvision", "pytorch_lightning", "triton", "numba", "matplotlib", "PIL", "onnx")
+
+
+def test_public_names_are_pinned():
+    assert sorted(quadtree_attention.__all__) == [
+        "BackendUnsupportedError",
+        "CheckpointError",
+        "DTypeError",
+        "LevelSelection",
+        "MissingDependencyError",
+        "OptionError",
+        "QuadtreeAttention",
+        "QuadtreeAttentionError",
+        "QuadtreeBlock",
+        "ShapeError",
+        "__version__",
+        "available_backends",
+        "quadtree_attention",
+        "quadtree_attention_pyramid",
+        "use_backend",
+    ]
+    assert all(hasattr(quadtree_attention, name) for name in quadtree_attention.__all__)
+
+
+def test_import_brings_no_optional_package():
+    """Beyond what torch itself imports."""
+    code = (
+        "import sys, torch; before = set(sys.modules); import quadtree_attention;"
+        f"print(sorted({{m.split('.')[0] for m in set(sys.modules) - before}} & set({HEAVY!r})))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert done.stdout.strip() == "[]"
+    assert done.stderr == ""
