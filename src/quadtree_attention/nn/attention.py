@@ -142,7 +142,7 @@ class QuadtreeAttention(nn.Module):
         children = query_tree.num_children
         value_levels = self._value_levels(values, shown_keys)  # (B, S_l, C), coarse -> fine
         problem = self._problem(q, query_tree, key_tree)
-        out, _ = attend_levels(
+        levels = attend_levels(
             problem,
             mean_pyramid(q, children, shown),
             mean_pyramid(k, children, shown_keys),
@@ -151,7 +151,7 @@ class QuadtreeAttention(nn.Module):
             level_weights=self.level_logits,
             backend=self.backend,
         )
-        out = out.transpose(1, 2).flatten(2)  # (B, T, C)
+        out = levels[-1].total.transpose(1, 2).flatten(2)  # (B, T, C)
         if self.lepe:
             out = out + self._position(value_levels, key_tree, shown_keys)
         out = query_tree.from_tree(out, query_tree.finest, axis=1)  # (B, *grid, C)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from quadtree_attention.ops.backends import Backend, Level, choose_backend
 from quadtree_attention.ops.problem import Problem
-from quadtree_attention.ops.tree import accumulation_dtype, repeat
+from quadtree_attention.ops.tree import accumulation_dtype
 
 
 def attend_levels(
@@ -25,18 +25,16 @@ def attend_levels(
     level_weights: Tensor | None,
     backend: str,
     with_scores: bool = False,
-) -> tuple[Tensor, list[Level]]:
-    """Attends level by level and merges the messages.
+) -> list[Level]:
+    """Attends level by level; the total of the last level is the result, (B, N, T, Dv).
 
     Args:
         problem: The checked problem; its sizes describe the arrays.
         qs: Queries (B, N, T_l, D) in tree order, coarse -> fine; `ks` and `vs` likewise.
         visible: Which key cells may be seen, (B, S_l) bool or None, coarse -> fine.
         level_weights: Logits (L,) of variant B; None weighs the levels equally.
+        backend: "auto" or a name.
         with_scores: Whether the scores of kept cells are wanted where the maths needs none.
-
-    Returns:
-        The result (B, N, T, Dv) of the finest level in the dtype of the inputs, and every level.
     """
     chosen = choose_backend(backend, problem)
     with _without_autocast(problem.device.type):
@@ -52,33 +50,36 @@ def _walk(
     visible: Sequence[Tensor | None],
     level_weights: Tensor | None,
     with_scores: bool,
-) -> tuple[Tensor, list[Level]]:
+) -> list[Level]:
     weights = _weights(problem, level_weights)
+    with_scores = with_scores or problem.variant == "A"
     levels: list[Level] = []
-    total: Tensor | None = None
     for i, (q, k, v) in enumerate(zip(qs, ks, vs, strict=True)):
+        arrays = (q, k, v, visible[i], None if weights is None else weights[i])
         topk = problem.topk[i] if i < problem.num_levels - 1 else None
-        scores_needed = with_scores or problem.variant == "A"
         if i == 0:
             level = chosen.attend_coarse(
-                q, k, v, visible[0],
-                scale=problem.scale, topk=topk,
-                variant=problem.variant, with_scores=scores_needed,
-            )  # fmt: skip
+                *arrays,
+                scale=problem.scale,
+                topk=topk,
+                variant=problem.variant,
+                with_scores=with_scores,
+            )
         else:
             above = levels[-1]
             assert above.selection is not None  # only the finest level selects nothing
             level = chosen.attend_fine(
-                q, k, v, visible[i],
-                above.selection, above.scores if problem.variant == "A" else None,
-                scale=problem.scale, topk=topk,
-                variant=problem.variant, with_scores=scores_needed,
-            )  # fmt: skip
-        message = level.message if weights is None else level.message * weights[i]
-        total = message if total is None else repeat(total, problem.num_children) + message
+                *arrays,
+                above.selection,
+                above.scores if problem.variant == "A" else None,
+                above.total,
+                scale=problem.scale,
+                topk=topk,
+                variant=problem.variant,
+                with_scores=with_scores,
+            )
         levels.append(level)
-    assert total is not None
-    return total.to(problem.dtype), levels
+    return levels
 
 
 def _weights(problem: Problem, level_weights: Tensor | None) -> Tensor | None:

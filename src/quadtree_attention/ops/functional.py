@@ -142,12 +142,12 @@ def quadtree_attention(
     qs = mean_pyramid(_to_tree(query_tree, q, finest), children, shown_queries)
     ks = mean_pyramid(_hide(_to_tree(key_tree, k, finest), shown_keys[-1]), children, shown_keys)
     vs = mean_pyramid(_hide(_to_tree(key_tree, v, finest), shown_keys[-1]), children, shown_keys)
-    out, levels = attend_levels(
+    levels = attend_levels(
         problem, qs, ks, vs,
         visible=shown_keys, level_weights=level_weights,
         backend=backend, with_scores=return_selection,
     )  # fmt: skip
-    return _result(problem, out, levels, return_selection)
+    return _result(problem, levels, return_selection)
 
 
 @overload
@@ -212,7 +212,7 @@ def quadtree_attention_pyramid(
     )  # fmt: skip
     query_tree, key_tree = problem.query_tree, problem.key_tree
     shown_keys = key_tree.visible(key_mask, problem.batch, problem.device)
-    out, levels = attend_levels(
+    levels = attend_levels(
         problem,
         [_to_tree(query_tree, q, i) for i, q in enumerate(qs)],
         [_hide(_to_tree(key_tree, k, i), shown_keys[i]) for i, k in enumerate(ks)],
@@ -220,7 +220,7 @@ def quadtree_attention_pyramid(
         visible=shown_keys, level_weights=level_weights,
         backend=backend, with_scores=return_selection,
     )  # fmt: skip
-    return _result(problem, out, levels, return_selection)
+    return _result(problem, levels, return_selection)
 
 
 def available_backends(
@@ -265,10 +265,10 @@ def _hide(x: Tensor, visible: Tensor | None) -> Tensor:
 
 
 def _result(
-    problem: Problem, out: Tensor, levels: list[Level], return_selection: bool
+    problem: Problem, levels: list[Level], return_selection: bool
 ) -> Tensor | tuple[Tensor, Selection]:
     tree = problem.query_tree
-    out = tree.from_tree(out.movedim(1, 2), tree.finest, axis=1)  # (B, *grid, N, Dv)
+    out = tree.from_tree(levels[-1].total.movedim(1, 2), tree.finest, axis=1)  # (B, *grid, N, Dv)
     if not return_selection:
         return out
     return out, tuple(

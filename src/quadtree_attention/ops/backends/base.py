@@ -13,13 +13,14 @@ class Level(NamedTuple):
     """What one level gives. T query cells in tree order, K kept cells each.
 
     Attributes:
-        message: (B, N, T, Dv) in the accumulation dtype: what this level says to its own cells.
+        total: (B, N, T, Dv), the messages of all levels so far, summed: in the dtype of the inputs
+            at the finest level, in the accumulation dtype above it.
         selection: (B, N, T, K) tree-ordered numbers of the kept key cells, best first; -1 where
             fewer than K cells were visible. None at the finest level.
         scores: (B, N, T, K) attention of the kept cells; None where nobody needs it.
     """
 
-    message: Tensor
+    total: Tensor
     selection: Tensor | None
     scores: Tensor | None
 
@@ -27,8 +28,10 @@ class Level(NamedTuple):
 class AttendCoarse(Protocol):
     """Level 0: every query cell looks at every key cell.
 
-    q (B, N, T, D), k (B, N, S, D), v (B, N, S, Dv), visible (B, S) bool or None.
+    q (B, N, T, D), k (B, N, S, D), v (B, N, S, Dv), visible (B, S) bool or None, weight: the share
+    of this level's message in the result, a tensor without axes, or None for 1.
     `topk` is None if no finer level follows. Ties go to the candidate that comes first.
+    `with_scores` asks for the scores of kept cells; for variant A they carry a gradient.
     """
 
     def __call__(
@@ -37,6 +40,7 @@ class AttendCoarse(Protocol):
         k: Tensor,
         v: Tensor,
         visible: Tensor | None,
+        weight: Tensor | None,
         *,
         scale: float,
         topk: int | None,
@@ -49,7 +53,8 @@ class AttendFine(Protocol):
     """Level l > 0: the F children of a query cell look at the F children of each kept key cell.
 
     Shapes as in `AttendCoarse`; `parents` and `parent_scores` are (B, N, T/F, Kp): the selection
-    and, for variant A only, the scores of the level above.
+    and, for variant A only, the scores of the level above; `inherited` (B, N, T/F, Dv) is its
+    total, which every child adds to its own message.
     """
 
     def __call__(
@@ -58,8 +63,10 @@ class AttendFine(Protocol):
         k: Tensor,
         v: Tensor,
         visible: Tensor | None,
+        weight: Tensor | None,
         parents: Tensor,
         parent_scores: Tensor | None,
+        inherited: Tensor,
         *,
         scale: float,
         topk: int | None,

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from quadtree_attention.ops.backends.base import Backend, Level
 from quadtree_attention.ops.problem import Problem, Variant
-from quadtree_attention.ops.tree import accumulation_dtype, is_known
+from quadtree_attention.ops.tree import accumulation_dtype, is_known, repeat
 
 WORKSPACE_BYTES = 256 * 2**20
 
@@ -30,6 +30,7 @@ def attend_coarse(
     k: Tensor,
     v: Tensor,
     visible: Tensor | None,
+    weight: Tensor | None,
     *,
     scale: float,
     topk: int | None,
@@ -37,6 +38,7 @@ def attend_coarse(
     with_scores: bool,
 ) -> Level:
     batch, heads, cells, dim = q.shape
+    dtype = q.dtype
     if topk is not None and not is_known(k.shape[2] >= topk):  # a size not known until run time
         visible = k.new_ones(batch, k.shape[2], dtype=torch.bool) if visible is None else visible
         k, v = F.pad(k, (0, 0, 0, topk)), F.pad(v, (0, 0, 0, topk))
@@ -56,7 +58,7 @@ def attend_coarse(
             for cell in _slices(cells, cells_each)
         ]
         results.append(_concatenate(parts, dim=1))
-    return _level(_concatenate(results, dim=0), batch, heads, cells)
+    return _level(_concatenate(results, dim=0), (batch, heads, cells), None, weight, dtype)
 
 
 def attend_fine(
@@ -64,8 +66,10 @@ def attend_fine(
     k: Tensor,
     v: Tensor,
     visible: Tensor | None,
+    weight: Tensor | None,
     parents: Tensor,
     parent_scores: Tensor | None,
+    inherited: Tensor,
     *,
     scale: float,
     topk: int | None,
@@ -73,6 +77,7 @@ def attend_fine(
     with_scores: bool,
 ) -> Level:
     batch, heads, cells, dim = q.shape
+    dtype = q.dtype
     above, kept = parents.shape[2:]
     children = cells // above
     families = k.shape[2] // children  # key cells of the level above
@@ -97,7 +102,7 @@ def attend_fine(
         )
         for row in _slices(rows, _chunk(rows, kept * children * per_candidate))
     ]  # fmt: skip
-    return _level(_concatenate(parts, dim=0), batch, heads, cells)
+    return _level(_concatenate(parts, dim=0), (batch, heads, cells), inherited, weight, dtype)
 
 
 def _coarse_step(
@@ -244,14 +249,24 @@ def _concatenate(chunks: list[Result], dim: int) -> Result:
     )
 
 
-def _level(result: Result, batch: int, heads: int, cells: int) -> Level:
+def _level(
+    result: Result,
+    shape: tuple[int, int, int],
+    inherited: Tensor | None,
+    weight: Tensor | None,
+    dtype: torch.dtype,
+) -> Level:
+    """Adds the message of this level to what came from above; (B, N, T) is the shape."""
     message, selection, scores = result
-    shape = (batch, heads, cells)
-    return Level(
-        message.reshape(*shape, message.shape[-1]),
-        None if selection is None else selection.reshape(*shape, selection.shape[-1]),
-        None if scores is None else scores.reshape(*shape, scores.shape[-1]),
-    )
+    total = message.reshape(*shape, message.shape[-1])
+    if weight is not None:
+        total = total * weight
+    if inherited is not None:
+        total = repeat(inherited, shape[2] // inherited.shape[2]) + total
+    if selection is None:  # the finest level
+        return Level(total.to(dtype), None, None)
+    selection = selection.reshape(*shape, selection.shape[-1])
+    return Level(total, selection, None if scores is None else scores.reshape(selection.shape))
 
 
 def _per_head(visible: Tensor, heads: int) -> Tensor:
