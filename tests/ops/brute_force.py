@@ -120,7 +120,8 @@ def attend(
                         score[c] = kept_scores[parent][p] * part
             kept: list[Cell] = []
             if level < levels - 1:
-                kept = sorted(candidates, key=lambda c: -score[c])[: topk[level]]
+                best = sorted(candidates, key=lambda c: -score[c])[: topk[level]]
+                kept = [c for c in candidates if c in best]
             message = [
                 sum(
                     score[c] * vs[level][c][d]

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from quadtree_attention.errors import OptionError, ShapeError
 from quadtree_attention.nn.position import DepthwiseConv
-from quadtree_attention.nn.value_pyramid import Activation, ValueBranch, hide
-from quadtree_attention.ops.attend import attend_levels
+from quadtree_attention.nn.value_pyramid import Activation, ValueBranch
+from quadtree_attention.ops.attend import attend
 from quadtree_attention.ops.problem import (
     Problem,
     Variant,
@@ -22,7 +22,7 @@ from quadtree_attention.ops.problem import (
     effective_topk,
     needs_grad,
 )
-from quadtree_attention.ops.tree import Tree, grid_of, mean_pyramid, repeat
+from quadtree_attention.ops.tree import Tree, grid_of, hide, mean_pyramid, repeat
 
 ValuePyramid = Literal["mean", "conv"]
 
@@ -127,34 +127,31 @@ class QuadtreeAttention(nn.Module):
         """
         self._check_inputs(x, context, mask, context_mask)
         query_tree = Tree(grid_of(x.shape[1:-1]), self.num_levels)
-        tokens = self._tokens(x, query_tree, mask)
         shown = query_tree.visible(mask, x.shape[0], x.device)
+        x = hide(x, mask)
         if context is None:
-            key_tree, key_tokens, shown_keys = query_tree, tokens, shown
+            context, key_tree, shown_keys = x, query_tree, shown
         else:
             key_tree = Tree(grid_of(context.shape[1:-1]), self.num_levels)
-            key_tokens = self._tokens(context, key_tree, context_mask)
             shown_keys = key_tree.visible(context_mask, x.shape[0], x.device)
-
-        values = self.v_proj(key_tokens)  # (B, S, C)
-        q = self._heads(self.q_proj(tokens))
-        k = self._heads(self.k_proj(key_tokens))
-        children = query_tree.num_children
-        value_levels = self._value_levels(values, shown_keys)  # (B, S_l, C), coarse -> fine
-        problem = self._problem(q, query_tree, key_tree)
-        levels = attend_levels(
-            problem,
-            mean_pyramid(q, children, shown),
-            mean_pyramid(k, children, shown_keys),
-            [self._heads(level) for level in value_levels],
-            visible=shown_keys,
+            context = hide(context, context_mask)
+        q = self._heads(self.q_proj(x))
+        k = self._heads(self.k_proj(context))
+        v = self.v_proj(context)
+        levels = self._value_levels(v, key_tree, shown_keys)
+        out, _ = attend(
+            self._problem(q, query_tree, key_tree),
+            q,
+            k,
+            self._heads(v) if levels is None else [self._heads(x).transpose(1, 2) for x in levels],
+            shown_queries=shown,
+            shown_keys=shown_keys,
             level_weights=self.level_logits,
             backend=self.backend,
         )
-        out = levels[-1].total.transpose(1, 2).flatten(2)  # (B, T, C)
+        out = out.flatten(-2)  # (B, *grid, C)
         if self.lepe:
-            out = out + self._position(value_levels, key_tree, shown_keys)
-        out = query_tree.from_tree(out, query_tree.finest, axis=1)  # (B, *grid, C)
+            out = out + self._position(levels, key_tree, shown_keys)
         return self.proj_drop(self.proj(out))
 
     def extra_repr(self) -> str:
@@ -164,25 +161,33 @@ class QuadtreeAttention(nn.Module):
             f"value_pyramid={self.value_pyramid!r}, backend={self.backend!r}"
         )
 
-    def _tokens(self, x: Tensor, tree: Tree, mask: Tensor | None) -> Tensor:
-        return tree.to_tree(hide(x, mask), tree.finest, axis=1)  # (B, T, C)
-
     def _heads(self, x: Tensor) -> Tensor:
-        """(B, T, C) -> (B, N, T, D)"""
-        return x.unflatten(-1, (self.num_heads, self.dim // self.num_heads)).transpose(1, 2)
+        """(..., C) -> (..., N, D)."""
+        return x.unflatten(-1, (self.num_heads, self.dim // self.num_heads))
 
-    def _value_levels(self, values: Tensor, shown: list[Tensor | None]) -> list[Tensor]:
+    def _value_levels(
+        self, v: Tensor, tree: Tree, shown: list[Tensor | None]
+    ) -> list[Tensor] | None:
+        """Value maps (B, T_l, C) in tree order, coarse -> fine, where somebody needs to see them.
+
+        Plain means without position encoding are left to the backend.
+        """
+        if self.value_pyramid == "mean" and not self.lepe:
+            return None
+        finest = tree.to_tree(v, tree.finest, axis=1)  # (B, T, C)
         if self.value_pyramid == "mean":
-            one_head = values[:, None]  # (B, 1, S, C)
-            return [level[:, 0] for level in mean_pyramid(one_head, 2**self.ndim, shown)]
-        levels = [values]
+            means = mean_pyramid(finest[:, None], tree.num_children, shown)
+            return [level[:, 0] for level in means]
+        levels = [finest]
         for i in reversed(range(self.num_levels - 1)):
             levels.append(self.value_branches[i](levels[-1], shown[i + 1], shown[i]))
         return list(reversed(levels))
 
-    def _position(self, levels: list[Tensor], tree: Tree, shown: list[Tensor | None]) -> Tensor:
-        """LePE of all levels, merged like their messages: (B, T, C)."""
-        assert self.level_logits is not None  # LePE needs variant B
+    def _position(
+        self, levels: list[Tensor] | None, tree: Tree, shown: list[Tensor | None]
+    ) -> Tensor:
+        """LePE of all levels, merged like their messages: (B, *grid, C)."""
+        assert levels is not None and self.level_logits is not None
         weights = self.level_logits.softmax(dim=0)
         total: Tensor | None = None
         for i, values in enumerate(levels):
@@ -190,7 +195,7 @@ class QuadtreeAttention(nn.Module):
             local = tree.to_tree(self.lepe[i](grid), i, axis=1) * weights[i]
             total = local if total is None else repeat(total, tree.num_children) + local
         assert total is not None
-        return total
+        return tree.from_tree(total, tree.finest, axis=1)
 
     def _problem(self, q: Tensor, query_tree: Tree, key_tree: Tree) -> Problem:
         head_dim = self.dim // self.num_heads

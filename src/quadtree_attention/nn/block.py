@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from quadtree_attention.nn.attention import QuadtreeAttention
 from quadtree_attention.nn.position import DepthwiseConv
-from quadtree_attention.nn.value_pyramid import hide
+from quadtree_attention.ops.tree import hide
 
 
 class ConvMlp(nn.Module):

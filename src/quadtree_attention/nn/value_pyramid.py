@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from quadtree_attention.errors import OptionError
-from quadtree_attention.ops.tree import accumulation_dtype, group
+from quadtree_attention.ops.tree import accumulation_dtype, group, hide
 
 Activation = Literal["gelu", "relu"]
 _ACTIVATIONS: dict[str, type[nn.Module]] = {"gelu": nn.GELU, "relu": nn.ReLU}
@@ -87,8 +87,3 @@ class ValueBranch(nn.Module):
         x = self.reduce(group(x, self.num_children, axis=1).flatten(2))
         x = self.mix(self.act(self.norm2(x, visible_above)))
         return hide(x, visible_above)
-
-
-def hide(x: Tensor, visible: Tensor | None) -> Tensor:
-    """Zeros for hidden cells: (B, T, C) with (B, T) bool, or any (B, *grid, C) with its mask."""
-    return x if visible is None else torch.where(visible[..., None], x, 0)

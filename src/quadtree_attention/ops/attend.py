@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The walk from the coarsest level to the finest, on arrays in tree order.
-
-Both public functions and the modules end here; backends only ever see one level at a time.
-"""
+"""The walk from the coarsest level to the finest, where every call of the package ends."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -15,30 +12,41 @@ from quadtree_attention.ops.problem import Problem
 from quadtree_attention.ops.tree import accumulation_dtype
 
 
-def attend_levels(
+def attend(
     problem: Problem,
-    qs: Sequence[Tensor],
-    ks: Sequence[Tensor],
-    vs: Sequence[Tensor],
+    q: Tensor | Sequence[Tensor],
+    k: Tensor | Sequence[Tensor],
+    v: Tensor | Sequence[Tensor],
     *,
-    visible: Sequence[Tensor | None],
+    shown_queries: Sequence[Tensor | None],
+    shown_keys: Sequence[Tensor | None],
     level_weights: Tensor | None,
     backend: str,
     with_scores: bool = False,
-) -> list[Level]:
-    """Attends level by level; the total of the last level is the result, (B, N, T, Dv).
+) -> tuple[Tensor, list[Level]]:
+    """Attends level by level.
 
     Args:
         problem: The checked problem; its sizes describe the arrays.
-        qs: Queries (B, N, T_l, D) in tree order, coarse -> fine; `ks` and `vs` likewise.
-        visible: Which key cells may be seen, (B, S_l) bool or None, coarse -> fine.
+        q: Queries: a map (B, *grid, N, D) to be averaged into levels, or levels (B, N, T_l, D) in
+            tree order, coarse -> fine; `k` and `v` likewise.
+        shown_queries: Which query cells enter the means, (B, T_l) bool or None, coarse -> fine.
+        shown_keys: Which key cells may be seen, likewise.
         level_weights: Logits (L,) of variant B; None weighs the levels equally.
         backend: "auto" or a name.
         with_scores: Whether the scores of kept cells are wanted where the maths needs none.
+
+    Returns:
+        The result (B, *grid, N, Dv), and what every level gave.
     """
     chosen = choose_backend(backend, problem)
+    query_tree, key_tree = problem.query_tree, problem.key_tree
     with _without_autocast(problem.device.type):
-        return _walk(problem, chosen, qs, ks, vs, visible, level_weights, with_scores)
+        qs = chosen.pyramid(query_tree, q, shown_queries) if isinstance(q, Tensor) else q
+        ks = chosen.pyramid(key_tree, k, shown_keys) if isinstance(k, Tensor) else k
+        vs = chosen.pyramid(key_tree, v, shown_keys) if isinstance(v, Tensor) else v
+        levels = _walk(problem, chosen, qs, ks, vs, shown_keys, level_weights, with_scores)
+        return chosen.to_grid(query_tree, levels[-1].total), levels
 
 
 def _walk(

@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple, Required, TypedDict, Unpack, overload
 import torch
 from torch import Tensor
 
-from quadtree_attention.ops.attend import attend_levels
+from quadtree_attention.ops.attend import attend
 from quadtree_attention.ops.backends import Level, explain_backends
 from quadtree_attention.ops.problem import (
     Problem,
@@ -16,7 +16,7 @@ from quadtree_attention.ops.problem import (
     check_pyramids,
     make_problem,
 )
-from quadtree_attention.ops.tree import Tree, mean_pyramid
+from quadtree_attention.ops.tree import Tree, hide
 
 
 class LevelSelection(NamedTuple):
@@ -93,8 +93,8 @@ def quadtree_attention(
     Any grid of size 1 or more on every axis is accepted: sizes that do not divide by
     `2**(num_levels - 1)` behave as if the missing cells were hidden by a mask. Arithmetic
     accumulates in float32 (float64 in float64). No gradient flows through the selection. A query
-    that can see no key gets zeros. Of cells that score the same, the one that comes first is kept:
-    row by row at the coarsest level, children of better parents first below it.
+    that can see no key gets zeros. Of cells that score the same, those that come first are kept:
+    row by row at the coarsest level, and child by child below it.
 
     Args:
         q: Queries (B, *grid, N, D); the grid has 1, 2 or 3 axes.
@@ -134,20 +134,18 @@ def quadtree_attention(
         num_levels=num_levels, topk=topk, variant=variant, level_weights=level_weights,
         scale=scale, query_mask=query_mask, key_mask=key_mask,
     )  # fmt: skip
-    query_tree, key_tree = problem.query_tree, problem.key_tree
-    shown_queries = query_tree.visible(query_mask, problem.batch, problem.device)
-    shown_keys = key_tree.visible(key_mask, problem.batch, problem.device)
-    children = problem.num_children
-    finest = problem.num_levels - 1
-    qs = mean_pyramid(_to_tree(query_tree, q, finest), children, shown_queries)
-    ks = mean_pyramid(_hide(_to_tree(key_tree, k, finest), shown_keys[-1]), children, shown_keys)
-    vs = mean_pyramid(_hide(_to_tree(key_tree, v, finest), shown_keys[-1]), children, shown_keys)
-    levels = attend_levels(
-        problem, qs, ks, vs,
-        visible=shown_keys, level_weights=level_weights,
-        backend=backend, with_scores=return_selection,
-    )  # fmt: skip
-    return _result(problem, levels, return_selection)
+    out, levels = attend(
+        problem,
+        q,
+        hide(k, key_mask),
+        hide(v, key_mask),
+        shown_queries=problem.query_tree.visible(query_mask, problem.batch, problem.device),
+        shown_keys=problem.key_tree.visible(key_mask, problem.batch, problem.device),
+        level_weights=level_weights,
+        backend=backend,
+        with_scores=return_selection,
+    )
+    return (out, _selection(problem, levels)) if return_selection else out
 
 
 @overload
@@ -212,15 +210,18 @@ def quadtree_attention_pyramid(
     )  # fmt: skip
     query_tree, key_tree = problem.query_tree, problem.key_tree
     shown_keys = key_tree.visible(key_mask, problem.batch, problem.device)
-    levels = attend_levels(
+    out, levels = attend(
         problem,
         [_to_tree(query_tree, q, i) for i, q in enumerate(qs)],
-        [_hide(_to_tree(key_tree, k, i), shown_keys[i]) for i, k in enumerate(ks)],
-        [_hide(_to_tree(key_tree, v, i), shown_keys[i]) for i, v in enumerate(vs)],
-        visible=shown_keys, level_weights=level_weights,
-        backend=backend, with_scores=return_selection,
-    )  # fmt: skip
-    return _result(problem, levels, return_selection)
+        [_hide_rows(_to_tree(key_tree, k, i), shown_keys[i]) for i, k in enumerate(ks)],
+        [_hide_rows(_to_tree(key_tree, v, i), shown_keys[i]) for i, v in enumerate(vs)],
+        shown_queries=[None] * len(qs),
+        shown_keys=shown_keys,
+        level_weights=level_weights,
+        backend=backend,
+        with_scores=return_selection,
+    )
+    return (out, _selection(problem, levels)) if return_selection else out
 
 
 def available_backends(
@@ -259,26 +260,21 @@ def _to_tree(tree: Tree, x: Tensor, level: int) -> Tensor:
     return tree.to_tree(x.movedim(-2, 1), level, axis=2)
 
 
-def _hide(x: Tensor, visible: Tensor | None) -> Tensor:
-    """Zeros for hidden rows: they weigh nothing, but 0 * NaN would be NaN."""
+def _hide_rows(x: Tensor, visible: Tensor | None) -> Tensor:
+    """(B, N, S, D) with (B, S) bool or None."""
     return x if visible is None else torch.where(visible[:, None, :, None], x, 0)
 
 
-def _result(
-    problem: Problem, levels: list[Level], return_selection: bool
-) -> Tensor | tuple[Tensor, Selection]:
+def _selection(problem: Problem, levels: list[Level]) -> Selection:
+    """The kept cells of every level that selects, on their grids and best first."""
     tree = problem.query_tree
-    out = tree.from_tree(levels[-1].total.movedim(1, 2), tree.finest, axis=1)  # (B, *grid, N, Dv)
-    if not return_selection:
-        return out
-    return out, tuple(
-        _selection(problem, level, i) for i, level in enumerate(levels) if i < tree.finest
-    )
-
-
-def _selection(problem: Problem, level: Level, depth: int) -> LevelSelection:
-    assert level.selection is not None and level.scores is not None
-    tree = problem.query_tree
-    cells = tree.from_tree(level.selection.movedim(1, 2), depth, axis=1)  # (B, *grid_l, N, K)
-    scores = tree.from_tree(level.scores.movedim(1, 2), depth, axis=1)
-    return LevelSelection(problem.key_tree.coordinates(cells.long(), depth), scores)
+    result = []
+    for i, level in enumerate(levels[:-1]):
+        assert level.selection is not None and level.scores is not None
+        cells = tree.from_tree(level.selection.movedim(1, 2), i, axis=1)  # (B, *grid_l, N, K)
+        scores = tree.from_tree(level.scores.movedim(1, 2), i, axis=1)
+        rank = scores.masked_fill(cells < 0, -1)
+        order = rank.sort(dim=-1, descending=True, stable=True).indices
+        cells, scores = cells.gather(-1, order), scores.gather(-1, order)
+        result.append(LevelSelection(problem.key_tree.coordinates(cells.long(), i), scores))
+    return tuple(result)

@@ -186,6 +186,24 @@ def mean_pyramid(x: Tensor, num_children: int, visible: Sequence[Tensor | None])
     return list(reversed(levels))
 
 
+def pyramid(tree: Tree, x: Tensor, visible: Sequence[Tensor | None]) -> list[Tensor]:
+    """All levels of a map in tree order, coarse -> fine: (B, *grid, N, D) -> [(B, N, T_l, D)]."""
+    finest = tree.to_tree(x.movedim(-2, 1), tree.finest, axis=2)
+    return mean_pyramid(finest, tree.num_children, visible)
+
+
+def to_grid(tree: Tree, x: Tensor) -> Tensor:
+    """The finest level back on its grid: (B, N, T, D) -> (B, *grid, N, D)."""
+    return tree.from_tree(x.movedim(1, 2), tree.finest, axis=1)
+
+
+def hide(x: Tensor, mask: Tensor | None) -> Tensor:
+    """Zeros for hidden cells, so that not even NaN gets through: x (*cells, ...), mask (*cells)."""
+    if mask is None:
+        return x
+    return torch.where(mask.reshape(*mask.shape, *(1,) * (x.ndim - mask.ndim)), x, 0)
+
+
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """What sums are kept in: float32, but float64 stays float64."""
     return torch.float64 if dtype == torch.float64 else torch.float32

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a backend is: a name, its reasons not to run, and two functions that attend one level."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
 from quadtree_attention.ops.problem import Problem, Variant
+from quadtree_attention.ops.tree import Tree, pyramid, to_grid
 
 
 class Level(NamedTuple):
@@ -15,7 +16,7 @@ class Level(NamedTuple):
     Attributes:
         total: (B, N, T, Dv), the messages of all levels so far, summed: in the dtype of the inputs
             at the finest level, in the accumulation dtype above it.
-        selection: (B, N, T, K) tree-ordered numbers of the kept key cells, best first; -1 where
+        selection: (B, N, T, K) tree-ordered numbers of the kept key cells, ascending; -1 where
             fewer than K cells were visible. None at the finest level.
         scores: (B, N, T, K) attention of the kept cells; None where nobody needs it.
     """
@@ -83,9 +84,13 @@ class Backend(NamedTuple):
         reasons: Why a problem cannot be run, one sentence each; empty if it can.
         attend_coarse: Attention of level 0.
         attend_fine: Attention of a finer level.
+        pyramid: All levels of a map by masked means, see `tree.pyramid`.
+        to_grid: Back from tree order, see `tree.to_grid`.
     """
 
     name: str
     reasons: Callable[[Problem], list[str]]
     attend_coarse: AttendCoarse
     attend_fine: AttendFine
+    pyramid: Callable[[Tree, Tensor, Sequence[Tensor | None]], list[Tensor]] = pyramid
+    to_grid: Callable[[Tree, Tensor], Tensor] = to_grid

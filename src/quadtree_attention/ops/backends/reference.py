@@ -206,10 +206,11 @@ def _finish(
 
 
 def _best(rank: Tensor, topk: int) -> Tensor:
-    """Positions of the `topk` highest entries of the last axis, best first, ties in order."""
+    """Positions of the `topk` highest entries of the last axis, ascending; ties to the first."""
     if torch.compiler.is_exporting():  # ONNX has no sort, but its TopK keeps ties in order
-        return rank.topk(topk, dim=-1).indices
-    return rank.sort(dim=-1, descending=True, stable=True).indices[..., :topk]
+        return -(-rank.topk(topk, dim=-1).indices).topk(topk, dim=-1).values
+    best = rank.sort(dim=-1, descending=True, stable=True).indices[..., :topk]
+    return best.sort(dim=-1).values
 
 
 # Bytes a chunk holds at its peak, in backward: per score (logits, scores, their gradients, the
