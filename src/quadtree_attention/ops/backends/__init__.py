@@ -12,11 +12,16 @@ from contextvars import ContextVar
 
 from quadtree_attention.errors import BackendUnsupportedError, OptionError
 from quadtree_attention.ops.backends.base import AttendCoarse, AttendFine, Backend, Level
+from quadtree_attention.ops.backends.cpu import CPU
 from quadtree_attention.ops.backends.reference import REFERENCE
+from quadtree_attention.ops.backends.triton import TRITON
 from quadtree_attention.ops.problem import Problem
 
 __all__ = [
     "BACKENDS",
+    "CPU",
+    "REFERENCE",
+    "TRITON",
     "AttendCoarse",
     "AttendFine",
     "Backend",
@@ -26,7 +31,7 @@ __all__ = [
     "use_backend",
 ]
 
-BACKENDS: tuple[Backend, ...] = (REFERENCE,)  # in order of preference
+BACKENDS: tuple[Backend, ...] = (TRITON, CPU, REFERENCE)  # in order of preference
 ENVIRONMENT_VARIABLE = "QUADTREE_BACKEND"
 
 _scoped: ContextVar[str] = ContextVar("quadtree_backend", default="auto")

@@ -2,12 +2,21 @@
 """What a backend is: a name, its reasons not to run, and two functions that attend one level."""
 
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
 from quadtree_attention.ops.problem import Problem, Variant
 from quadtree_attention.ops.tree import Tree, pyramid, to_grid
+
+
+def installed(package: str) -> bool:
+    """Whether a package could be imported; does not import it."""
+    try:
+        return find_spec(package) is not None
+    except ValueError:  # what stands in its place in sys.modules is no package
+        return False
 
 
 class Level(NamedTuple):

@@ -1,0 +1,482 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Numba kernels against the reference, and their behaviour in threads, forks and compilers."""
+
+import os
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset
+from torch.utils.flop_counter import FlopCounterMode
+
+from quadtree_attention import quadtree_attention, quadtree_attention_pyramid
+from quadtree_attention.ops import backends
+from quadtree_attention.ops.backends import cpu, reference
+from quadtree_attention.ops.problem import make_problem
+from quadtree_attention.ops.tree import Tree
+from quadtree_attention.ops.tree import pyramid as tree_pyramid
+from quadtree_attention.ops.tree import to_grid as tree_to_grid
+from tests.ops.cases import CASES, check, every_case
+
+pytest.importorskip("numba", reason="the cpu backend needs numba")
+
+OPS = torch.ops.quadtree_attention
+VARIANTS = pytest.mark.parametrize("variant", ["A", "B"])
+
+
+@pytest.fixture(autouse=True)
+def _cpu_is_a_backend(monkeypatch):
+    if cpu.CPU not in backends.BACKENDS:
+        monkeypatch.setattr(backends, "BACKENDS", (cpu.CPU, *backends.BACKENDS))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
+@every_case
+def test_against_the_reference(case, dtype):
+    check(case, "cpu", dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+@pytest.mark.parametrize("name", ["odd_b", "odd_a", "masks_b", "masks_a", "values_differ_b"])
+def test_low_precision(name, dtype):
+    check(next(case for case in CASES if case.name == name), "cpu", dtype)
+
+
+def draw(grid=(9, 14), heads=2, dim=16, dtype=torch.float32, batch=1):
+    return [torch.randn(batch, *grid, heads, dim, dtype=dtype) for _ in range(3)]
+
+
+def attend(q, k, v, variant="B", **options):
+    options = {"num_levels": 3, "topk": 4, "backend": "cpu"} | options
+    return quadtree_attention(q, k, v, variant=variant, **options)
+
+
+def gradients(q, k, v, **options):
+    leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
+    out = attend(*leaves, **options)
+    return out.detach(), *torch.autograd.grad(out.square().sum(), leaves)
+
+
+@VARIANTS
+def test_the_same_bits_for_every_run_and_any_number_of_threads(variant):
+    inputs = draw((40, 56), heads=3)
+    before = torch.get_num_threads()
+    try:
+        results = []
+        for threads in (2, 2, 1, 5):
+            torch.set_num_threads(threads)
+            results.append(gradients(*inputs, variant=variant, topk=8))
+    finally:
+        torch.set_num_threads(before)
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+@VARIANTS
+def test_gradcheck(variant):
+    q, k, v = (x.requires_grad_() for x in draw((5, 3), dim=3, dtype=torch.float64))
+    weights = torch.randn(2, dtype=torch.float64, requires_grad=True) if variant == "B" else None
+    mask = torch.rand(1, 5, 3) > 0.3
+
+    def run(q, k, v, weights=None):
+        return attend(q, k, v, variant, num_levels=2, topk=2, key_mask=mask, level_weights=weights)
+
+    assert torch.autograd.gradcheck(run, (q, k, v) if weights is None else (q, k, v, weights))
+
+
+def level_arguments(variant, dtype=torch.float32):
+    """Arguments of both operators for a tiny level."""
+
+    def leaf(*shape):
+        return torch.randn(*shape, dtype=dtype, requires_grad=True)
+
+    q, k, v = leaf(1, 2, 8, 5), leaf(1, 2, 12, 5), leaf(1, 2, 12, 3)
+    visible = torch.rand(1, 12) > 0.3
+    accumulate = torch.float64 if dtype == torch.float64 else torch.float32
+    weight = torch.tensor(0.7, dtype=accumulate, requires_grad=True) if variant == "B" else None
+    parents = torch.stack([torch.randperm(3)[:2] for _ in range(4)]).view(1, 2, 2, 2).int()
+    scores = torch.rand(1, 2, 2, 2, dtype=accumulate, requires_grad=True)
+    inherited = torch.randn(1, 2, 2, 3, dtype=accumulate, requires_grad=True)
+    above = (parents, scores if variant == "A" else None, inherited)
+    coarse = (q, k, v, visible, weight, 0.4, 3, variant == "A", True)
+    return coarse, (q, k, v, visible, weight, *above, 0.4, 3, True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@VARIANTS
+def test_operators_are_well_formed(variant, dtype):
+    coarse, fine = level_arguments(variant, dtype)
+    torch.library.opcheck(OPS.cpu_coarse, coarse)
+    torch.library.opcheck(OPS.cpu_fine, fine)
+
+
+@pytest.mark.parametrize("topk", [None, 3])
+@pytest.mark.parametrize("masked", [False, True])
+@VARIANTS
+def test_one_level_with_the_selection_given(variant, masked, topk):
+    """Both functions of the backend, with gradients of all they return."""
+    coarse, fine = level_arguments(variant, torch.float64)
+    results = []
+    for backend in (cpu.CPU, reference.REFERENCE):
+        found = []
+        for function, arguments in (
+            (backend.attend_coarse, coarse[:5]),
+            (backend.attend_fine, fine[:8]),
+        ):
+            tensors = [
+                x.detach().clone().requires_grad_(x.requires_grad) if x is not None else None
+                for x in arguments
+            ]
+            if not masked:
+                tensors[3] = None
+            level = function(*tensors, scale=0.4, topk=topk, variant=variant, with_scores=True)
+            wanted = [x for x in tensors if x is not None and x.requires_grad]
+            total = level.total.sin().sum()
+            if topk is not None:
+                order = level.selection.long().sort(-1)  # nothing (-1) may be anywhere
+                found += [order.values, level.scores.detach().gather(-1, order.indices)]
+                if variant == "A":
+                    total = total + level.scores.cos().sum()
+            found += [level.total.detach(), *torch.autograd.grad(total, wanted)]
+        results.append(found)
+    for got, expected in zip(*results, strict=True):
+        torch.testing.assert_close(got, expected)
+
+
+def test_gradient_of_the_scores_alone():
+    """The total need not take part in a loss."""
+    coarse, _ = level_arguments("A", torch.float64)
+    results = []
+    for backend in (cpu.CPU, reference.REFERENCE):
+        level = backend.attend_coarse(*coarse[:5], scale=0.4, topk=3, variant="A", with_scores=True)
+        results.append(torch.autograd.grad(level.scores.sin().sum(), coarse[:2]))
+    torch.testing.assert_close(*results)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("grid", [(11,), (6, 9), (8, 4), (3, 5, 4)])
+def test_pyramids(grid, masked):
+    """Levels and gradients as PyTorch computes them; hidden cells enter no mean."""
+    tree = Tree(grid, 3)
+    mask = torch.rand(2, *grid) > 0.5 if masked else None
+    visible = tree.visible(mask, 2, torch.device("cpu"))
+    x = torch.randn(2, *grid, 3, 5, dtype=torch.float64)
+    if masked:
+        x[~mask] = torch.nan
+    x.requires_grad_()
+    got, expected = cpu.pyramid(tree, x, visible), tree_pyramid(tree, x, visible)
+    torch.testing.assert_close(got, expected, equal_nan=True)
+    cotangents = [torch.randn_like(level) for level in got]
+    torch.testing.assert_close(
+        torch.autograd.grad(got, x, cotangents), torch.autograd.grad(expected, x, cotangents)
+    )
+    shown = [level for level in visible if level is not None]
+    x = torch.randn_like(x, requires_grad=True)
+    torch.library.opcheck(OPS.cpu_pyramid, (x, shown, list(grid), 3))
+
+
+@pytest.mark.parametrize("grid", [(11,), (6, 9), (8, 4), (3, 5, 4)])
+def test_back_to_the_grid(grid):
+    tree = Tree(grid, 3)
+    x = torch.randn(2, 3, tree.num_cells(2), 5, requires_grad=True)
+    got, expected = cpu.to_grid(tree, x), tree_to_grid(tree, x)
+    assert torch.equal(got, expected)
+    (a,), (b,) = (torch.autograd.grad(y.square().sum(), x) for y in (got, expected))
+    assert torch.equal(a, b)
+    torch.library.opcheck(OPS.cpu_to_grid, (x, list(grid), 3))
+
+
+@VARIANTS
+def test_compiles_into_one_graph(variant):
+    torch.compiler.reset()
+    leaves = [x.requires_grad_() for x in draw((6, 10), dim=8)]
+    mask = torch.rand(1, 6, 10) > 0.3
+
+    def run(q, k, v):
+        return attend(q, k, v, variant, num_levels=2, topk=2, key_mask=mask)
+
+    expected = run(*leaves)
+    got = torch.compile(run, fullgraph=True, backend="aot_eager")(*leaves)
+    torch.testing.assert_close(got, expected)
+    torch.testing.assert_close(
+        torch.autograd.grad(got.square().sum(), leaves),
+        torch.autograd.grad(expected.square().sum(), leaves),
+    )
+
+
+def test_exported_programs_use_the_reference(monkeypatch):
+    monkeypatch.setattr(torch.compiler, "is_exporting", lambda: True)
+    problem = make_problem(*draw(), num_levels=2, topk=3)
+    assert cpu.CPU.reasons(problem) == ["exported programs use the reference"]
+
+
+def test_reasons():
+    q, k, v = (x.to("meta") for x in draw())
+    problem = make_problem(q, k, v, num_levels=2, topk=3)
+    assert cpu.CPU.reasons(problem) == []
+    assert attend(q, k, v).shape == q.shape
+
+
+@VARIANTS
+def test_inputs_need_not_be_contiguous(variant):
+    q, k, v = (x.permute(0, 3, 2, 4, 1)[:, :, ::2] for x in torch.randn(3, 2, 4, 10, 6, 3))
+    k = k[:1].expand(2, -1, -1, -1, -1)
+    v = v[..., 1:3]
+    got = gradients(q, k, v, variant=variant, num_levels=2)
+    expected = gradients(*(x.contiguous() for x in (q, k, v)), variant=variant, num_levels=2)
+    torch.testing.assert_close(got, expected)
+
+
+def test_gradient_that_is_expanded():
+    q, k, v = (x.requires_grad_() for x in draw())
+    (got,) = torch.autograd.grad(attend(q, k, v).sum(), q)
+    (expected,) = torch.autograd.grad(attend(q, k, v, backend="reference").sum(), q)
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+
+
+@VARIANTS
+def test_hidden_rows_are_never_read(variant):
+    """A level whose hidden rows hold NaN gives the same as one that holds zeros there."""
+    for number, operator in enumerate((OPS.cpu_coarse, OPS.cpu_fine)):
+        results = []
+        for bad in (torch.nan, 0.0):
+            torch.manual_seed(1)
+            q, k, v, visible, *rest = level_arguments(variant)[number]
+            with torch.no_grad():
+                for x in (k, v):
+                    x[:, :, ~visible[0]] = bad
+            outputs = operator(q, k, v, visible, *rest)
+            assert outputs[0].isfinite().all()
+            grads = torch.autograd.grad(outputs[0].square().sum(), (q, k, v))
+            assert (grads[1][:, :, ~visible[0]] == 0).all()
+            results.append((*(x.detach() for x in outputs[:3]), *grads))
+        assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@VARIANTS
+def test_nothing_visible_gives_zeros_and_zero_gradients(variant):
+    inputs = draw()
+    found = gradients(*inputs, variant=variant, key_mask=torch.zeros(1, 9, 14, dtype=torch.bool))
+    assert all((x == 0).all() for x in found)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@VARIANTS
+def test_bad_numbers_never_lead_out_of_range(variant, dtype):
+    bad = torch.tensor([torch.nan, torch.inf, -torch.inf, 1e38, -1e38], dtype=dtype)
+    for seed in range(20):
+        rng = torch.Generator().manual_seed(seed)
+        q, k, v = draw((7, 10), dtype=dtype)
+        for x in (q, k, v):
+            where = torch.rand(x.shape, generator=rng) < 0.3 * seed / 20
+            x[where] = bad[torch.randint(5, (int(where.sum()),), generator=rng)]
+        mask = torch.rand(1, 7, 10, generator=rng) > 0.3 if seed % 2 else None
+        leaves = [x.requires_grad_() for x in (q, k, v)]
+        out, selection = attend(*leaves, variant, topk=6, key_mask=mask, return_selection=True)
+        torch.autograd.grad(out.sum(), leaves)
+        for level, size in zip(selection, ((2, 3), (4, 5)), strict=True):
+            hidden = (level.cells < 0).any(-1)
+            assert (level.cells[hidden] == -1).all()
+            assert ((level.cells < torch.tensor(size)) & (level.cells >= -1)).all()
+            flat = level.cells[..., 0] * 100 + level.cells[..., 1]
+            first = flat.sort(-1).values
+            assert ((first[..., 1:] > first[..., :-1]) | (first[..., 1:] == -1)).all()
+
+
+def test_not_a_number_ranks_highest_and_ties_go_to_the_first():
+    """As in the reference, also where many are alike and for lists of every length."""
+    for keys in (5, 8, 9, 64, 301):
+        for topk in (1, 3, 5, 64):
+            for pattern in ("ties", "nan", "plain", "steep"):
+                logits = {
+                    "ties": torch.randint(3, (keys,)).float(),
+                    "nan": torch.where(torch.rand(keys) < 0.2, torch.nan, torch.randn(keys)),
+                    "plain": torch.randn(keys),
+                    "steep": torch.randn(keys).mul(20).exp(),
+                }[pattern]
+                q, k = torch.ones(1, 1, 3, 1), logits.view(1, 1, keys, 1)
+                kept = min(topk, keys)
+                got, expected = (
+                    backend.attend_coarse(
+                        q, k, k, None, None, scale=1.0, topk=kept, variant="B", with_scores=False
+                    ).selection.long()
+                    for backend in (cpu.CPU, reference.REFERENCE)
+                )
+                assert torch.equal(got, expected), (keys, topk, pattern)
+
+
+def test_callers_parents_out_of_range_are_ignored():
+    _, fine = level_arguments("B")
+    fine = list(fine)
+    fine[5] = torch.tensor([[7, 1], [-5, 2]] * 2, dtype=torch.int64).view(1, 2, 2, 2)
+    got = OPS.cpu_fine(*fine)
+    fine[5] = torch.tensor([[-1, 1], [-1, 2]] * 2).view(1, 2, 2, 2)
+    assert torch.equal(got[0], OPS.cpu_fine(*fine)[0])
+
+
+@pytest.mark.parametrize("num_levels", [1, 3])
+def test_empty_batch(num_levels):
+    found = gradients(*draw(batch=0), num_levels=num_levels)
+    assert [x.shape for x in found] == [(0, 9, 14, 2, 16)] * 4
+
+
+def test_pyramids_with_their_own_values():
+    qs, ks, vs = ([torch.randn(1, *g, 2, 8) for g in ((3, 4), (5, 7))] for _ in range(3))
+    got = quadtree_attention_pyramid(qs, ks, vs, topk=3, backend="cpu")
+    expected = quadtree_attention_pyramid(qs, ks, vs, topk=3, backend="reference")
+    torch.testing.assert_close(got, expected)
+
+
+def test_autocast():
+    q, k, v = draw()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = attend(q, k, v)
+    assert out.dtype == torch.bfloat16
+    torch.testing.assert_close(out, attend(*(x.bfloat16() for x in (q, k, v))))
+
+
+@VARIANTS
+def test_flop_counter(variant):
+    q, k, v = (x.requires_grad_() for x in draw((8, 12), heads=3, dim=16))
+    with FlopCounterMode(display=False) as counter:
+        attend(q, k, v, variant, num_levels=2, topk=4).sum().backward()
+    counts = {str(op): n for op, n in counter.get_flop_counts()["Global"].items()}
+    coarse, fine = 2 * 3 * 24 * 24 * 32, 2 * 3 * 96 * 16 * 32
+    expected = {"cpu_coarse": coarse, "cpu_fine": fine}
+    expected |= {f"{name}_backward": n * 5 // 2 for name, n in expected.items()}
+    assert counts == {f"quadtree_attention.{name}": n for name, n in expected.items()}
+
+
+def test_flop_counter_that_is_imported_late():
+    """Formulas reach a counter although the package did not import the counter's module."""
+    source = """
+import torch
+import quadtree_attention as qa
+from quadtree_attention.ops import backends
+from quadtree_attention.ops.backends import cpu
+if cpu.CPU not in backends.BACKENDS:
+    backends.BACKENDS = (cpu.CPU, *backends.BACKENDS)
+from torch.utils.flop_counter import FlopCounterMode
+q, k, v = torch.randn(3, 1, 4, 6, 1, 8).unbind()
+with FlopCounterMode(display=False) as counter:
+    qa.quadtree_attention(q, k, v, num_levels=1, topk=1, backend="cpu")
+print(counter.get_total_flops())
+"""
+    assert python(source) == str(2 * 24 * 24 * 16)
+
+
+# ---- threads, processes, installations -----------------------------------------------------------
+
+
+def python(source, **environment):
+    """Runs a program in a new interpreter and returns what it printed last."""
+    done = subprocess.run(
+        [sys.executable, "-c", source], capture_output=True, text=True, timeout=120,
+        env=os.environ | environment, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip().splitlines()[-1]
+
+
+class Attended(Dataset):
+    """Items that are computed with the kernels, several threads wide."""
+
+    def __len__(self):
+        return 6
+
+    def __getitem__(self, i):
+        rng = torch.Generator().manual_seed(i)
+        q, k, v = torch.randn(3, 1, 40, 56, 2, 16, generator=rng).unbind()
+        with pytest.MonkeyPatch.context() as patch:
+            # PyTorch itself is limited to one thread in a worker; the kernels need not be.
+            patch.setattr(torch, "get_num_threads", lambda: 3)
+            return attend(q, k, v)  # PyTorch's autograd itself does not survive a fork
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="there is no fork on Windows")
+def test_forked_workers_after_the_parent_has_used_its_threads():
+    expected = [Attended()[i] for i in range(6)]
+    assert cpu._pool is not None
+    loader = DataLoader(
+        Attended(), batch_size=None, num_workers=2, multiprocessing_context="fork", timeout=60
+    )
+    for got, wanted in zip(loader, expected, strict=True):
+        assert torch.equal(got, wanted)
+    assert torch.equal(Attended()[0], expected[0])
+
+
+def test_several_python_threads_at_once():
+    inputs = [draw((40, 56)) for _ in range(4)]
+    expected = [gradients(*x) for x in inputs]
+    failures = []
+
+    def work(number):
+        torch.set_num_threads(2)
+        for _ in range(10):
+            got = gradients(*inputs[number])
+            if not all(torch.equal(a, b) for a, b in zip(got, expected[number], strict=True)):
+                failures.append(number)
+
+    before = torch.get_num_threads()
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    torch.set_num_threads(before)
+    assert not any(thread.is_alive() for thread in threads)
+    assert not failures
+
+
+ONE_LEVEL = """
+import torch
+from quadtree_attention.ops.backends import cpu, cpu_kernels
+print(cpu_kernels.invert.stats.cache_path)
+parents = torch.tensor([2, 0, 2, 1], dtype=torch.int32).view(1, 1, 2, 2)
+print([x.tolist() for x in cpu._inverse(parents, 3)])
+"""
+
+
+def test_compiled_code_that_cannot_be_kept(tmp_path):
+    """No place for the cache: kernels are compiled anew, and work."""
+    (tmp_path / "file").write_text("")
+    nowhere = str(tmp_path / "file" / "cache")
+    # The directory of the package may well be writable for whoever runs this test.
+    only_the_named_place = (
+        "from numba.core.caching import CacheImpl;"
+        "CacheImpl._locator_classes = ["
+        "    c for c in CacheImpl._locator_classes if 'UserProvided' in c.__name__];"
+    )
+    expected = "[[0, 1, 2, 4], [1, 3, 0, 2]]"
+    source = only_the_named_place + ONE_LEVEL
+    assert python(source, NUMBA_CACHE_DIR=nowhere) == expected
+    assert python(ONE_LEVEL, NUMBA_CACHE_DIR=nowhere) == expected
+    assert python(source, NUMBA_CACHE_DIR=str(tmp_path / "cache")) == expected
+    assert list((tmp_path / "cache").rglob("*.nbi"))
+
+
+def test_without_numba():
+    source = """
+import sys
+sys.modules["numba"] = None
+import torch
+from quadtree_attention import BackendUnsupportedError, quadtree_attention
+from quadtree_attention.ops import backends
+from quadtree_attention.ops.backends import cpu
+if cpu.CPU not in backends.BACKENDS:
+    backends.BACKENDS = (cpu.CPU, *backends.BACKENDS)
+q, k, v = torch.randn(3, 1, 4, 6, 1, 8).unbind()
+assert quadtree_attention(q, k, v, num_levels=2, topk=2).shape == q.shape
+try:
+    quadtree_attention(q, k, v, num_levels=2, topk=2, backend="cpu")
+except BackendUnsupportedError as error:
+    print(error.reasons)
+"""
+    assert python(source) == "['cpu: numba is not installed; pip install numba']"
+
+
+def test_import_does_not_import_numba():
+    source = "import sys; import quadtree_attention.ops.backends.cpu; print('numba' in sys.modules)"
+    assert python(source) == "False"
