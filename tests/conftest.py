@@ -3,11 +3,14 @@
 
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+
+from quadtree_attention import use_backend
 
 ROOT = Path(__file__).parents[1]
 GOLDEN = ROOT.parent / "shared" / "golden"
@@ -60,3 +63,18 @@ def _poison_empty_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="module", params=["reference", "cpu"])
+def each_backend(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Runs the tests of a module once with each backend that needs no GPU as "auto"."""
+    if request.param == "cpu":
+        pytest.importorskip("numba", reason="the cpu backend needs numba")
+    with use_backend(request.param):
+        yield request.param
+
+
+@pytest.fixture(scope="module")
+def only_reference() -> Iterator[None]:
+    with use_backend("reference"):
+        yield

@@ -8,6 +8,8 @@ from quadtree_attention import CheckpointError, QuadtreeAttention, QuadtreeBlock
 from quadtree_attention.models.convert import convert_attention
 from tests.conftest import Golden, golden_files
 
+pytestmark = pytest.mark.usefixtures("each_backend")
+
 FILES = golden_files("modules/*_attn_*.npz", "modules/*_block_*.npz")
 
 

@@ -7,6 +7,8 @@ import torch
 from quadtree_attention import quadtree_attention
 from tests.ops import brute_force
 
+pytestmark = pytest.mark.usefixtures("each_backend")
+
 CASES = [
     # grid, key grid, levels, topk, hidden share of queries and keys
     ((5,), (9,), 3, [2, 3], 0.0, 0.0),

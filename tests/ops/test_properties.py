@@ -4,6 +4,7 @@
 import dataclasses
 import itertools
 
+import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from quadtree_attention import quadtree_attention
 from tests.ops.problems import Drawn, problems
 
+pytestmark = pytest.mark.usefixtures("each_backend")
 EVERYTHING = 10**6
 examples = settings(max_examples=50, deadline=None, derandomize=True)
 
