@@ -12,7 +12,6 @@ from torch.utils.data import DataLoader, Dataset
 from torch.utils.flop_counter import FlopCounterMode
 
 from quadtree_attention import quadtree_attention, quadtree_attention_pyramid
-from quadtree_attention.ops import backends
 from quadtree_attention.ops.backends import cpu, reference
 from quadtree_attention.ops.problem import make_problem
 from quadtree_attention.ops.tree import Tree
@@ -24,12 +23,6 @@ pytest.importorskip("numba", reason="the cpu backend needs numba")
 
 OPS = torch.ops.quadtree_attention
 VARIANTS = pytest.mark.parametrize("variant", ["A", "B"])
-
-
-@pytest.fixture(autouse=True)
-def _cpu_is_a_backend(monkeypatch):
-    if cpu.CPU not in backends.BACKENDS:
-        monkeypatch.setattr(backends, "BACKENDS", (cpu.CPU, *backends.BACKENDS))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
