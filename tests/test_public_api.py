@@ -4,7 +4,17 @@ import sys
 
 import quadtree_attention
 
-HEAVY = ("timm", "torchvision", "pytorch_lightning", "triton", "numba", "matplotlib", "PIL", "onnx")
+HEAVY = (
+    "timm",
+    "torchvision",
+    "pytorch_lightning",
+    "triton",
+    "numba",
+    "matplotlib",
+    "PIL",
+    "onnx",
+    "typer",
+)
 
 
 def test_public_names_are_pinned():
@@ -15,12 +25,14 @@ def test_public_names_are_pinned():
         "LevelSelection",
         "MissingDependencyError",
         "OptionError",
+        "Plan",
         "QuadtreeAttention",
         "QuadtreeAttentionError",
         "QuadtreeBlock",
         "ShapeError",
         "__version__",
         "available_backends",
+        "plan",
         "quadtree_attention",
         "quadtree_attention_pyramid",
         "use_backend",

@@ -161,9 +161,17 @@ def same_selection(got: Run, expected: Run, tolerance: float) -> bool:
     for level, other in zip(got.selection, expected.selection, strict=True):
         ours, theirs = level.scores.sort(-1).values, other.scores.sort(-1).values
         assert_close("scores", ours, theirs, tolerance)
-        if not torch.equal(level.cells, other.cells):
+        if not torch.equal(as_sets(level.cells), as_sets(other.cells)):
             return False
     return True
+
+
+def as_sets(cells: torch.Tensor) -> torch.Tensor:
+    """Coordinates (..., K, ndim) as numbers (..., K) in ascending order."""
+    numbers = cells[..., 0]
+    for axis in range(1, cells.shape[-1]):
+        numbers = numbers * 10_000 + cells[..., axis]
+    return numbers.sort(-1).values
 
 
 def assert_close(name: str, got: torch.Tensor, expected: torch.Tensor, tolerance: float) -> None:

@@ -13,11 +13,12 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from quadtree_attention import quadtree_attention, quadtree_attention_pyramid
 from quadtree_attention.ops.backends import cpu, reference
+from quadtree_attention.ops.backends.cpu import threads as helpers
 from quadtree_attention.ops.problem import make_problem
 from quadtree_attention.ops.tree import Tree
 from quadtree_attention.ops.tree import pyramid as tree_pyramid
 from quadtree_attention.ops.tree import to_grid as tree_to_grid
-from tests.ops.cases import CASES, check, every_case
+from tests.ops.cases import CASES, Case, check, every_case
 
 pytest.importorskip("numba", reason="the cpu backend needs numba")
 
@@ -29,6 +30,12 @@ VARIANTS = pytest.mark.parametrize("variant", ["A", "B"])
 @every_case
 def test_against_the_reference(case, dtype):
     check(case, "cpu", dtype)
+
+
+@VARIANTS
+def test_sizes_that_have_code_of_their_own(variant):
+    """Families of four with rows 64 wide; those 32 wide are in the table of cases."""
+    check(Case("", 2, (7, 10), (8, 7), 2, 64, 64, 3, 6, variant, 0.0, 0.2), "cpu", torch.float32)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
@@ -80,7 +87,7 @@ def test_gradcheck(variant):
 
 
 def level_arguments(variant, dtype=torch.float32):
-    """Arguments of both operators for a tiny level."""
+    """Arguments of the operator for a tiny level, as the coarsest one and as a finer one."""
 
     def leaf(*shape):
         return torch.randn(*shape, dtype=dtype, requires_grad=True)
@@ -93,16 +100,15 @@ def level_arguments(variant, dtype=torch.float32):
     scores = torch.rand(1, 2, 2, 2, dtype=accumulate, requires_grad=True)
     inherited = torch.randn(1, 2, 2, 3, dtype=accumulate, requires_grad=True)
     above = (parents, scores if variant == "A" else None, inherited)
-    coarse = (q, k, v, visible, weight, 0.4, 3, variant == "A", True)
-    return coarse, (q, k, v, visible, weight, *above, 0.4, 3, True)
+    level, options = (q, k, v, visible, weight), (0.4, 3, variant == "A", True)
+    return (*level, None, None, None, *options), (*level, *above, *options)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @VARIANTS
 def test_operators_are_well_formed(variant, dtype):
-    coarse, fine = level_arguments(variant, dtype)
-    torch.library.opcheck(OPS.cpu_coarse, coarse)
-    torch.library.opcheck(OPS.cpu_fine, fine)
+    for arguments in level_arguments(variant, dtype):
+        torch.library.opcheck(OPS.cpu_attend, arguments)
 
 
 @pytest.mark.parametrize("topk", [None, 3])
@@ -112,7 +118,7 @@ def test_one_level_with_the_selection_given(variant, masked, topk):
     """Both functions of the backend, with gradients of all they return."""
     coarse, fine = level_arguments(variant, torch.float64)
     results = []
-    for backend in (cpu.CPU, reference.REFERENCE):
+    for backend in (cpu, reference):
         found = []
         for function, arguments in (
             (backend.attend_coarse, coarse[:5]),
@@ -142,20 +148,22 @@ def test_gradient_of_the_scores_alone():
     """The total need not take part in a loss."""
     coarse, _ = level_arguments("A", torch.float64)
     results = []
-    for backend in (cpu.CPU, reference.REFERENCE):
+    for backend in (cpu, reference):
         level = backend.attend_coarse(*coarse[:5], scale=0.4, topk=3, variant="A", with_scores=True)
         results.append(torch.autograd.grad(level.scores.sin().sum(), coarse[:2]))
     torch.testing.assert_close(*results)
 
 
 @pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("grid", [(11,), (6, 9), (8, 4), (3, 5, 4)])
-def test_pyramids(grid, masked):
+@pytest.mark.parametrize(
+    ("grid", "width"), [((11,), 8), ((6, 9), 11), ((8, 4), 19), ((3, 5, 4), 9)]
+)
+def test_pyramids(grid, width, masked):
     """Levels and gradients as PyTorch computes them; hidden cells enter no mean."""
     tree = Tree(grid, 3)
     mask = torch.rand(2, *grid) > 0.5 if masked else None
     visible = tree.visible(mask, 2, torch.device("cpu"))
-    x = torch.randn(2, *grid, 3, 5, dtype=torch.float64)
+    x = torch.randn(2, *grid, 3, width, dtype=torch.float64)
     if masked:
         x[~mask] = torch.nan
     x.requires_grad_()
@@ -173,7 +181,7 @@ def test_pyramids(grid, masked):
 @pytest.mark.parametrize("grid", [(11,), (6, 9), (8, 4), (3, 5, 4)])
 def test_back_to_the_grid(grid):
     tree = Tree(grid, 3)
-    x = torch.randn(2, 3, tree.num_cells(2), 5, requires_grad=True)
+    x = torch.randn(2, 3, tree.num_cells(2), 11, requires_grad=True)
     got, expected = cpu.to_grid(tree, x), tree_to_grid(tree, x)
     assert torch.equal(got, expected)
     (a,), (b,) = (torch.autograd.grad(y.square().sum(), x) for y in (got, expected))
@@ -232,7 +240,7 @@ def test_gradient_that_is_expanded():
 @VARIANTS
 def test_hidden_rows_are_never_read(variant):
     """A level whose hidden rows hold NaN gives the same as one that holds zeros there."""
-    for number, operator in enumerate((OPS.cpu_coarse, OPS.cpu_fine)):
+    for number in range(2):
         results = []
         for bad in (torch.nan, 0.0):
             torch.manual_seed(1)
@@ -240,7 +248,7 @@ def test_hidden_rows_are_never_read(variant):
             with torch.no_grad():
                 for x in (k, v):
                     x[:, :, ~visible[0]] = bad
-            outputs = operator(q, k, v, visible, *rest)
+            outputs = OPS.cpu_attend(q, k, v, visible, *rest)
             assert outputs[0].isfinite().all()
             grads = torch.autograd.grad(outputs[0].square().sum(), (q, k, v))
             assert (grads[1][:, :, ~visible[0]] == 0).all()
@@ -295,7 +303,7 @@ def test_not_a_number_ranks_highest_and_ties_go_to_the_first():
                     backend.attend_coarse(
                         q, k, k, None, None, scale=1.0, topk=kept, variant="B", with_scores=False
                     ).selection.long()
-                    for backend in (cpu.CPU, reference.REFERENCE)
+                    for backend in (cpu, reference)
                 )
                 assert torch.equal(got, expected), (keys, topk, pattern)
 
@@ -304,9 +312,9 @@ def test_callers_parents_out_of_range_are_ignored():
     _, fine = level_arguments("B")
     fine = list(fine)
     fine[5] = torch.tensor([[7, 1], [-5, 2]] * 2, dtype=torch.int64).view(1, 2, 2, 2)
-    got = OPS.cpu_fine(*fine)
+    got = OPS.cpu_attend(*fine)
     fine[5] = torch.tensor([[-1, 1], [-1, 2]] * 2).view(1, 2, 2, 2)
-    assert torch.equal(got[0], OPS.cpu_fine(*fine)[0])
+    assert torch.equal(got[0], OPS.cpu_attend(*fine)[0])
 
 
 @pytest.mark.parametrize("num_levels", [1, 3])
@@ -337,8 +345,8 @@ def test_flop_counter(variant):
         attend(q, k, v, variant, num_levels=2, topk=4).sum().backward()
     counts = {str(op): n for op, n in counter.get_flop_counts()["Global"].items()}
     coarse, fine = 2 * 3 * 24 * 24 * 32, 2 * 3 * 96 * 16 * 32
-    expected = {"cpu_coarse": coarse, "cpu_fine": fine}
-    expected |= {f"{name}_backward": n * 5 // 2 for name, n in expected.items()}
+    total = coarse + fine
+    expected = {"cpu_attend": total, "cpu_attend_backward": total * 5 // 2}
     assert counts == {f"quadtree_attention.{name}": n for name, n in expected.items()}
 
 
@@ -391,7 +399,7 @@ class Attended(Dataset):
 @pytest.mark.skipif(sys.platform == "win32", reason="there is no fork on Windows")
 def test_forked_workers_after_the_parent_has_used_its_threads():
     expected = [Attended()[i] for i in range(6)]
-    assert cpu._pool is not None
+    assert helpers._pool is not None
     loader = DataLoader(
         Attended(), batch_size=None, num_workers=2, multiprocessing_context="fork", timeout=60
     )
@@ -425,10 +433,11 @@ def test_several_python_threads_at_once():
 
 ONE_LEVEL = """
 import torch
-from quadtree_attention.ops.backends import cpu, cpu_kernels
-print(cpu_kernels.invert.stats.cache_path)
+from quadtree_attention.ops.backends.cpu.kernels.backward import invert
+from quadtree_attention.ops.backends.cpu.operators import _inverse
+print(invert.stats.cache_path)
 parents = torch.tensor([2, 0, 2, 1], dtype=torch.int32).view(1, 1, 2, 2)
-print([x.tolist() for x in cpu._inverse(parents, 3)])
+print([x.tolist() for x in _inverse(parents, 3)])
 """
 
 

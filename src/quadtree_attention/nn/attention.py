@@ -126,32 +126,37 @@ class QuadtreeAttention(nn.Module):
             (B, *grid, C)
         """
         self._check_inputs(x, context, mask, context_mask)
-        query_tree = Tree(grid_of(x.shape[1:-1]), self.num_levels)
-        shown = query_tree.visible(mask, x.shape[0], x.device)
+        query_tree = key_tree = Tree(grid_of(x.shape[1:-1]), self.num_levels)
         x = hide(x, mask)
         if context is None:
-            context, key_tree, shown_keys = x, query_tree, shown
+            context, context_mask = x, mask
         else:
             key_tree = Tree(grid_of(context.shape[1:-1]), self.num_levels)
-            shown_keys = key_tree.visible(context_mask, x.shape[0], x.device)
             context = hide(context, context_mask)
         q = self._heads(self.q_proj(x))
         k = self._heads(self.k_proj(context))
         v = self.v_proj(context)
-        levels = self._value_levels(v, key_tree, shown_keys)
+        shown = key_tree.visible(context_mask, x.shape[0], x.device)
+        levels = self._value_levels(v, key_tree, shown)
+        values = (
+            [v]
+            if levels is None
+            else [key_tree.from_tree(level, i, axis=1) for i, level in enumerate(levels)]
+        )
         out, _ = attend(
             self._problem(q, query_tree, key_tree),
-            q,
-            k,
-            self._heads(v) if levels is None else [self._heads(x).transpose(1, 2) for x in levels],
-            shown_queries=shown,
-            shown_keys=shown_keys,
+            [q],
+            [k],
+            [self._heads(x) for x in values],
+            query_mask=mask,
+            key_mask=context_mask,
             level_weights=self.level_logits,
             backend=self.backend,
+            with_selection=False,
         )
         out = out.flatten(-2)  # (B, *grid, C)
         if self.lepe:
-            out = out + self._position(levels, key_tree, shown_keys)
+            out = out + self._position(levels, key_tree, shown)
         return self.proj_drop(self.proj(out))
 
     def extra_repr(self) -> str:

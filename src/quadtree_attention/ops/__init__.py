@@ -8,10 +8,13 @@ from quadtree_attention.ops.functional import (
     quadtree_attention,
     quadtree_attention_pyramid,
 )
+from quadtree_attention.ops.plan import Plan, plan
 
 __all__ = [
     "LevelSelection",
+    "Plan",
     "available_backends",
+    "plan",
     "quadtree_attention",
     "quadtree_attention_pyramid",
     "use_backend",

@@ -7,16 +7,14 @@ from typing import Literal, NamedTuple, Required, TypedDict, Unpack, overload
 import torch
 from torch import Tensor
 
-from quadtree_attention.ops.attend import attend
-from quadtree_attention.ops.backends import Level, explain_backends
+from quadtree_attention.ops.attend import AUTOCAST_DEVICES, attend
+from quadtree_attention.ops.backends import Kept, explain_backends
 from quadtree_attention.ops.problem import (
-    Problem,
     Variant,
     check_levels_of_maps,
     check_pyramids,
     make_problem,
 )
-from quadtree_attention.ops.tree import Tree, hide
 
 
 class LevelSelection(NamedTuple):
@@ -25,7 +23,8 @@ class LevelSelection(NamedTuple):
     Attributes:
         cells: (B, *query_grid, N, K, ndim) int64 grid coordinates, (y, x) order, on this level's
             key grid; -1 where fewer than K cells were visible.
-        scores: (B, *query_grid, N, K) attention of those cells; 0 where there is none.
+        scores: (B, *query_grid, N, K) attention of those cells; 0 where there is none. They carry
+            no gradient.
     """
 
     cells: Tensor
@@ -134,18 +133,18 @@ def quadtree_attention(
         num_levels=num_levels, topk=topk, variant=variant, level_weights=level_weights,
         scale=scale, query_mask=query_mask, key_mask=key_mask,
     )  # fmt: skip
-    out, levels = attend(
+    out, kept = attend(
         problem,
-        q,
-        hide(k, key_mask),
-        hide(v, key_mask),
-        shown_queries=problem.query_tree.visible(query_mask, problem.batch, problem.device),
-        shown_keys=problem.key_tree.visible(key_mask, problem.batch, problem.device),
+        [q],
+        [k],
+        [v],
+        query_mask=query_mask,
+        key_mask=key_mask,
         level_weights=level_weights,
         backend=backend,
-        with_scores=return_selection,
+        with_selection=return_selection,
     )
-    return (out, _selection(problem, levels)) if return_selection else out
+    return (out, _best_first(kept)) if return_selection else out
 
 
 @overload
@@ -208,20 +207,18 @@ def quadtree_attention_pyramid(
         num_levels=len(qs), topk=topk, variant=variant, level_weights=level_weights,
         scale=scale, query_mask=None, key_mask=key_mask,
     )  # fmt: skip
-    query_tree, key_tree = problem.query_tree, problem.key_tree
-    shown_keys = key_tree.visible(key_mask, problem.batch, problem.device)
-    out, levels = attend(
+    out, kept = attend(
         problem,
-        [_to_tree(query_tree, q, i) for i, q in enumerate(qs)],
-        [_hide_rows(_to_tree(key_tree, k, i), shown_keys[i]) for i, k in enumerate(ks)],
-        [_hide_rows(_to_tree(key_tree, v, i), shown_keys[i]) for i, v in enumerate(vs)],
-        shown_queries=[None] * len(qs),
-        shown_keys=shown_keys,
+        qs,
+        ks,
+        vs,
+        query_mask=None,
+        key_mask=key_mask,
         level_weights=level_weights,
         backend=backend,
-        with_scores=return_selection,
+        with_selection=return_selection,
     )
-    return (out, _selection(problem, levels)) if return_selection else out
+    return (out, _best_first(kept)) if return_selection else out
 
 
 def available_backends(
@@ -248,33 +245,18 @@ def available_backends(
 def _cast_for_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Under autocast the op runs in the autocast dtype, as PyTorch's own attention does."""
     device = next((x.device.type for x in tensors if isinstance(x, Tensor)), "cpu")
-    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+    if device not in AUTOCAST_DEVICES or not torch.is_autocast_enabled(device):
         return tensors
     dtype = torch.get_autocast_dtype(device)
     casts = (torch.float32, torch.float16, torch.bfloat16)
     return tuple(x.to(dtype) if isinstance(x, Tensor) and x.dtype in casts else x for x in tensors)
 
 
-def _to_tree(tree: Tree, x: Tensor, level: int) -> Tensor:
-    """(B, *grid_at(level), N, D) -> (B, N, T, D)"""
-    return tree.to_tree(x.movedim(-2, 1), level, axis=2)
-
-
-def _hide_rows(x: Tensor, visible: Tensor | None) -> Tensor:
-    """(B, N, S, D) with (B, S) bool or None."""
-    return x if visible is None else torch.where(visible[:, None, :, None], x, 0)
-
-
-def _selection(problem: Problem, levels: list[Level]) -> Selection:
-    """The kept cells of every level that selects, on their grids and best first."""
-    tree = problem.query_tree
+def _best_first(kept: list[Kept]) -> Selection:
     result = []
-    for i, level in enumerate(levels[:-1]):
-        assert level.selection is not None and level.scores is not None
-        cells = tree.from_tree(level.selection.movedim(1, 2), i, axis=1)  # (B, *grid_l, N, K)
-        scores = tree.from_tree(level.scores.movedim(1, 2), i, axis=1)
-        rank = scores.masked_fill(cells < 0, -1)
+    for cells, scores in kept:
+        rank = scores.masked_fill(cells[..., 0] < 0, -1)
         order = rank.sort(dim=-1, descending=True, stable=True).indices
-        cells, scores = cells.gather(-1, order), scores.gather(-1, order)
-        result.append(LevelSelection(problem.key_tree.coordinates(cells.long(), i), scores))
+        cells = cells.gather(-2, order[..., None].expand(cells.shape))
+        result.append(LevelSelection(cells, scores.gather(-1, order).detach()))
     return tuple(result)

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 
 from quadtree_attention.errors import BackendUnsupportedError, OptionError
-from quadtree_attention.ops.backends.base import AttendCoarse, AttendFine, Backend, Level
+from quadtree_attention.ops.backends.base import Backend, Kept
 from quadtree_attention.ops.backends.cpu import CPU
 from quadtree_attention.ops.backends.reference import REFERENCE
 from quadtree_attention.ops.backends.triton import TRITON
@@ -22,10 +22,8 @@ __all__ = [
     "CPU",
     "REFERENCE",
     "TRITON",
-    "AttendCoarse",
-    "AttendFine",
     "Backend",
-    "Level",
+    "Kept",
     "choose_backend",
     "explain_backends",
     "use_backend",

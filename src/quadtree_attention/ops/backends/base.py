@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a backend is: a name, its reasons not to run, and two functions that attend one level."""
+"""What a backend is: a name, its reasons not to run, and a function that attends."""
 
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 from quadtree_attention.ops.problem import Problem, Variant
-from quadtree_attention.ops.tree import Tree, pyramid, to_grid
+from quadtree_attention.ops.tree import accumulation_dtype
 
 
 def installed(package: str) -> bool:
@@ -85,21 +85,55 @@ class AttendFine(Protocol):
     ) -> Level: ...
 
 
+class Kept(NamedTuple):
+    """The cells that every query cell of one level kept.
+
+    Attributes:
+        cells: (B, *grid_l, N, K, ndim) int64 coordinates, in the order of the tree; -1 where fewer
+            than K cells were visible.
+        scores: (B, *grid_l, N, K) attention of those cells; 0 where there is none.
+    """
+
+    cells: Tensor
+    scores: Tensor
+
+
+class Attend(Protocol):
+    """The whole attention.
+
+    q, k and v are lists of maps (B, *grid, N, D): one, to be averaged into levels, or one per
+    level, coarse -> fine. Masks are (B, *grid) of the finest maps, level_weights are logits (L,).
+    Returns the result (B, *grid, N, Dv) and, if asked for, what every level but the finest kept.
+    """
+
+    def __call__(
+        self,
+        problem: Problem,
+        q: Sequence[Tensor],
+        k: Sequence[Tensor],
+        v: Sequence[Tensor],
+        *,
+        query_mask: Tensor | None,
+        key_mask: Tensor | None,
+        level_weights: Tensor | None,
+        with_selection: bool,
+    ) -> tuple[Tensor, list[Kept]]: ...
+
+
 class Backend(NamedTuple):
     """One way to compute quadtree attention.
 
     Attributes:
         name: What users write in `backend=`.
         reasons: Why a problem cannot be run, one sentence each; empty if it can.
-        attend_coarse: Attention of level 0.
-        attend_fine: Attention of a finer level.
-        pyramid: All levels of a map by masked means, see `tree.pyramid`.
-        to_grid: Back from tree order, see `tree.to_grid`.
+        attend: The attention itself. Backends that work level by level make it with `levelwise`.
     """
 
     name: str
     reasons: Callable[[Problem], list[str]]
-    attend_coarse: AttendCoarse
-    attend_fine: AttendFine
-    pyramid: Callable[[Tree, Tensor, Sequence[Tensor | None]], list[Tensor]] = pyramid
-    to_grid: Callable[[Tree, Tensor], Tensor] = to_grid
+    attend: Attend
+
+
+def level_shares(problem: Problem, level_weights: Tensor) -> Tensor:
+    """Share of each level in the result of variant B, (L,)."""
+    return level_weights.to(accumulation_dtype(problem.dtype)).softmax(dim=0)

@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from quadtree_attention.ops.backends.base import Backend, Level
+from quadtree_attention.ops.backends.base import Level
+from quadtree_attention.ops.backends.levelwise import levelwise
 from quadtree_attention.ops.problem import Problem, Variant
 from quadtree_attention.ops.tree import accumulation_dtype, is_known, repeat
 
@@ -279,4 +280,4 @@ def _reasons(problem: Problem) -> list[str]:
     return []
 
 
-REFERENCE = Backend("reference", _reasons, attend_coarse, attend_fine)
+REFERENCE = levelwise("reference", _reasons, attend_coarse, attend_fine)

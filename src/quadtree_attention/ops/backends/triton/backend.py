@@ -1,351 +1,237 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The triton backend: torch operators around the kernels, their gradients, fakes and FLOPs.
+"""The triton backend: one torch operator each way, with gradient, fake and FLOPs.
 
-Triton itself is imported when the first operator runs, not before.
+Triton itself is imported when an operator first runs, not before.
 """
 
 import os
 from collections.abc import Sequence
-from typing import Any, cast
+from math import prod
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from quadtree_attention.ops.backends.base import Backend, Level, installed
-from quadtree_attention.ops.problem import Problem, Variant
+from quadtree_attention.ops.backends.base import Backend, Kept, installed, level_shares
+from quadtree_attention.ops.backends.flop_counter import register_formulas
+from quadtree_attention.ops.flops import attention_flops, backward_flops
+from quadtree_attention.ops.problem import Problem
 from quadtree_attention.ops.tree import Tree
 
+if TYPE_CHECKING:
+    from quadtree_attention.ops.backends.triton.walk import Results
+
 LARGEST_DIM, LARGEST_TOPK = 256, 128
+LARGEST_SIDE = {1: 2**31, 2: 2**16, 3: 2**11}  # places of cells are packed into 31 bits
 TRITON_INSTALLED = installed("triton")
 
 
-@torch.library.custom_op("quadtree_attention::triton_coarse", mutates_args=())
-def _coarse(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    visible: Tensor | None,
-    weight: Tensor | None,
+@torch.library.custom_op("quadtree_attention::triton", mutates_args=())
+def _forward(
+    q: list[Tensor],
+    k: list[Tensor],
+    v: list[Tensor],
+    query_shown: list[Tensor],
+    key_shown: list[Tensor],
+    weights: Tensor | None,
+    topk: list[int],
     scale: float,
-    topk: int | None,
     variant: str,
     with_scores: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    from quadtree_attention.ops.backends.triton.launch import coarse_forward
-
-    return coarse_forward(
-        q, k, v, visible, weight, scale, topk, cast(Variant, variant), with_scores
-    )
-
-
-@_coarse.register_fake
-def _(q, k, v, visible, weight, scale, topk, variant, with_scores):  # type: ignore[no-untyped-def]
-    shape = q.shape[:3]
-    kept = topk or 0
-    return (
-        q.new_empty(*shape, v.shape[-1], dtype=torch.float32 if kept else q.dtype),
-        q.new_empty(*shape, kept, dtype=torch.int32),
-        q.new_empty(*shape, kept if with_scores else 0, dtype=torch.float32),
-        q.new_empty(shape, dtype=torch.float32),
-    )
-
-
-@torch.library.custom_op("quadtree_attention::triton_coarse_backward", mutates_args=())
-def _coarse_backward(
-    dtotal: Tensor,
-    dscores: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    visible: Tensor | None,
-    weight: Tensor | None,
-    selection: Tensor,
-    lse: Tensor,
-    scale: float,
-    variant: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    from quadtree_attention.ops.backends.triton.launch import coarse_backward
-
-    return coarse_backward(
-        dtotal, dscores, q, k, v, visible, weight, selection, lse, scale, cast(Variant, variant)
-    )
-
-
-@_coarse_backward.register_fake
-def _(dtotal, dscores, q, k, v, visible, weight, selection, lse, scale, variant):  # type: ignore[no-untyped-def]
-    return (
-        q.new_empty(q.shape),
-        k.new_empty(k.shape),
-        v.new_empty(v.shape),
-        q.new_empty((), dtype=torch.float32),
-    )
-
-
-def _coarse_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-    q, k, v, visible, weight, ctx.scale, _, ctx.variant, _ = inputs
-    _, selection, scores, lse = output
-    ctx.save_for_backward(q, k, v, visible, weight, selection, lse)
-    ctx.mark_non_differentiable(*_constants(selection, scores, lse, variant=ctx.variant))
-    ctx.set_materialize_grads(False)
-
-
-def _coarse_grad(ctx: Any, dtotal: Tensor | None, _s: Any, dscores: Tensor | None, _l: Any) -> Any:
-    q, k, v, visible, weight, selection, lse = ctx.saved_tensors
-    dtotal = _or_zeros(dtotal, q, v)
-    if ctx.variant == "A" and selection.shape[-1] > 0:
-        dscores = torch.zeros_like(selection, dtype=torch.float32) if dscores is None else dscores
-        dscores = dscores.contiguous()
-    dq, dk, dv, dweight = _coarse_backward(
-        dtotal, dscores, q, k, v, visible, weight, selection, lse, ctx.scale, ctx.variant
-    )
-    return dq, dk, dv, None, _weight_grad(dweight, weight), None, None, None, None
-
-
-_coarse.register_autograd(_coarse_grad, setup_context=_coarse_setup)
-
-
-@torch.library.custom_op("quadtree_attention::triton_fine", mutates_args=())
-def _fine(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    visible: Tensor | None,
-    weight: Tensor | None,
-    parents: Tensor,
-    parent_scores: Tensor | None,
-    inherited: Tensor,
-    scale: float,
-    topk: int | None,
-    variant: str,
-    with_scores: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    from quadtree_attention.ops.backends.triton.launch import fine_forward
-
-    return fine_forward(
-        q, k, v, visible, weight, parents, parent_scores, inherited,
-        scale, topk, cast(Variant, variant), with_scores,
-    )  # fmt: skip
-
-
-@_fine.register_fake
-def _(  # type: ignore[no-untyped-def]
-    q, k, v, visible, weight, parents, parent_scores, inherited, scale, topk, variant, with_scores
-):
-    shape = q.shape[:3]
-    kept = topk or 0
-    return (
-        q.new_empty(*shape, v.shape[-1], dtype=torch.float32 if kept else q.dtype),
-        q.new_empty(*shape, kept, dtype=torch.int32),
-        q.new_empty(*shape, kept if with_scores else 0, dtype=torch.float32),
-    )
-
-
-@torch.library.custom_op("quadtree_attention::triton_fine_backward", mutates_args=())
-def _fine_backward(
-    dtotal: Tensor,
-    dscores: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    visible: Tensor | None,
-    weight: Tensor | None,
-    parents: Tensor,
-    parent_scores: Tensor | None,
-    selection: Tensor,
-    scale: float,
-    variant: str,
-    deterministic: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    from quadtree_attention.ops.backends.triton.launch import fine_backward
-
-    return fine_backward(
-        dtotal, dscores, q, k, v, visible, weight, parents, parent_scores, selection,
-        scale, cast(Variant, variant), deterministic,
-    )  # fmt: skip
-
-
-@_fine_backward.register_fake
-def _(  # type: ignore[no-untyped-def]
-    dtotal, dscores, q, k, v, visible, weight, parents, parent_scores, selection,
-    scale, variant, deterministic,
-):  # fmt: skip
-    return (
-        q.new_empty(q.shape),
-        k.new_empty(k.shape),
-        v.new_empty(v.shape),
-        q.new_empty((), dtype=torch.float32),
-        q.new_empty(parents.shape if variant == "A" else (0,), dtype=torch.float32),
-        q.new_empty(*parents.shape[:3], v.shape[-1], dtype=torch.float32),
-    )
-
-
-def _fine_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-    q, k, v, visible, weight, parents, parent_scores, _, ctx.scale, _, ctx.variant, _ = inputs
-    _, selection, scores = output
-    ctx.save_for_backward(q, k, v, visible, weight, parents, parent_scores, selection)
-    ctx.mark_non_differentiable(*_constants(selection, scores, variant=ctx.variant))
-    ctx.set_materialize_grads(False)
-
-
-def _fine_grad(ctx: Any, dtotal: Tensor | None, _s: Any, dscores: Tensor | None) -> Any:
-    q, k, v, visible, weight, parents, parent_scores, selection = ctx.saved_tensors
-    dtotal = _or_zeros(dtotal, q, v)
-    if ctx.variant == "A" and selection.shape[-1] > 0:
-        dscores = torch.zeros_like(selection, dtype=torch.float32) if dscores is None else dscores
-        dscores = dscores.contiguous()
-    dq, dk, dv, dweight, dparent_scores, dinherited = _fine_backward(
-        dtotal, dscores, q, k, v, visible, weight, parents, parent_scores, selection,
-        ctx.scale, ctx.variant, torch.are_deterministic_algorithms_enabled(),
-    )  # fmt: skip
-    return (
-        dq, dk, dv, None, _weight_grad(dweight, weight), None,
-        dparent_scores if ctx.variant == "A" else None, dinherited, None, None, None, None,
-    )  # fmt: skip
-
-
-_fine.register_autograd(_fine_grad, setup_context=_fine_setup)
-
-
-@torch.library.custom_op("quadtree_attention::triton_pyramid", mutates_args=())
-def _pyramid(
-    x: Tensor, visible: Tensor | None, grid: list[int], depth: int, num_levels: int
 ) -> list[Tensor]:
-    """The `num_levels` finest of `depth` levels, coarse -> fine."""
-    from quadtree_attention.ops.backends.triton.launch import pyramid_forward
+    """The result and all that backward needs, see `_packed`."""
+    from quadtree_attention.ops.backends.triton.launch import Options
+    from quadtree_attention.ops.backends.triton.walk import Maps, forward
 
-    return pyramid_forward(Tree(tuple(grid), depth), x, visible, num_levels)
+    options = Options(tuple(topk), scale, variant, with_scores, weights)
+    maps = Maps(q, query_shown), Maps(k, key_shown), Maps(v, key_shown)
+    return _packed(forward(*maps, options))
 
 
-@_pyramid.register_fake
-def _(x, visible, grid, depth, num_levels):  # type: ignore[no-untyped-def]
-    tree = Tree(tuple(grid), depth)
-    lead = (x.shape[0], x.shape[-2])
+@_forward.register_fake
+def _(  # type: ignore[no-untyped-def]
+    q, k, v, query_shown, key_shown, weights, topk, scale, variant, with_scores
+):
+    finest, num_levels = q[-1], len(topk) + 1
+    tree = Tree(tuple(finest.shape[1:-2]), num_levels)
+    lead, value_dim = (finest.shape[0], finest.shape[-2]), v[-1].shape[-1]
+    cells = [prod(tree.grid_at(i)) for i in range(num_levels)]
+
+    def f32(*shape: int) -> Tensor:
+        return finest.new_empty(shape, dtype=torch.float32)
+
+    def pooled(maps: list[Tensor]) -> Tensor:
+        if len(maps) == num_levels:
+            return finest.new_empty(0)
+        above = Tree(tuple(maps[0].shape[1:-2]), num_levels)
+        rows = sum(prod(above.grid_at(i)) for i in range(num_levels - 1))
+        return finest.new_empty(prod(lead) * rows * maps[0].shape[-1])
+
     return [
-        x.new_empty(*lead, tree.num_cells(i), x.shape[-1]) for i in range(depth - num_levels, depth)
+        finest.new_empty(*finest.shape[:-1], value_dim),
+        f32(*lead, cells[0], value_dim) if topk else f32(0),
+        f32(*lead, cells[0]),
+        *(pooled(maps) for maps in (q, k, v)),
+        *(f32(*lead, n, kept).int() for n, kept in zip(cells, topk, strict=False)),
+        *(f32(*lead, n, kept if with_scores else 0) for n, kept in zip(cells, topk, strict=False)),
     ]
 
 
-@torch.library.custom_op("quadtree_attention::triton_pyramid_backward", mutates_args=())
-def _pyramid_backward(
-    grads: list[Tensor], visible: Tensor | None, grid: list[int], depth: int
-) -> Tensor:
-    """Sum of all levels on the grid; with one level, tree order to grid."""
-    from quadtree_attention.ops.backends.triton.launch import pyramid_backward
-
-    return pyramid_backward(Tree(tuple(grid), depth), grads, visible)
-
-
-@_pyramid_backward.register_fake
-def _(grads, visible, grid, depth):  # type: ignore[no-untyped-def]
-    finest = grads[-1]
-    return finest.new_empty(finest.shape[0], *grid, finest.shape[1], finest.shape[3])
-
-
-def _pyramid_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    _, visible, ctx.grid, ctx.depth, _ = inputs
-    ctx.save_for_backward(visible)
-
-
-def _pyramid_grad(ctx: Any, grads: list[Tensor]) -> Any:
-    (visible,) = ctx.saved_tensors
-    return _pyramid_backward(grads, visible, ctx.grid, ctx.depth), None, None, None, None
-
-
-_pyramid.register_autograd(_pyramid_grad, setup_context=_pyramid_setup)
-
-
-@torch.library.custom_op("quadtree_attention::triton_to_grid", mutates_args=())
-def _to_grid(x: Tensor, grid: list[int], depth: int) -> Tensor:
-    from quadtree_attention.ops.backends.triton.launch import pyramid_backward
-
-    return pyramid_backward(Tree(tuple(grid), depth), [x], None)
-
-
-@_to_grid.register_fake
-def _(x, grid, depth):  # type: ignore[no-untyped-def]
-    return x.new_empty(x.shape[0], *grid, x.shape[1], x.shape[3])
-
-
-def _to_grid_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    _, ctx.grid, ctx.depth = inputs
-
-
-def _to_grid_grad(ctx: Any, grad: Tensor) -> Any:
-    return _pyramid(grad, None, ctx.grid, ctx.depth, 1)[0], None, None
-
-
-_to_grid.register_autograd(_to_grid_grad, setup_context=_to_grid_setup)
-
-
-def build_pyramid(tree: Tree, x: Tensor, visible: Sequence[Tensor | None]) -> list[Tensor]:
-    return _pyramid(x, visible[-1], list(tree.grid), tree.num_levels, tree.num_levels)
-
-
-def to_grid(tree: Tree, x: Tensor) -> Tensor:
-    return _to_grid(x, list(tree.grid), tree.num_levels)
-
-
-def _constants(*outputs: Tensor, variant: str) -> list[Tensor]:
-    """Outputs without gradient: the indices and statistics, and the scores of variant B."""
-    selection, scores, *statistics = outputs
-    return [selection, *([] if variant == "A" else [scores]), *statistics]
-
-
-def _or_zeros(dtotal: Tensor | None, q: Tensor, v: Tensor) -> Tensor:
-    """Only the scores of a level were used: its total has gradient zero."""
-    return q.new_zeros(*q.shape[:3], v.shape[-1]) if dtotal is None else dtotal
-
-
-def _weight_grad(dweight: Tensor, weight: Tensor | None) -> Tensor | None:
-    return None if weight is None else dweight.to(weight.dtype)
-
-
-def _level(
-    total: Tensor, selection: Tensor, scores: Tensor, topk: int | None, scored: bool
-) -> Level:
-    if topk is None:
-        return Level(total, None, None)
-    return Level(total, selection, scores if scored else None)
-
-
-def attend_coarse(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    visible: Tensor | None,
-    weight: Tensor | None,
-    *,
+@torch.library.custom_op("quadtree_attention::triton_backward", mutates_args=())
+def _backward(
+    dout: Tensor,
+    q: list[Tensor],
+    k: list[Tensor],
+    v: list[Tensor],
+    query_shown: list[Tensor],
+    key_shown: list[Tensor],
+    weights: Tensor | None,
+    results: list[Tensor],
+    topk: list[int],
     scale: float,
-    topk: int | None,
-    variant: Variant,
-    with_scores: bool,
-) -> Level:
-    total, selection, scores, _ = _coarse(
-        q, k, v, visible, weight, scale, topk, variant, with_scores
-    )
-    return _level(total, selection, scores, topk, with_scores)
+    variant: str,
+    deterministic: bool,
+) -> list[Tensor]:
+    """Gradients of all maps of q, k and v, and of the weights (empty if there are none)."""
+    from quadtree_attention.ops.backends.triton.launch import Options
+    from quadtree_attention.ops.backends.triton.walk import Maps, backward
+
+    options = Options(tuple(topk), scale, variant, variant == "A", weights)
+    maps = Maps(q, query_shown), Maps(k, key_shown), Maps(v, key_shown)
+    grads = backward(dout, *maps, _unpacked(results), options, deterministic=deterministic)
+    return [*grads.q, *grads.k, *grads.v, grads.weights]
 
 
-def attend_fine(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    visible: Tensor | None,
-    weight: Tensor | None,
-    parents: Tensor,
-    parent_scores: Tensor | None,
-    inherited: Tensor,
-    *,
-    scale: float,
-    topk: int | None,
-    variant: Variant,
-    with_scores: bool,
-) -> Level:
-    total, selection, scores = _fine(
-        q, k, v, visible, weight, parents, parent_scores, inherited,
-        scale, topk, variant, with_scores,
+@_backward.register_fake
+def _(  # type: ignore[no-untyped-def]
+    dout, q, k, v, query_shown, key_shown, weights, results, topk, scale, variant, deterministic
+):
+    count = 0 if weights is None else len(topk) + 1
+    return [
+        *(x.new_empty(x.shape) for x in (*q, *k, *v)),
+        dout.new_empty(count, dtype=torch.float32),
+    ]
+
+
+def _packed(results: "Results") -> list[Tensor]:
+    out, message, lse, pooled, selections, scores = results
+    return [out, message, lse, *pooled, *selections, *scores]
+
+
+def _unpacked(tensors: list[Tensor]) -> "Results":
+    from quadtree_attention.ops.backends.triton.walk import Results
+
+    selecting = (len(tensors) - 6) // 2
+    out, message, lse, *pooled = tensors[:6]
+    return Results(out, message, lse, pooled, tensors[6 : 6 + selecting], tensors[6 + selecting :])
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    *lists, weights, ctx.topk, ctx.scale, ctx.variant, _ = inputs
+    ctx.counts = [len(part) for part in lists]
+    ctx.save_for_backward(weights, *output, *(x for part in lists for x in part))
+    ctx.num_results = len(output)
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)
+
+
+def _gradient(ctx: Any, grads: list[Tensor | None]) -> Any:
+    weights, *rest = ctx.saved_tensors
+    results, rest = rest[: ctx.num_results], rest[ctx.num_results :]
+    lists = []
+    for count in ctx.counts:
+        lists.append(rest[:count])
+        rest = rest[count:]
+    dout = grads[0]
+    if dout is None:
+        return (None,) * 10
+    *dmaps, dweights = _backward(
+        dout, *lists, weights, results, ctx.topk, ctx.scale, ctx.variant,
+        torch.are_deterministic_algorithms_enabled(),
     )  # fmt: skip
-    return _level(total, selection, scores, topk, with_scores)
+    dq, dk, dv = (dmaps[sum(ctx.counts[:i]) : sum(ctx.counts[: i + 1])] for i in range(3))
+    nothing = [[None] * count for count in ctx.counts[3:]]
+    dweights = None if weights is None else dweights.to(weights.dtype)
+    no_topk: list[None] | None = None if ctx.topk else []  # an empty list is answered by one
+    return dq, dk, dv, *nothing, dweights, no_topk, None, None, None
+
+
+_forward.register_autograd(_gradient, setup_context=_setup)
+
+
+def _forward_flops(
+    q: Any, k: Any, v: Any, query_shown: Any, key_shown: Any, weights: Any, topk: Any,
+    *args: Any, **options: Any,
+) -> int:  # fmt: skip
+    """From shapes, as the counter gives them in place of tensors."""
+    batch, *grid, heads, dim = q[-1]
+    return sum(
+        attention_flops(
+            batch=batch,
+            heads=heads,
+            dim=dim,
+            value_dim=v[-1][-1],
+            query_tree=Tree(tuple(grid), len(topk) + 1),
+            key_tree=Tree(tuple(k[-1][1:-2]), len(topk) + 1),
+            topk=topk,
+        )
+    )
+
+
+def _backward_flops(
+    dout: Any, q: Any, k: Any, v: Any, query_shown: Any, key_shown: Any, weights: Any, results: Any,
+    topk: Any, *args: Any, **options: Any,
+) -> int:  # fmt: skip
+    return backward_flops(_forward_flops(q, k, v, query_shown, key_shown, weights, topk))
+
+
+def attend(
+    problem: Problem,
+    q: Sequence[Tensor],
+    k: Sequence[Tensor],
+    v: Sequence[Tensor],
+    *,
+    query_mask: Tensor | None,
+    key_mask: Tensor | None,
+    level_weights: Tensor | None,
+    with_selection: bool,
+) -> tuple[Tensor, list[Kept]]:
+    if not torch.compiler.is_compiling():
+        register_formulas({"triton": _forward_flops, "triton_backward": _backward_flops})
+    query_tree, key_tree = problem.query_tree, problem.key_tree
+    weights = None if level_weights is None else level_shares(problem, level_weights)
+    out, *rest = _forward(
+        list(q), list(k), list(v), _shown(query_tree, query_mask), _shown(key_tree, key_mask),
+        weights, list(problem.topk), problem.scale, problem.variant,
+        with_selection or problem.variant == "A",
+    )  # fmt: skip
+    if not with_selection:
+        return out, []
+    results = _unpacked([out, *rest])
+    return out, [
+        _kept(query_tree.grid_at(i), places, scores)
+        for i, (places, scores) in enumerate(zip(results.selections, results.scores, strict=True))
+    ]
+
+
+def _shown(tree: Tree, mask: Tensor | None) -> list[Tensor]:
+    """Which cells of each level are not hidden by a mask, (B, T_l) in row-major order."""
+    if mask is None:
+        return []
+    levels = tree.visible(mask, mask.shape[0], mask.device)
+    return [
+        tree.from_tree(shown, i, axis=1).flatten(1).contiguous()
+        for i, shown in enumerate(levels)
+        if shown is not None
+    ]
+
+
+def _kept(grid: tuple[int, ...], places: Tensor, scores: Tensor) -> Kept:
+    from quadtree_attention.ops.backends.triton.launch import coordinates_of
+
+    cells = torch.stack(coordinates_of(places, len(grid)), dim=-1)
+    cells = torch.where(places[..., None] < 0, -1, cells).long()
+    return Kept(cells.movedim(1, 2).unflatten(1, grid), scores.movedim(1, 2).unflatten(1, grid))
 
 
 def _reasons(problem: Problem) -> list[str]:
@@ -365,7 +251,14 @@ def _reasons(problem: Problem) -> list[str]:
         reasons.append(f"topk goes up to {LARGEST_TOPK}, got {problem.topk}")
     if torch.compiler.is_exporting():
         reasons.append("exported programs use the reference")
+        return reasons  # sizes may be symbolic there
+    sides = (*problem.query_tree.grid, *problem.key_tree.grid)
+    if max(sides) > LARGEST_SIDE[problem.query_tree.ndim]:
+        reasons.append(
+            f"grids of {problem.query_tree.ndim} axes go up to "
+            f"{LARGEST_SIDE[problem.query_tree.ndim]} cells a side, got {max(sides)}"
+        )
     return reasons
 
 
-TRITON = Backend("triton", _reasons, attend_coarse, attend_fine, build_pyramid, to_grid)
+TRITON = Backend("triton", _reasons, attend)

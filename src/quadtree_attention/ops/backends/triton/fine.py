@@ -1,323 +1,431 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kernels of the finer levels, where the F children of a query cell share their candidates.
 
-A program holds the F queries of a family (padded to the 16 rows a matrix unit wants) and all their
-candidates, the F children of each of the K kept cells, in registers. Scores, softmax, message and
-selection never leave the chip; backward recomputes them from the stored selection.
+A program holds the F queries of a family and all their candidates, the F children of each of the
+K kept cells, in registers. A matrix unit takes 16 rows at least; instead of padding F queries, the
+candidates are cut into parts, and row (g, f) is query f before part g: nothing is weighed twice.
+Scores, softmax, message and selection never leave the chip; backward recomputes them.
 """
 
 import triton
 import triton.language as tl
 
 from quadtree_attention.ops.backends.triton.shared import (
+    child_of,
     choose_best,
-    dot,
     finite_max,
+    is_on_grid,
+    kernel,
+    load_rows,
+    place_of,
+    row_at,
+    row_max,
+    row_sum,
     safe_reciprocal,
+    store_rows,
 )
 
 
 @triton.jit
-def family_candidates(p_parents, p_visible, i_row, heads, families, keys,
-                      KEPT: tl.constexpr, CANDIDATES: tl.constexpr, F: tl.constexpr,
-                      MASKED: tl.constexpr):  # fmt: skip
-    """Candidates of a family, which of them are shown, and its batch entry and head."""
+def family(i_row, heads, size_0, size_1, size_2, o_child, NDIM: tl.constexpr):
+    """Of a query family: its batch entry and head, and its queries' rows and which of them are."""
+    above_1, above_2 = (size_1 + 1) // 2, (size_2 + 1) // 2
+    families = (size_0 + 1) // 2 * above_1 * above_2
     i_bn = i_row // families
-    i_b = i_bn // heads
-    o_c = tl.arange(0, CANDIDATES)
-    p_parents += i_row * KEPT + o_c // F
-    b_parent = tl.load(p_parents, mask=o_c // F < KEPT, other=-1).to(tl.int64)
-    b_cell = tl.where(b_parent >= 0, b_parent * F + o_c % F, -1)
-    b_shown = b_cell >= 0
+    o_place = child_of(place_of(i_row - i_bn * families, above_1, above_2, NDIM), o_child, NDIM)
+    m_query = is_on_grid(o_place, size_0, size_1, size_2, NDIM)
+    i_b = (i_bn // heads).to(tl.int64)
+    return (
+        i_bn.to(tl.int64),
+        i_b,
+        i_bn - i_b * heads,
+        row_at(o_place, size_1, size_2, NDIM),
+        m_query,
+    )
+
+
+@triton.jit
+def candidates(p_parents, p_shown, o_c, m_c, i_b, key_0, key_1, key_2,
+               KEPT: tl.constexpr, NDIM: tl.constexpr, HIDES: tl.constexpr,
+               MASKED: tl.constexpr):  # fmt: skip
+    """Places and rows of the candidates numbered `o_c`, and which of them are shown."""
+    F: tl.constexpr = 2**NDIM
+    m_shown = m_c & (o_c // F < KEPT)
+    o_parent = tl.load(p_parents + o_c // F, mask=m_shown, other=-1)
+    if HIDES:
+        m_shown = m_shown & (o_parent >= 0)
+    else:  # all are there, unless scores were not numbers: then any cell is as good
+        o_parent = tl.maximum(o_parent, 0)
+    o_place = child_of(o_parent, o_c % F, NDIM)
+    o_row = row_at(o_place, key_1, key_2, NDIM)
+    if HIDES:
+        m_shown = m_shown & is_on_grid(o_place, key_0, key_1, key_2, NDIM)
     if MASKED:
-        b_shown = b_shown & (tl.load(p_visible + i_b * keys + b_cell, mask=b_shown, other=0) != 0)
-    return b_cell, b_shown, i_b, i_bn - i_b * heads
+        p_row = p_shown + i_b * key_0 * key_1 * key_2 + o_row
+        m_shown = m_shown & (tl.load(p_row, mask=m_shown, other=0) != 0)
+    return o_place, o_row, m_shown
 
 
 @triton.jit
-def family_scores(b_score, m_shown, b_parent_score, F: tl.constexpr):
-    """Variant A: shares of the children of each kept cell times that cell's score.
-
-    `b_score` (ROWS, C), `b_parent_score` (ROWS or 1, K), C = K * F. Also returns the shares.
-    """
-    ROWS: tl.constexpr = b_score.shape[0]
-    CANDIDATES: tl.constexpr = b_score.shape[1]
-    KEPT: tl.constexpr = CANDIDATES // F
-    b_family = tl.reshape(b_score, (ROWS, KEPT, F))
-    b_weight = tl.exp(b_family - finite_max(b_family, 2))
-    b_share = b_weight * safe_reciprocal(tl.sum(b_weight, axis=2, keep_dims=True))
-    b_scores = tl.reshape(b_share * b_parent_score[:, :, None], (ROWS, CANDIDATES))
-    b_share = tl.where(m_shown, tl.reshape(b_share, (ROWS, CANDIDATES)), 0.0)
-    return tl.where(m_shown, b_scores, 0.0), b_share
+def load_part(p_x, p_parents, p_shown, g, i_b, key_0, key_1, key_2, s_t,
+              D: tl.constexpr, BLOCK_D: tl.constexpr, KEPT: tl.constexpr, WIDTH: tl.constexpr,
+              NDIM: tl.constexpr, HIDES: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
+    """Keys or values of the candidates of part `g`; zeros where they are hidden."""
+    o_c = tl.arange(0, WIDTH)
+    _, o_row, m_row = candidates(
+        p_parents, p_shown, g * WIDTH + o_c, o_c >= 0, i_b, key_0, key_1, key_2,
+        KEPT, NDIM, HIDES, MASKED,
+    )  # fmt: skip
+    return load_rows(p_x, o_row, m_row, s_t, D, BLOCK_D)
 
 
 @triton.jit
+def family_scores(
+    p_q, p_k, p_parents, p_shown, o_query, m_query, i_b, scale, key_0, key_1, key_2, sq_t, sk_t,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, KEPT: tl.constexpr, ROWS: tl.constexpr,
+    PARTS: tl.constexpr, WIDTH: tl.constexpr, NDIM: tl.constexpr, HIDES: tl.constexpr,
+    MASKED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Scores of a family's queries, (ROWS, WIDTH): row (g, f) is query f before part g."""
+    i_part = tl.arange(0, ROWS) // 2**NDIM
+    b_q = load_rows(p_q, o_query, m_query, sq_t, D, BLOCK_D)
+    b_score = tl.zeros((ROWS, WIDTH), tl.float32)
+    for g in tl.static_range(PARTS):
+        b_k = load_part(
+            p_k, p_parents, p_shown, g, i_b, key_0, key_1, key_2, sk_t,
+            D, BLOCK_D, KEPT, WIDTH, NDIM, HIDES, MASKED,
+        )  # fmt: skip
+        b_here = tl.dot(b_q.to(b_k.dtype), tl.trans(b_k), input_precision=PRECISION)
+        b_score = tl.where((i_part == g)[:, None], b_here, b_score)
+    return b_score * scale, b_q
+
+
+@triton.jit
+def spread(b_x, NDIM: tl.constexpr):
+    """(ROWS, W) -> (G, F, W), queries on axis 1."""
+    return tl.reshape(b_x, (b_x.shape[0] // 2**NDIM, 2**NDIM, b_x.shape[1]))
+
+
+@triton.jit
+def shares(b_score, NDIM: tl.constexpr):
+    """Softmax over the children of each kept cell, (G, F, W) -> (G, F, W / F, F)."""
+    F: tl.constexpr = 2**NDIM
+    b_family = tl.reshape(b_score, (b_score.shape[0], F, b_score.shape[2] // F, F))
+    b_share = tl.exp(b_family - finite_max(b_family, 3))
+    return b_share * safe_reciprocal(tl.sum(b_share, axis=3, keep_dims=True))
+
+
+@triton.jit
+def parent_scores(p_scores, KEPT: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr,
+                  WIDTH: tl.constexpr, NDIM: tl.constexpr):  # fmt: skip
+    """Scores of the kept cells, (G, 1, W / F, 1)."""
+    F: tl.constexpr = 2**NDIM
+    i_part = tl.arange(0, ROWS // F)[:, None, None, None]
+    o_kept = i_part * (WIDTH // F) + tl.arange(0, WIDTH // F)[None, None, :, None]
+    return tl.load(p_scores + o_kept, mask=(i_part < PARTS) & (o_kept < KEPT), other=0.0), o_kept
+
+
+@kernel
 def fine_fwd_kernel(
-    p_q, p_k, p_v, p_visible, p_weight, p_parents, p_parent_scores, p_inherited,
+    p_q, p_k, p_v, p_shown, p_weights, p_parents, p_parent_scores, p_inherited,
     p_total, p_selection, p_scores,
-    scale, heads, families, keys,
-    sq_b, sq_n, sq_t, sk_b, sk_n, sk_t, sv_b, sv_n, sv_t,
-    F: tl.constexpr, ROWS: tl.constexpr, KEPT: tl.constexpr, CANDIDATES: tl.constexpr,
+    scale, share, level, heads, size_0, size_1, size_2, key_0, key_1, key_2,
+    sq_b, sq_n, sq_t, sk_b, sk_n, sk_t, sv_b, sv_n, sv_t, so_b, so_n, so_t,
+    NDIM: tl.constexpr, KEPT: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr,
+    WIDTH: tl.constexpr,
     D: tl.constexpr, BLOCK_D: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
     TOPK: tl.constexpr, BLOCK_TOPK: tl.constexpr,
-    VARIANT_A: tl.constexpr, MASKED: tl.constexpr, WEIGHTED: tl.constexpr,
+    VARIANT_A: tl.constexpr, HIDES: tl.constexpr, MASKED: tl.constexpr, WEIGHTED: tl.constexpr,
     WITH_SCORES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    i_row = tl.program_id(0).to(tl.int64)
-    i_family = i_row % families
-    o_m = tl.arange(0, ROWS)
-    o_d = tl.arange(0, BLOCK_D)
-    o_dv = tl.arange(0, BLOCK_DV)
-    m_m = o_m < F
-    b_cell, b_shown, i_b, i_n = family_candidates(
-        p_parents, p_visible, i_row, heads, families, keys, KEPT, CANDIDATES, F, MASKED
-    )
-    p_q += i_b * sq_b + i_n * sq_n + (i_family * F + o_m)[:, None] * sq_t + o_d[None, :]
-    b_q = tl.load(p_q, mask=m_m[:, None] & (o_d < D)[None, :], other=0.0)
-    p_k += i_b * sk_b + i_n * sk_n + b_cell[:, None] * sk_t + o_d[None, :]
-    b_k = tl.load(p_k, mask=b_shown[:, None] & (o_d < D)[None, :], other=0.0)
-    b_score = dot(b_q, tl.trans(b_k), PRECISION) * scale  # (ROWS, C)
-    b_score = tl.where(b_shown[None, :], b_score, float("-inf"))
+    F: tl.constexpr = 2**NDIM
+    i_row = tl.program_id(0)
+    o_f = tl.arange(0, ROWS) % F
+    i_bn, i_b, i_n, o_query, m_query = family(i_row, heads, size_0, size_1, size_2, o_f, NDIM)
+    p_parents += i_row.to(tl.int64) * KEPT
+    b_score, _ = family_scores(
+        p_q + i_b * sq_b + i_n * sq_n, p_k + i_b * sk_b + i_n * sk_n, p_parents, p_shown,
+        o_query, m_query, i_b, scale, key_0, key_1, key_2, sq_t, sk_t,
+        D, BLOCK_D, KEPT, ROWS, PARTS, WIDTH, NDIM, HIDES, MASKED, PRECISION,
+    )  # fmt: skip
+    b_score = spread(b_score, NDIM)
+    i_part = tl.arange(0, ROWS // F)[:, None, None]
+    o_c = i_part * WIDTH + tl.arange(0, WIDTH)[None, None, :]
+    o_place, _, m_shown = candidates(
+        p_parents, p_shown, o_c, i_part < PARTS, i_b, key_0, key_1, key_2,
+        KEPT, NDIM, HIDES, MASKED,
+    )  # fmt: skip
+    m_shown = tl.broadcast_to(m_shown, b_score.shape)
+    b_score = tl.where(m_shown, b_score, float("-inf"))
     if VARIANT_A:
-        o_above = tl.arange(0, CANDIDATES // F)
-        p_above = p_parent_scores + i_row * KEPT + o_above
-        b_above = tl.load(p_above, mask=o_above < KEPT, other=0.0)
-        b_attention, _ = family_scores(b_score, b_shown[None, :], b_above[None, :], F)
+        b_above, _ = parent_scores(
+            p_parent_scores + i_row.to(tl.int64) * KEPT, KEPT, ROWS, PARTS, WIDTH, NDIM
+        )
+        b_attention = tl.reshape(shares(b_score, NDIM) * b_above, b_score.shape)
+        b_attention = tl.where(m_shown, b_attention, 0.0)
+        b_rank = b_attention
     else:
-        b_attention = tl.exp(b_score - finite_max(b_score, 1))
-        b_attention *= safe_reciprocal(tl.sum(b_attention, axis=1, keep_dims=True))
+        b_max = row_max(b_score, 2)
+        b_attention = tl.exp(b_score - tl.where(b_max == float("-inf"), 0.0, b_max))
+        b_norm = safe_reciprocal(row_sum(b_attention, 2))
+        b_rank = b_score
 
     if TOPK > 0:
-        # Only the first F rows are queries: fold the padding away before choosing.
-        b_rank = tl.where(m_m[:, None], b_attention if VARIANT_A else b_score, 0.0)
-        b_rank = tl.sum(tl.reshape(b_rank, (ROWS // F, F, CANDIDATES)), axis=0)  # (F, C)
-        b_chosen, o_slot, b_count = choose_best(b_rank, b_shown[None, :], TOPK)
-        o_k = tl.arange(0, BLOCK_TOPK)[None, :]
-        o_out = ((i_row * F + tl.arange(0, F)) * TOPK)[:, None]
-        m_rest = (o_k >= b_count) & (o_k < TOPK)
-        b_cells = tl.broadcast_to(b_cell.to(tl.int32)[None, :], (F, CANDIDATES))
-        tl.store(p_selection + o_out + o_slot, b_cells, mask=b_chosen)
+        b_chosen, o_slot, b_count = choose_best(b_rank, m_shown, TOPK)
+        o_child = tl.arange(0, F)[None, :, None]
+        _, _, _, o_out, m_out = family(i_row, heads, size_0, size_1, size_2, o_child, NDIM)
+        o_out = (i_bn * size_0 * size_1 * size_2 + o_out) * TOPK
+        # One tensor to bring into the layout of stores; no slot but those there are, whatever came.
+        o_slot = tl.where(b_chosen & m_out & (o_slot < TOPK), o_slot, -1)
+        o_k = tl.arange(0, BLOCK_TOPK)[None, None, :]
+        m_rest = (o_k >= b_count) & (o_k < TOPK) & m_out
+        b_places = tl.broadcast_to(o_place, b_score.shape)
+        tl.store(p_selection + o_out + o_slot, b_places, mask=o_slot >= 0)
         tl.store(p_selection + o_out + o_k, -1, mask=m_rest)
         if WITH_SCORES:
-            b_kept = b_rank
-            if not VARIANT_A:
-                b_kept = tl.exp(b_rank - finite_max(b_rank, 1))
-                b_kept *= safe_reciprocal(tl.sum(b_kept, axis=1, keep_dims=True))
-            tl.store(p_scores + o_out + o_slot, b_kept, mask=b_chosen)
+            b_kept = b_attention if VARIANT_A else b_attention * b_norm
+            tl.store(p_scores + o_out + o_slot, b_kept, mask=o_slot >= 0)
             tl.store(p_scores + o_out + o_k, 0.0, mask=m_rest)
         if VARIANT_A:  # kept cells speak one level down
-            b_silent = b_chosen.to(tl.float32)[None, :, :]
-            b_silent = tl.broadcast_to(b_silent, (ROWS // F, F, CANDIDATES))
-            b_attention *= 1.0 - tl.reshape(b_silent, (ROWS, CANDIDATES))
+            b_attention = tl.where(b_chosen, 0.0, b_attention)
 
     # Values come late: the choice above needs the registers.
-    p_v += i_b * sv_b + i_n * sv_n + b_cell[:, None] * sv_t + o_dv[None, :]
-    b_v = tl.load(p_v, mask=b_shown[:, None] & (o_dv < DV)[None, :], other=0.0)
-    b_message = dot(b_attention.to(b_v.dtype), b_v, PRECISION)  # (ROWS, BLOCK_DV)
-    if WEIGHTED:
-        b_message *= tl.load(p_weight)
-    p_inherited += i_row * DV + o_dv
-    b_inherited = tl.load(p_inherited, mask=o_dv < DV, other=0.0).to(tl.float32)
-    p_total += (i_row * F + o_m)[:, None] * DV + o_dv[None, :]
-    m_out = m_m[:, None] & (o_dv < DV)[None, :]
-    tl.store(p_total, b_message + b_inherited[None, :], mask=m_out)
+    b_weight = tl.reshape(b_attention, (ROWS, WIDTH))
+    i_part = tl.arange(0, ROWS) // F
+    p_v += i_b * sv_b + i_n * sv_n
+    b_message = tl.zeros((ROWS, BLOCK_DV), tl.float32)
+    for g in tl.static_range(PARTS):
+        b_v = load_part(
+            p_v, p_parents, p_shown, g, i_b, key_0, key_1, key_2, sv_t,
+            DV, BLOCK_DV, KEPT, WIDTH, NDIM, HIDES, MASKED,
+        )  # fmt: skip
+        b_own = tl.where((i_part == g)[:, None], b_weight, 0.0).to(b_v.dtype)
+        b_message = tl.dot(b_own, b_v, acc=b_message, input_precision=PRECISION)
+    b_message = tl.sum(spread(b_message, NDIM), axis=0)  # (F, BLOCK_DV)
+    if not VARIANT_A:
+        b_message *= tl.reshape(b_norm, (F, 1))
+    b_message *= tl.load(p_weights + level).to(tl.float32) if WEIGHTED else share
+    o_dv = tl.arange(0, BLOCK_DV)
+    p_inherited += i_row.to(tl.int64) * DV + o_dv
+    b_inherited = tl.load(p_inherited, mask=o_dv < DV, other=0.0)
+    if level == 1:  # the message of level 0 comes unweighted
+        b_inherited *= tl.load(p_weights).to(tl.float32) if WEIGHTED else share
+    b_message += b_inherited[None, :]
+    o_child = tl.arange(0, F)
+    _, _, _, o_out, m_out = family(i_row, heads, size_0, size_1, size_2, o_child, NDIM)
+    store_rows(p_total + i_b * so_b + i_n * so_n, b_message, o_out, m_out, so_t, DV)
 
 
-@triton.jit
+@kernel
 def fine_bwd_kernel(
-    p_q, p_k, p_v, p_visible, p_weight, p_parents, p_parent_scores, p_selection,
+    p_q, p_k, p_v, p_shown, p_weights, p_parents, p_parent_scores, p_selection,
     p_dtotal, p_dscores,
     p_dq, p_dweight, p_dparent_scores, p_dinherited, p_lse, p_delta,
-    scale, heads, families, keys,
-    sq_b, sq_n, sq_t, sk_b, sk_n, sk_t, sv_b, sv_n, sv_t,
-    F: tl.constexpr, ROWS: tl.constexpr, KEPT: tl.constexpr, CANDIDATES: tl.constexpr,
+    scale, share, level, heads, size_0, size_1, size_2, key_0, key_1, key_2,
+    sq_b, sq_n, sq_t, sk_b, sk_n, sk_t, sv_b, sv_n, sv_t, so_b, so_n, so_t, sdq_b, sdq_n, sdq_t,
+    NDIM: tl.constexpr, KEPT: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr,
+    WIDTH: tl.constexpr,
     D: tl.constexpr, BLOCK_D: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
-    TOPK: tl.constexpr, VARIANT_A: tl.constexpr, MASKED: tl.constexpr, WEIGHTED: tl.constexpr,
-    PRECISION: tl.constexpr,
+    TOPK: tl.constexpr, VARIANT_A: tl.constexpr, HIDES: tl.constexpr, MASKED: tl.constexpr,
+    WEIGHTED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    i_row = tl.program_id(0).to(tl.int64)
-    i_family = i_row % families
-    o_m = tl.arange(0, ROWS)
-    o_d = tl.arange(0, BLOCK_D)
+    """Gradients of the queries, of what came from above, and statistics for those of the keys."""
+    F: tl.constexpr = 2**NDIM
+    i_row = tl.program_id(0)
+    i_part = tl.arange(0, ROWS) // F
+    o_f = tl.arange(0, ROWS) % F
+    i_bn, i_b, i_n, o_query, m_query = family(i_row, heads, size_0, size_1, size_2, o_f, NDIM)
+    i_first = i_bn * size_0 * size_1 * size_2
+    p_parents += i_row.to(tl.int64) * KEPT
+    p_k += i_b * sk_b + i_n * sk_n
+    p_v += i_b * sv_b + i_n * sv_n
+    b_score, _ = family_scores(
+        p_q + i_b * sq_b + i_n * sq_n, p_k, p_parents, p_shown, o_query, m_query,
+        i_b, scale, key_0, key_1, key_2, sq_t, sk_t,
+        D, BLOCK_D, KEPT, ROWS, PARTS, WIDTH, NDIM, HIDES, MASKED, PRECISION,
+    )  # fmt: skip
+    b_dattention, b_do = family_scores(  # the gradient of an attention weight is do . v
+        p_dtotal + i_b * so_b + i_n * so_n, p_v, p_parents, p_shown, o_query, m_query,
+        i_b, 1.0, key_0, key_1, key_2, so_t, sv_t,
+        DV, BLOCK_DV, KEPT, ROWS, PARTS, WIDTH, NDIM, HIDES, MASKED, PRECISION,
+    )  # fmt: skip
     o_dv = tl.arange(0, BLOCK_DV)
-    m_m = o_m < F
-    b_cell, b_shown, i_b, i_n = family_candidates(
-        p_parents, p_visible, i_row, heads, families, keys, KEPT, CANDIDATES, F, MASKED
-    )
-    m_k = b_shown[:, None] & (o_d < D)[None, :]
-    m_v = b_shown[:, None] & (o_dv < DV)[None, :]
-    m_q = m_m[:, None] & (o_d < D)[None, :]
-    m_o = m_m[:, None] & (o_dv < DV)[None, :]
+    b_dinherited = tl.sum(tl.where((i_part == 0)[:, None], b_do.to(tl.float32), 0.0), axis=0)
+    p_dinherited += i_row.to(tl.int64) * DV + o_dv
+    tl.store(p_dinherited, b_dinherited, mask=o_dv < DV)
 
-    p_q += i_b * sq_b + i_n * sq_n + (i_family * F + o_m)[:, None] * sq_t + o_d[None, :]
-    b_q = tl.load(p_q, mask=m_q, other=0.0)
-    p_k += i_b * sk_b + i_n * sk_n + b_cell[:, None] * sk_t + o_d[None, :]
-    b_k = tl.load(p_k, mask=m_k, other=0.0)
-    p_v += i_b * sv_b + i_n * sv_n + b_cell[:, None] * sv_t + o_dv[None, :]
-    b_v = tl.load(p_v, mask=m_v, other=0.0)
-    p_dtotal += (i_row * F + o_m)[:, None] * DV + o_dv[None, :]
-    b_do = tl.load(p_dtotal, mask=m_o, other=0.0)
-    tl.store(p_dinherited + i_row * DV + o_dv, tl.sum(b_do.to(tl.float32), axis=0), mask=o_dv < DV)
-    b_do = b_do.to(b_v.dtype)
-
-    b_score = dot(b_q, tl.trans(b_k), PRECISION) * scale
-    b_score = tl.where(b_shown[None, :], b_score, float("-inf"))
-    b_dattention = dot(b_do, tl.trans(b_v), PRECISION)  # gradient of every attention weight
-    w = tl.load(p_weight).to(tl.float32) if WEIGHTED else 1.0
+    b_score = spread(b_score, NDIM)
+    b_dattention = spread(b_dattention, NDIM)
+    i_part3 = tl.arange(0, ROWS // F)[:, None, None]
+    o_c3 = i_part3 * WIDTH + tl.arange(0, WIDTH)[None, None, :]
+    o_place, _, m_shown = candidates(
+        p_parents, p_shown, o_c3, i_part3 < PARTS, i_b, key_0, key_1, key_2,
+        KEPT, NDIM, HIDES, MASKED,
+    )  # fmt: skip
+    m_shown = tl.broadcast_to(m_shown, b_score.shape)
+    b_score = tl.where(m_shown, b_score, float("-inf"))
+    o_child = tl.arange(0, F)[None, :, None]
+    _, _, _, o_query3, m_query3 = family(i_row, heads, size_0, size_1, size_2, o_child, NDIM)
     if VARIANT_A:
-        o_k = tl.arange(0, CANDIDATES // F)
-        b_parent_score = tl.load(p_parent_scores + i_row * KEPT + o_k, mask=o_k < KEPT, other=0.0)
-        b_attention, b_share = family_scores(b_score, b_shown[None, :], b_parent_score[None, :], F)
+        b_above, o_kept = parent_scores(
+            p_parent_scores + i_row.to(tl.int64) * KEPT, KEPT, ROWS, PARTS, WIDTH, NDIM
+        )
+        b_share = shares(b_score, NDIM)
         if TOPK > 0:
             # A kept cell is silent here; its gradient is the one of its score.
             for r in range(TOPK):
-                o_kept = (i_row * F + o_m) * TOPK + r
-                b_kept = tl.load(p_selection + o_kept, mask=m_m, other=-1).to(tl.int64)
-                b_dkept = tl.load(p_dscores + o_kept, mask=m_m, other=0.0)
-                m_kept = (b_kept[:, None] == b_cell[None, :]) & b_shown[None, :]
-                b_dattention = tl.where(m_kept, b_dkept[:, None], b_dattention)
-        # attention = parent score * share, share = softmax within the family
-        b_dfamily = tl.reshape(b_dattention * b_share, (ROWS, CANDIDATES // F, F))
-        b_dparent = tl.sum(b_dfamily, axis=2)  # (ROWS, K)
-        b_dparent_sum = tl.sum(tl.where(m_m[:, None], b_dparent, 0.0), axis=0)
-        p_dparent_scores += i_row * KEPT + o_k
-        tl.store(p_dparent_scores, b_dparent_sum, mask=o_k < KEPT)
-        b_mean = tl.broadcast_to(b_dparent[:, :, None], (ROWS, CANDIDATES // F, F))
-        b_mean = tl.reshape(b_mean, (ROWS, CANDIDATES))
-        b_dscore = b_attention * (b_dattention - b_mean)
+                o_slot = (i_first + o_query3) * TOPK + r
+                b_kept = tl.load(p_selection + o_slot, mask=m_query3, other=-1)
+                b_dkept = tl.load(p_dscores + o_slot, mask=m_query3, other=0.0)
+                m_kept = (b_kept == o_place) & m_shown
+                b_dattention = tl.where(m_kept, b_dkept, b_dattention)
+        # attention = score of the parent * share, and the share is a softmax within the family
+        b_dfamily = tl.reshape(b_dattention, b_share.shape)
+        b_dfamily = tl.where(tl.reshape(m_shown, b_share.shape), b_dfamily, 0.0)
+        b_mean = tl.sum(b_dfamily * b_share, axis=3, keep_dims=True)
+        b_dparent = tl.sum(b_mean, axis=1, keep_dims=True)
+        p_dparent = p_dparent_scores + i_row.to(tl.int64) * KEPT + o_kept
+        i_part4 = tl.arange(0, ROWS // F)[:, None, None, None]
+        tl.store(p_dparent, b_dparent, mask=(i_part4 < PARTS) & (o_kept < KEPT))
+        b_dscore = tl.reshape(b_share * b_above * (b_dfamily - b_mean), b_score.shape)
     else:
-        b_max = finite_max(b_score, 1)
+        b_max = row_max(b_score, 2)
+        b_max = tl.where(b_max == float("-inf"), 0.0, b_max)
         b_attention = tl.exp(b_score - b_max)
-        b_sum = tl.sum(b_attention, axis=1, keep_dims=True)
+        b_sum = row_sum(b_attention, 2)
         b_attention *= safe_reciprocal(b_sum)
-        b_delta = tl.sum(b_attention * b_dattention, axis=1, keep_dims=True)
+        b_delta = row_sum(b_attention * b_dattention, 2)
+        w = tl.load(p_weights + level).to(tl.float32) if WEIGHTED else share
         if WEIGHTED:
-            tl.store(p_dweight + i_row, tl.sum(tl.where(m_m[:, None], b_delta, 0.0)))
+            tl.store(p_dweight + i_row, tl.sum(tl.reshape(b_delta, (F,)), axis=0))
         b_dscore = b_attention * (b_dattention - b_delta) * w
         b_lse = b_max + tl.log(tl.where(b_sum == 0.0, 1.0, b_sum))
-        p_stat = (i_row * F + o_m)[:, None]
-        tl.store(p_lse + p_stat, b_lse, mask=m_m[:, None])
-        tl.store(p_delta + p_stat, b_delta, mask=m_m[:, None])
-    b_dscore = tl.where(m_m[:, None], b_dscore * scale, 0.0)
-    b_dq = dot(b_dscore.to(b_k.dtype), b_k, PRECISION)
-    p_dq += (i_row * F + o_m)[:, None] * D + o_d[None, :]
-    tl.store(p_dq, b_dq, mask=m_q)
+        tl.store(p_lse + i_first + o_query3, b_lse, mask=m_query3)
+        tl.store(p_delta + i_first + o_query3, b_delta, mask=m_query3)
+    b_dscore = tl.reshape(tl.where(m_shown, b_dscore * scale, 0.0), (ROWS, WIDTH))
+    b_dq = tl.zeros((ROWS, BLOCK_D), tl.float32)
+    for g in tl.static_range(PARTS):
+        b_k = load_part(
+            p_k, p_parents, p_shown, g, i_b, key_0, key_1, key_2, sk_t,
+            D, BLOCK_D, KEPT, WIDTH, NDIM, HIDES, MASKED,
+        )  # fmt: skip
+        b_own = tl.where((i_part == g)[:, None], b_dscore, 0.0).to(b_k.dtype)
+        b_dq = tl.dot(b_own, b_k, acc=b_dq, input_precision=PRECISION)
+    b_dq = tl.sum(spread(b_dq, NDIM), axis=0)
+    _, _, _, o_out, m_out = family(i_row, heads, size_0, size_1, size_2, tl.arange(0, F), NDIM)
+    store_rows(p_dq + i_b * sdq_b + i_n * sdq_n, b_dq, o_out, m_out, sdq_t, D)
 
 
-@triton.jit
-def count_users_kernel(p_parents, p_count, entries, per_head, key_families, BLOCK: tl.constexpr):
+@kernel
+def count_users_kernel(p_parents, p_count, entries, per_head, above_0, above_1, above_2,
+                       NDIM: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """How many query families kept each key family."""
     o = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     b_parent = tl.load(p_parents + o, mask=o < entries, other=-1)
-    o_key = (o // per_head) * key_families + b_parent
+    o_key = (o // per_head) * (above_0 * above_1 * above_2)
+    o_key += row_at(b_parent, above_1, above_2, NDIM)
     tl.atomic_add(p_count + o_key, 1, mask=b_parent >= 0, sem="relaxed")
 
 
-@triton.jit
+@kernel
 def list_users_kernel(p_parents, p_first, p_cursor, p_users, p_slots,
-                      entries, per_head, key_families,
-                      KEPT: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+                      entries, per_head, above_0, above_1, above_2, query_1, query_2,
+                      KEPT: tl.constexpr, NDIM: tl.constexpr, BLOCK: tl.constexpr,
+                      WITH_SLOTS: tl.constexpr):  # fmt: skip
     """Writes them side by side, in no particular order."""
     o = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     b_parent = tl.load(p_parents + o, mask=o < entries, other=-1)
     m = b_parent >= 0
-    o_key = (o // per_head) * key_families + b_parent
-    o_place = tl.atomic_add(p_cursor + o_key, 1, mask=m, sem="relaxed")
-    o_place += tl.load(p_first + o_key, mask=m, other=0)
-    tl.store(p_users + o_place, (o // KEPT).to(tl.int32), mask=m)
-    tl.store(p_slots + o_place, (o % KEPT).to(tl.int32), mask=m)
+    o_key = (o // per_head) * (above_0 * above_1 * above_2)
+    o_key += row_at(b_parent, above_1, above_2, NDIM)
+    o_list = tl.atomic_add(p_cursor + o_key, 1, mask=m, sem="relaxed")
+    o_list += tl.load(p_first + o_key, mask=m, other=0)
+    o_family = (o % per_head // KEPT).to(tl.int32)
+    tl.store(p_users + o_list, place_of(o_family, query_1, query_2, NDIM), mask=m)
+    if WITH_SLOTS:
+        tl.store(p_slots + o_list, (o % KEPT).to(tl.int32), mask=m)
 
 
-@triton.jit
+@kernel
 def fine_bwd_keys_kernel(
-    p_q, p_k, p_v, p_visible, p_weight, p_parent_scores, p_selection, p_dtotal, p_dscores,
+    p_q, p_k, p_v, p_shown, p_weights, p_parent_scores, p_selection, p_dtotal, p_dscores,
     p_users, p_slots, p_first, p_lse, p_delta, p_dk, p_dv,
-    scale, heads, families, key_families, keys,
-    sq_b, sq_n, sq_t, sk_b, sk_n, sk_t, sv_b, sv_n, sv_t,
-    F: tl.constexpr, ROWS: tl.constexpr, KEPT: tl.constexpr,
+    scale, share, level, heads, size_0, size_1, size_2, key_0, key_1, key_2,
+    sq_b, sq_n, sq_t, sk_b, sk_n, sk_t, sv_b, sv_n, sv_t, so_b, so_n, so_t,
+    sdk_b, sdk_n, sdk_t, sdv_b, sdv_n, sdv_t,
+    NDIM: tl.constexpr, BLOCK_M: tl.constexpr, KEPT: tl.constexpr,
     D: tl.constexpr, BLOCK_D: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
     TOPK: tl.constexpr, VARIANT_A: tl.constexpr, MASKED: tl.constexpr, WEIGHTED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Gradients of keys and values, one program per family of key cells: no atomics on them.
 
-    `p_users` lists the query families that kept each key family, `p_slots` the place of the key
+    `p_users` lists the query families that kept each key family, `p_slots` the number of the key
     family in their selection, and `p_first` where the list of each key family begins.
     """
-    i_key = tl.program_id(0).to(tl.int64)
-    i_bn = i_key // key_families
-    i_family = i_key - i_bn * key_families
-    i_b = i_bn // heads
-    i_n = i_bn - i_b * heads
-
-    o_m = tl.arange(0, ROWS)  # rows: queries of several families
+    F: tl.constexpr = 2**NDIM
+    i_key = tl.program_id(0)
     o_c = tl.arange(0, 16)  # columns: the F keys, padded
-    o_d = tl.arange(0, BLOCK_D)
-    o_dv = tl.arange(0, BLOCK_DV)
-    o_cell = i_family * F + o_c
-    b_shown = o_c < F
+    i_bn, i_b, i_n, o_key, m_key = family(i_key, heads, key_0, key_1, key_2, o_c % F, NDIM)
+    m_key = m_key & (o_c < F)
+    b_shown = m_key
     if MASKED:
-        b_shown = b_shown & (tl.load(p_visible + i_b * keys + o_cell, mask=b_shown, other=0) != 0)
-    m_k = b_shown[:, None] & (o_d < D)[None, :]
-    m_v = b_shown[:, None] & (o_dv < DV)[None, :]
-    p_k += i_b * sk_b + i_n * sk_n + o_cell[:, None] * sk_t + o_d[None, :]
-    b_k = tl.load(p_k, mask=m_k, other=0.0)
-    p_v += i_b * sv_b + i_n * sv_n + o_cell[:, None] * sv_t + o_dv[None, :]
-    b_v = tl.load(p_v, mask=m_v, other=0.0)
-    w = tl.load(p_weight).to(tl.float32) if WEIGHTED else 1.0
+        p_row = p_shown + i_b * key_0 * key_1 * key_2 + o_key
+        b_shown = b_shown & (tl.load(p_row, mask=b_shown, other=0) != 0)
+    o_key_place = place_of(o_key, key_1, key_2, NDIM)
+    b_k = load_rows(p_k + i_b * sk_b + i_n * sk_n, o_key, b_shown, sk_t, D, BLOCK_D)
+    b_v = load_rows(p_v + i_b * sv_b + i_n * sv_n, o_key, b_shown, sv_t, DV, BLOCK_DV)
+    p_q += i_b * sq_b + i_n * sq_n
+    p_dtotal += i_b * so_b + i_n * so_n
+    w = tl.load(p_weights + level).to(tl.float32) if WEIGHTED else share
     b_dk = tl.zeros((16, BLOCK_D), tl.float32)
     b_dv = tl.zeros((16, BLOCK_DV), tl.float32)
+    o_m = tl.arange(0, BLOCK_M)  # rows: queries of several families
+    i_first = i_bn * size_0 * size_1 * size_2
     i_begin = tl.load(p_first + i_key)
     i_end = tl.load(p_first + i_key + 1)
-    for i_user in range(i_begin, i_end, ROWS // F):
+    for i_user in range(i_begin, i_end, BLOCK_M // F):
         o_user = i_user + o_m // F
         m_user = o_user < i_end
-        b_row = tl.load(p_users + o_user, mask=m_user, other=0).to(tl.int64)  # query family
-        o_query = b_row * F + o_m % F
-        o_token = o_query - i_bn * families * F
-        p_queries = p_q + i_b * sq_b + i_n * sq_n + o_token[:, None] * sq_t + o_d[None, :]
-        b_q = tl.load(p_queries, mask=m_user[:, None] & (o_d < D)[None, :], other=0.0)
-        p_grads = p_dtotal + o_query[:, None] * DV + o_dv[None, :]
-        b_do = tl.load(p_grads, mask=m_user[:, None] & (o_dv < DV)[None, :], other=0.0)
-        b_do = b_do.to(b_v.dtype)
-        b_score = dot(b_q, tl.trans(b_k), PRECISION) * scale
-        m_pair = m_user[:, None] & b_shown[None, :]
+        b_user = tl.load(p_users + o_user, mask=m_user, other=0)  # place of a query family
+        o_place = child_of(b_user, o_m % F, NDIM)
+        m_query = m_user & is_on_grid(o_place, size_0, size_1, size_2, NDIM)
+        o_query = row_at(o_place, size_1, size_2, NDIM)
+        b_q = load_rows(p_q, o_query, m_query, sq_t, D, BLOCK_D)
+        b_do = load_rows(p_dtotal, o_query, m_query, so_t, DV, BLOCK_DV).to(b_v.dtype)
+        b_score = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION) * scale
+        m_pair = m_query[:, None] & b_shown[None, :]
         b_score = tl.where(m_pair, b_score, float("-inf"))
-        b_dattention = dot(b_do, tl.trans(b_v), PRECISION)
+        b_dattention = tl.dot(b_do, tl.trans(b_v), input_precision=PRECISION)
         if VARIANT_A:
             b_slot = tl.load(p_slots + o_user, mask=m_user, other=0)
-            p_parent = p_parent_scores + b_row * KEPT + b_slot
-            b_parent_score = tl.load(p_parent, mask=m_user, other=0.0)
+            above_1, above_2 = (size_1 + 1) // 2, (size_2 + 1) // 2
+            families = (size_0 + 1) // 2 * above_1 * above_2
+            o_above = i_bn * families + row_at(b_user, above_1, above_2, NDIM)
+            p_above = p_parent_scores + o_above * KEPT + b_slot
             b_share = tl.exp(b_score - finite_max(b_score, 1))
             b_share *= safe_reciprocal(tl.sum(b_share, axis=1, keep_dims=True))
-            b_attention = b_share * b_parent_score[:, None]
+            b_attention = b_share * tl.load(p_above, mask=m_user, other=0.0)[:, None]
             b_spoken = b_attention
             if TOPK > 0:
                 for r in range(TOPK):
-                    o_kept = o_query * TOPK + r
-                    b_kept = tl.load(p_selection + o_kept, mask=m_user, other=-1).to(tl.int64)
-                    b_dkept = tl.load(p_dscores + o_kept, mask=m_user, other=0.0)
-                    m_kept = (b_kept[:, None] == o_cell[None, :]) & m_pair
+                    o_kept = (i_first + o_query) * TOPK + r
+                    b_kept = tl.load(p_selection + o_kept, mask=m_query, other=-1)
+                    b_dkept = tl.load(p_dscores + o_kept, mask=m_query, other=0.0)
+                    m_kept = (b_kept[:, None] == o_key_place[None, :]) & m_pair
                     b_dattention = tl.where(m_kept, b_dkept[:, None], b_dattention)
                     b_spoken = tl.where(m_kept, 0.0, b_spoken)
             b_mean = tl.sum(b_dattention * b_share, axis=1, keep_dims=True)
             b_dscore = b_attention * (b_dattention - b_mean)
         else:
-            b_lse = tl.load(p_lse + o_query, mask=m_user, other=0.0)
-            b_delta = tl.load(p_delta + o_query, mask=m_user, other=0.0)
+            b_lse = tl.load(p_lse + i_first + o_query, mask=m_query, other=0.0)
+            b_delta = tl.load(p_delta + i_first + o_query, mask=m_query, other=0.0)
             b_attention = tl.exp(b_score - b_lse[:, None])
             b_dscore = b_attention * (b_dattention - b_delta[:, None]) * w
             b_spoken = b_attention * w
         b_dscore = tl.where(m_pair, b_dscore * scale, 0.0)
         b_spoken = tl.where(m_pair, b_spoken, 0.0)
-        b_dk += dot(tl.trans(b_dscore.to(b_q.dtype)), b_q, PRECISION)
-        b_dv += dot(tl.trans(b_spoken.to(b_do.dtype)), b_do, PRECISION)
-    o_row = i_bn * keys + o_cell
-    tl.store(
-        p_dk + o_row[:, None] * D + o_d[None, :], b_dk, mask=(o_c < F)[:, None] & (o_d < D)[None, :]
-    )
-    tl.store(
-        p_dv + o_row[:, None] * DV + o_dv[None, :],
-        b_dv,
-        mask=(o_c < F)[:, None] & (o_dv < DV)[None, :],
-    )
+        b_dk = tl.dot(tl.trans(b_dscore.to(b_q.dtype)), b_q, acc=b_dk, input_precision=PRECISION)
+        b_dv = tl.dot(tl.trans(b_spoken.to(b_do.dtype)), b_do, acc=b_dv, input_precision=PRECISION)
+    store_rows(p_dk + i_b * sdk_b + i_n * sdk_n, b_dk, o_key, m_key, sdk_t, D)
+    store_rows(p_dv + i_b * sdv_b + i_n * sdv_n, b_dv, o_key, m_key, sdv_t, DV)

@@ -1,27 +1,72 @@
 # SPDX-License-Identifier: Apache-2.0
 """From tensors to kernel launches: shapes, strides and a small table of configurations."""
 
+from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from quadtree_attention.ops.backends.triton import coarse, fine, pyramid
-from quadtree_attention.ops.problem import Variant
-from quadtree_attention.ops.tree import Tree, group
+from quadtree_attention.ops.tree import Tree
+
+Grid = tuple[int, ...]
+ROWS = 16  # what a matrix unit takes at least
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is the same at all levels."""
+
+    topk: tuple[int, ...]
+    scale: float
+    variant: str
+    with_scores: bool
+    weights: Tensor | None  # (L,), shares of the levels in the result of variant B
+
+    @property
+    def num_levels(self) -> int:
+        return len(self.topk) + 1
+
+    @property
+    def share(self) -> float:
+        """Share of a level where there are no weights."""
+        return 1.0 if self.variant == "A" else 1.0 / self.num_levels
+
+    def kept(self, level: int) -> int:
+        return self.topk[level] if level < len(self.topk) else 0
+
+
+@dataclass(frozen=True)
+class Level:
+    """The arrays of one level, (B, N, T, D) with any strides but a dense last axis."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    grid: Grid
+    key_grid: Grid
+    shown: Tensor | None  # (B, S), keys that are not hidden by a mask
 
 
 def power_of_two(n: int, least: int = 1) -> int:
     return max(least, 1 << max(n - 1, 0).bit_length())
 
 
-def rows_contiguous(x: Tensor) -> Tensor:
-    """Kernels take any strides but want the last axis dense."""
-    return x if x.stride(-1) == 1 else x.contiguous()
+def rows_of(x: Tensor) -> Tensor:
+    """A map (B, *grid, N, D) as rows (B, N, T, D): a view wherever strides allow it."""
+    x = x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+    return x.flatten(1, -3).transpose(1, 2)
 
 
 def strides(*tensors: Tensor) -> tuple[int, ...]:
     return tuple(s for x in tensors for s in x.stride()[:3])
+
+
+def sizes(grid: Grid) -> Grid:
+    """As kernels take them: always three axes."""
+    return (*grid, 1, 1)[:3]
 
 
 def precision(dtype: torch.dtype) -> str:
@@ -29,360 +74,378 @@ def precision(dtype: torch.dtype) -> str:
     return "tf32x3" if dtype == torch.float32 else "tf32"
 
 
-def widths(q: Tensor, v: Tensor) -> dict[str, int]:
-    dim, value_dim = q.shape[-1], v.shape[-1]
+def constants(level: Level, kept: int, options: Options) -> dict[str, Any]:
+    dim, value_dim = level.q.shape[-1], level.v.shape[-1]
     return {
+        "NDIM": len(level.grid),
         "D": dim,
         "BLOCK_D": power_of_two(dim, 16),
         "DV": value_dim,
         "BLOCK_DV": power_of_two(value_dim, 16),
+        "TOPK": kept,
+        "VARIANT_A": options.variant == "A",
+        "MASKED": level.shown is not None,
+        "PRECISION": precision(level.q.dtype),
     }
 
 
-COARSE_CHUNK = 128
-COARSE_WARPS = 1
-BLOCK_T = 16  # query cells of a coarse block: what a matrix unit takes at least
+def coarse_blocks(level: Level, kept: int) -> dict[str, int]:
+    """Queries and keys that a program of the coarsest level takes at once.
 
-
-def coarse_chunk(keys: int, width: int, dtype: torch.dtype) -> int:
-    """Key cells that one program of the coarse level takes at once."""
-    limit = 16 * 1024 // width if dtype != torch.float32 else 8 * 1024 // width
-    return min(COARSE_CHUNK, limit, power_of_two(keys, 16))
-
-
-def coarse_blocks(q: Tensor, k: Tensor, v: Tensor) -> dict[str, int]:
-    """Queries and keys per program of the coarse gradients."""
-    width = max(power_of_two(q.shape[-1], 16), power_of_two(v.shape[-1], 16))
-    wide = width > 64 or q.dtype == torch.float32
-    block_t = min(32 if wide else 64, power_of_two(q.shape[2], 16))
-    block_s = min(32, power_of_two(k.shape[2], 16))
-    return {"BLOCK_T": block_t, "BLOCK_S": block_s, "num_warps": 4}
-
-
-def fine_warps(candidates: int, width: int) -> int:
-    """One warp per program is best while its registers hold the candidates."""
-    size = candidates * width
-    return 1 if size <= 128 * 64 else 2 if size <= 256 * 64 else 4 if size <= 512 * 64 else 8
-
-
-def coarse_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    visible: Tensor | None,
-    weight: Tensor | None,
-    scale: float,
-    topk: int | None,
-    variant: Variant,
-    with_scores: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Total, selection, scores and log-sum-exp; absent ones are empty."""
-    q, k, v = rows_contiguous(q), rows_contiguous(k), rows_contiguous(v)
-    batch, heads, cells, _ = q.shape
-    shape = (batch, heads, cells)
-    kept = topk or 0
-    total = q.new_empty(*shape, v.shape[-1], dtype=torch.float32 if kept else q.dtype)
-    selection = q.new_empty(*shape, kept, dtype=torch.int32)
-    scores = q.new_empty(*shape, kept if with_scores else 0, dtype=torch.float32)
-    lse = q.new_empty(shape, dtype=torch.float32)
-    if total.numel() == 0:
-        return total, selection, scores, lse
-    width = widths(q, v)
-    block_s = coarse_chunk(k.shape[2], max(width["BLOCK_D"], width["BLOCK_DV"]), q.dtype)
-    blocks, chunks = -(-cells // BLOCK_T), -(-k.shape[2] // block_s)
-    parts = (*shape, chunks)
-    maxima, sums = lse.new_empty(parts), lse.new_empty(parts)
-    messages = lse.new_empty(*parts, v.shape[-1])
-    best_cells = selection.new_empty(*parts, kept)
-    best_scores = lse.new_empty(*parts, kept)
-    with torch.cuda.device_of(q):
-        coarse.coarse_fwd_kernel[(batch * heads * blocks * chunks,)](
-            q, k, v, visible, maxima, sums, messages, best_cells, best_scores,
-            scale, heads, cells, k.shape[2], blocks, chunks, *strides(q, k, v),
-            BLOCK_T=BLOCK_T, BLOCK_S=block_s, **width, TOPK=kept, BLOCK_TOPK=power_of_two(kept),
-            MASKED=visible is not None, PRECISION=precision(q.dtype), num_warps=COARSE_WARPS,
-        )  # fmt: skip
-        block_best = power_of_two(chunks * max(kept, 1))
-        merge_rows = max(1, min(16, 1024 // block_best))
-        coarse.coarse_merge_kernel[(batch * heads * -(-cells // merge_rows),)](
-            v, weight, maxima, sums, messages, best_cells, best_scores,
-            total, selection, scores, lse,
-            heads, cells, chunks, *strides(v),
-            BLOCK_T=merge_rows, BLOCK_CHUNKS=power_of_two(chunks), BLOCK_BEST=block_best,
-            DV=width["DV"], BLOCK_DV=width["BLOCK_DV"], TOPK=kept, BLOCK_TOPK=power_of_two(kept),
-            VARIANT_A=variant == "A", WEIGHTED=weight is not None, WITH_SCORES=with_scores,
-            num_warps=1 if block_best <= 1024 else 4,
-        )  # fmt: skip
-    return total, selection, scores, lse
-
-
-def coarse_backward(
-    dtotal: Tensor,
-    dscores: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    visible: Tensor | None,
-    weight: Tensor | None,
-    selection: Tensor,
-    lse: Tensor,
-    scale: float,
-    variant: Variant,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v and the weight (empty if there is none)."""
-    q, k, v = rows_contiguous(q), rows_contiguous(k), rows_contiguous(v)
-    dtotal = dtotal.contiguous()
-    batch, heads, cells, _ = q.shape
-    keys, kept = k.shape[2], selection.shape[-1]
-    dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    dk = torch.empty(k.shape, dtype=k.dtype, device=q.device)
-    dv = torch.empty(v.shape, dtype=v.dtype, device=q.device)
-    delta = torch.empty_like(lse)
-    blocks = coarse_blocks(q, k, v)
-    programs = -(-cells // blocks["BLOCK_T"]) * batch * heads
-    dweight = lse.new_empty(programs if weight is not None else 0)
-    if programs == 0:
-        return dq, dk.zero_(), dv.zero_(), dweight.sum()
-    constants = {
-        **blocks, **widths(q, v), "TOPK": kept, "VARIANT_A": variant == "A",
-        "MASKED": visible is not None, "WEIGHTED": weight is not None,
-        "PRECISION": precision(q.dtype),
-    }  # fmt: skip
-    sizes = (scale, heads, cells, keys, *strides(q, k, v))
-    with torch.cuda.device_of(q):
-        coarse.coarse_bwd_queries_kernel[(programs,)](
-            q, k, v, visible, weight, selection, lse, dtotal, dscores, dq, dweight, delta,
-            *sizes, **constants,
-        )  # fmt: skip
-        coarse.coarse_bwd_keys_kernel[(-(-keys // blocks["BLOCK_S"]) * batch * heads,)](
-            q, k, v, visible, weight, selection, lse, delta, dtotal, dscores, dk, dv,
-            *sizes, **constants,
-        )  # fmt: skip
-    return dq, dk, dv, dweight.sum()
-
-
-def fine_constants(
-    q: Tensor, v: Tensor, parents: Tensor, visible: Tensor | None, weight: Tensor | None,
-    topk: int, variant: Variant,
-) -> dict[str, Any]:  # fmt: skip
-    children = q.shape[2] // parents.shape[2]
-    candidates = power_of_two(parents.shape[3]) * children
-    candidates = max(candidates, 16)
-    block = widths(q, v)
+    Many queries save traffic where there are many keys; otherwise the warps share the keys.
+    """
+    batch, heads, cells, _ = level.q.shape
+    keys, size = level.k.shape[2], row_bytes(level)
+    many = batch * heads * cells >= 4096 and keys >= 1024
+    block_s = 128 if not many and keys > 512 else 64
+    block_s = max(min(block_s, TILE_BYTES // size), power_of_two(kept))
+    block_s = min(block_s, power_of_two(keys, 16))
+    wide = block_s * size > TILE_BYTES
     return {
-        **block,
-        "F": children,
-        "ROWS": 16,
-        "KEPT": parents.shape[3],
-        "CANDIDATES": candidates,
-        "TOPK": topk,
-        "VARIANT_A": variant == "A",
-        "MASKED": visible is not None,
-        "WEIGHTED": weight is not None,
-        "PRECISION": precision(q.dtype),
-        "num_warps": fine_warps(candidates, max(block["BLOCK_D"], block["BLOCK_DV"])),
+        "BLOCK_T": 64 if many and not wide else 16,
+        "BLOCK_S": block_s,
+        "num_warps": 4 * max(1, block_s * size // TILE_BYTES),
+        "num_stages": 1 if wide else 3 if many else 2,
     }
 
 
-def fine_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    visible: Tensor | None,
-    weight: Tensor | None,
-    parents: Tensor,
-    parent_scores: Tensor | None,
-    inherited: Tensor,
-    scale: float,
-    topk: int | None,
-    variant: Variant,
-    with_scores: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Total, selection and scores; absent ones are empty."""
-    q, k, v = rows_contiguous(q), rows_contiguous(k), rows_contiguous(v)
-    batch, heads, cells, _ = q.shape
-    families = parents.shape[2]
-    kept = topk or 0
-    total = q.new_empty(batch, heads, cells, v.shape[-1], dtype=torch.float32 if kept else q.dtype)
-    selection = q.new_empty(batch, heads, cells, kept, dtype=torch.int32)
-    scores = q.new_empty(batch, heads, cells, kept if with_scores else 0, dtype=torch.float32)
-    if q.numel() == 0:
-        return total, selection, scores
-    with torch.cuda.device_of(q):
-        fine.fine_fwd_kernel[(batch * heads * families,)](
-            q, k, v, visible, weight, parents, parent_scores, inherited.contiguous(),
-            total, selection, scores, scale, heads, families, k.shape[2], *strides(q, k, v),
-            **fine_constants(q, v, parents, visible, weight, kept, variant),
-            BLOCK_TOPK=power_of_two(kept), WITH_SCORES=with_scores,
+TILE_BYTES = 32 * 1024  # of shared memory, for a tile of keys
+
+
+def row_bytes(level: Level) -> int:
+    """Of the wider of a key and a value, padded."""
+    width = max(level.q.shape[-1], level.v.shape[-1])
+    return power_of_two(width, 16) * level.q.element_size()
+
+
+def coarse_spans(programs: int, keys: int, block_s: int, room: int) -> int:
+    """Into how many spans the keys are cut to give work to the whole chip."""
+    wanted = max(1, 300 // programs)
+    most = max(1, keys // (2 * block_s))
+    return 1 << (min(wanted, most, 256 // room).bit_length() - 1)
+
+
+def coarse_gradient_blocks(level: Level) -> dict[str, int]:
+    size = row_bytes(level)
+    wide = size > 128
+    return {
+        "BLOCK_T": min(32 if wide else 64, power_of_two(level.q.shape[2], 16)),
+        "BLOCK_S": min(32, power_of_two(level.k.shape[2], 16)),
+        "num_warps": 4,
+        "num_stages": 1 if size > 512 else 2 if size > 256 else 3,
+    }
+
+
+def fine_parts(level: Level, parents: Tensor) -> dict[str, int]:
+    """How the candidates of a family are cut into parts, see `fine.py`."""
+    children = 2 ** len(level.grid)
+    candidates = max(power_of_two(parents.shape[-1]) * children, 16)
+    size = candidates * row_bytes(level)
+    most_rows = 2 * ROWS if size <= 512 * 1024 else 4 * ROWS
+    parts = min(max(ROWS // children, size // PART_BYTES), most_rows // children, candidates // 16)
+    return {
+        "KEPT": parents.shape[-1],
+        "ROWS": max(ROWS, parts * children),
+        "PARTS": parts,
+        "WIDTH": candidates // parts,
+        "num_warps": min(max(size // parts // PART_BYTES, 1), 8),
+    }
+
+
+PART_BYTES = 8 * 1024  # of keys or values for which a warp has the registers
+
+
+def attend_coarse(level: Level, out: Tensor, options: Options) -> tuple[Tensor, Tensor, Tensor]:
+    """Writes the message to `out`; gives selection, scores and log-sum-exp."""
+    batch, heads, cells, _ = level.q.shape
+    keys, kept = level.k.shape[2], options.kept(0)
+    selection, scores = new_selection(level, kept, options)
+    lse = level.q.new_empty(batch, heads, cells, dtype=torch.float32)
+    fixed = constants(level, kept, options)
+    shared = {name: fixed[name] for name in ("DV", "BLOCK_DV", "TOPK")}
+    per_query = {name: fixed[name] for name in ("D", "BLOCK_D", "MASKED", "PRECISION")}
+    blocks = coarse_blocks(level, kept)
+    rows, room = lse.numel(), power_of_two(2 * kept, 32)
+    programs = batch * heads * -(-cells // blocks["BLOCK_T"])
+    spans = coarse_spans(programs, keys, blocks["BLOCK_S"], room) if kept else 1
+    parts = out.new_empty(spans, rows, out.shape[-1]) if kept else out
+    part_lse = lse.new_empty(spans, rows) if kept else lse
+    listed = selection.new_empty(spans * room if kept else 0, rows, dtype=torch.int64)
+    count = selection.new_empty(spans if kept else 0, rows)
+    coarse.coarse_fwd_kernel[(programs * spans,)](
+        level.q, level.k, level.v, level.shown, parts, part_lse, listed, count,
+        options.scale, spans, rows, heads, cells, keys,
+        *strides(level.q, level.k, level.v, out),
+        **shared, **per_query, **blocks, ROOM=room,
+    )  # fmt: skip
+    if kept:
+        block_t = max(1, 512 // (spans * room))
+        coarse.coarse_choose_kernel[(-(-rows // block_t),)](
+            level.v, parts, part_lse, listed, count, out, lse, selection, scores,
+            rows, heads, cells, *sizes(level.key_grid)[1:], *strides(level.v),
+            **shared, NDIM=len(level.grid), VARIANT_A=options.variant == "A", ROOM=room,
+            SPANS=spans, BLOCK_T=block_t, BLOCK_TOPK=power_of_two(kept),
+            WITH_SCORES=options.with_scores, num_warps=1,
         )  # fmt: skip
-    return total, selection, scores
+    return selection, scores, lse
 
 
-def fine_backward(
+def attend_fine(
+    index: int,
+    level: Level,
+    parents: Tensor,
+    parent_scores: Tensor,
+    inherited: Tensor,
+    out: Tensor,
+    hides: bool,
+    options: Options,
+) -> tuple[Tensor, Tensor]:
+    """Writes the messages of this level and those above to `out`; gives selection and scores."""
+    kept = options.kept(index)
+    selection, scores = new_selection(level, kept, options)
+    fine.fine_fwd_kernel[(parents[..., 0].numel(),)](
+        level.q, level.k, level.v, level.shown, options.weights, parents, parent_scores, inherited,
+        out, selection, scores,
+        options.scale, options.share, index, level.q.shape[1],
+        *sizes(level.grid), *sizes(level.key_grid),
+        *strides(level.q, level.k, level.v, out),
+        **constants(level, kept, options), **fine_parts(level, parents), HIDES=hides,
+        WEIGHTED=options.weights is not None,
+        BLOCK_TOPK=power_of_two(kept), WITH_SCORES=options.with_scores,
+    )  # fmt: skip
+    return selection, scores
+
+
+def new_selection(level: Level, kept: int, options: Options) -> tuple[Tensor, Tensor]:
+    shape = level.q.shape[:3]
+    return (
+        level.q.new_empty(*shape, kept, dtype=torch.int32),
+        level.q.new_empty(*shape, kept if options.with_scores else 0, dtype=torch.float32),
+    )
+
+
+def coarse_gradients(
+    level: Level,
+    saved: tuple[Tensor, Tensor, Tensor, Tensor],
     dtotal: Tensor,
     dscores: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    visible: Tensor | None,
-    weight: Tensor | None,
-    parents: Tensor,
-    parent_scores: Tensor | None,
-    selection: Tensor,
-    scale: float,
-    variant: Variant,
+    grads: tuple[Tensor, Tensor, Tensor],
+    options: Options,
+) -> Tensor:
+    """Writes the gradients of q, k and v to `grads`; gives that of the weight, in parts."""
+    selection, scores, lse, message = saved
+    dq, dk, dv = grads
+    batch, heads, cells, _ = level.q.shape
+    keys = level.k.shape[2]
+    blocks = coarse_gradient_blocks(level)
+    programs = -(-cells // blocks["BLOCK_T"]) * batch * heads
+    weighted = options.weights is not None
+    dweight = lse.new_empty(programs if weighted else 0)
+    delta = torch.empty_like(lse)
+    fixed = constants(level, selection.shape[-1], options) | blocks | {"WEIGHTED": weighted}
+    numbers = (
+        options.scale, options.share, heads, cells, keys, *sizes(level.key_grid)[1:],
+        *strides(level.q, level.k, level.v, dtotal),
+    )  # fmt: skip
+    coarse.coarse_bwd_queries_kernel[(programs,)](
+        level.q, level.k, level.v, level.shown, options.weights, selection, scores, lse, message,
+        dtotal, dscores, dq, dweight, delta, *numbers, *strides(message, dq), **fixed,
+    )  # fmt: skip
+    coarse.coarse_bwd_keys_kernel[(-(-keys // blocks["BLOCK_S"]) * batch * heads,)](
+        level.q, level.k, level.v, level.shown, options.weights, selection, lse, delta,
+        dtotal, dscores, dk, dv, *numbers, *strides(dk, dv), **fixed,
+    )  # fmt: skip
+    return dweight
+
+
+def fine_gradients(
+    index: int,
+    level: Level,
+    saved: tuple[Tensor, Tensor, Tensor],
+    dtotal: Tensor,
+    dscores: Tensor | None,
+    grads: tuple[Tensor, Tensor, Tensor],
+    hides: bool,
     deterministic: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v, weight, parent_scores and inherited; absent ones are empty."""
-    q, k, v = rows_contiguous(q), rows_contiguous(k), rows_contiguous(v)
-    dtotal = dtotal.contiguous()
-    batch, heads = q.shape[:2]
-    families, keys, kept = parents.shape[2], k.shape[2], selection.shape[-1]
-    programs = batch * heads * families
-    f32: dict[str, Any] = {"dtype": torch.float32, "device": q.device}
-    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-    dweight = torch.empty(programs if weight is not None else 0, **f32)
-    dparent_scores = torch.empty(parents.shape if variant == "A" else (0,), **f32)
-    dinherited = torch.empty(batch, heads, families, v.shape[-1], **f32)
-    stats = q.shape[:3] if variant == "B" else (0,)
-    lse, delta = torch.empty(stats, **f32), torch.empty(stats, **f32)
-    if programs == 0:
-        return dq, dk, dv, dweight.sum(), dparent_scores, dinherited
-    constants = fine_constants(q, v, parents, visible, weight, kept, variant)
-    children = q.shape[2] // families
-    key_families = keys // children
-    with torch.cuda.device_of(q):
-        fine.fine_bwd_kernel[(programs,)](
-            q, k, v, visible, weight, parents, parent_scores, selection, dtotal, dscores,
-            dq, dweight, dparent_scores, dinherited, lse, delta,
-            scale, heads, families, keys, *strides(q, k, v), **constants,
-        )  # fmt: skip
-        find_users = sorted_users if deterministic else listed_users
-        users, slots, first = find_users(parents, key_families)
-        del constants["CANDIDATES"]
-        constants |= {"ROWS": USER_ROWS, "num_warps": 2}
-        fine.fine_bwd_keys_kernel[(batch * heads * key_families,)](
-            q, k, v, visible, weight, parent_scores, selection, dtotal, dscores,
-            users, slots, first, lse, delta, dk, dv,
-            scale, heads, families, key_families, keys, *strides(q, k, v), **constants,
-        )  # fmt: skip
-    return dq, dk, dv, dweight.sum(), dparent_scores, dinherited
+    options: Options,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As `coarse_gradients`; also gives the gradients of inherited messages and parent scores."""
+    parents, parent_scores, selection = saved
+    dq, dk, dv = grads
+    programs = parents[..., 0].numel()
+    f32: dict[str, Any] = {"dtype": torch.float32, "device": dtotal.device}
+    variant_a, weighted = options.variant == "A", options.weights is not None
+    dinherited = torch.empty(*parents.shape[:3], level.v.shape[-1], **f32)
+    dparent_scores = torch.empty(parents.shape if variant_a else (0,), **f32)
+    dweight = torch.empty(programs if weighted else 0, **f32)
+    stats = (2, 0) if variant_a else (2, *level.q.shape[:3])
+    lse, delta = torch.empty(stats, **f32).unbind()
+    fixed = constants(level, selection.shape[-1], options) | {"WEIGHTED": weighted}
+    numbers = (
+        options.scale, options.share, index, level.q.shape[1],
+        *sizes(level.grid), *sizes(level.key_grid),
+        *strides(level.q, level.k, level.v, dtotal),
+    )  # fmt: skip
+    fine.fine_bwd_kernel[(programs,)](
+        level.q, level.k, level.v, level.shown, options.weights, parents, parent_scores, selection,
+        dtotal, dscores, dq, dweight, dparent_scores, dinherited, lse, delta,
+        *numbers, *strides(dq), **fixed, **fine_parts(level, parents), HIDES=hides,
+    )  # fmt: skip
+    query_above, above = (
+        tuple(-(-size // 2) for size in grid) for grid in (level.grid, level.key_grid)
+    )
+    find_users = sorted_users if deterministic else listed_users
+    users, slots, first = find_users(parents, query_above, above, variant_a)
+    fine.fine_bwd_keys_kernel[(prod(parents.shape[:2]) * prod(above),)](
+        level.q, level.k, level.v, level.shown, options.weights, parent_scores, selection,
+        dtotal, dscores, users, slots, first, lse, delta, dk, dv,
+        *numbers, *strides(dk, dv), **fixed, KEPT=parents.shape[-1],
+        **user_blocks(level, parents.shape[-1]),
+    )  # fmt: skip
+    return dweight, dinherited, dparent_scores
 
 
-USER_ROWS = 32  # queries that a program of the key gradients takes at once
+def user_blocks(level: Level, kept: int) -> dict[str, int]:
+    """Queries that a program of the key gradients takes at once: lists have about `kept` users."""
+    size = row_bytes(level)
+    few = kept < 16 or size > 256
+    return {
+        "BLOCK_M": 16 if few else 32,
+        "num_warps": 1 if size <= 256 else 2 if size <= 512 else 4,
+        "num_stages": 1 if few else 2,
+    }
+
+
 Users = tuple[Tensor, Tensor, Tensor]
 
 
-def listed_users(parents: Tensor, key_families: int) -> Users:
-    """For every key family and head: which query families kept it, and at which place.
+def listed_users(parents: Tensor, grid: Grid, above: Grid, with_slots: bool) -> Users:
+    """For every key family and head: which query families kept it.
 
-    Returns users (query family of each entry), slots (its place there), and where the entries of
-    each key family begin (one more than there are families). The order of a list is that in which
-    the threads came by.
+    Args:
+        parents: Places of the kept cells, (B, N, families, K).
+        grid: Grid of the query families.
+        above: Grid of the key families.
+        with_slots: Whether slots are wanted.
+
+    Returns:
+        Users (place of the query family of each entry), slots (number of the key family among those
+        it kept), and where the entries of each key family begin (one more than there are families).
+        The order of a list is that in which the threads came by.
     """
-    parents = parents.contiguous()
     batch, heads, families, kept = parents.shape
     entries, block = parents.numel(), 256
-    count = parents.new_zeros(batch * heads * key_families + 1)
-    users, slots = parents.new_empty(entries), parents.new_empty(entries)
-    grid = (-(-entries // block),)
-    fine.count_users_kernel[grid](
-        parents, count[1:], entries, families * kept, key_families, BLOCK=block
-    )
-    first = count.cumsum(0, dtype=torch.int32)
-    fine.list_users_kernel[grid](
-        parents, first, torch.zeros_like(count), users, slots,
-        entries, families * kept, key_families, KEPT=kept, BLOCK=block,
+    count = parents.new_zeros(2, batch * heads * prod(above) + 1)
+    users, slots = parents.new_empty(entries), parents.new_empty(entries if with_slots else 0)
+    programs = (-(-entries // block),)
+    numbers = (entries, families * kept, *sizes(above))
+    ndim = len(above)
+    fine.count_users_kernel[programs](parents, count[0, 1:], *numbers, NDIM=ndim, BLOCK=block)
+    first = count[0].cumsum(0, dtype=torch.int32)
+    fine.list_users_kernel[programs](
+        parents, first, count[1], users, slots, *numbers, *sizes(grid)[1:],
+        KEPT=kept, NDIM=ndim, BLOCK=block, WITH_SLOTS=with_slots,
     )  # fmt: skip
     return users, slots, first
 
 
-def sorted_users(parents: Tensor, key_families: int) -> Users:
+def sorted_users(parents: Tensor, grid: Grid, above: Grid, with_slots: bool) -> Users:
     """As `listed_users`, every list in the order of its query families."""
     batch, heads, families, kept = parents.shape
-    rows = batch * heads
-    head = torch.arange(rows, device=parents.device)[:, None]
-    flat = parents.reshape(rows, families * kept).long()
-    nobody = rows * key_families  # sorts behind every family
-    target = torch.where(flat < 0, nobody, flat + head * key_families).flatten()
+    heads_in_all, key_families = batch * heads, prod(above)
+    head = torch.arange(heads_in_all, device=parents.device)[:, None]
+    places = parents.reshape(heads_in_all, families * kept)
+    nobody = heads_in_all * key_families  # sorts behind every family
+    row = torch.zeros_like(places, dtype=torch.int64)
+    for axis, size in zip(coordinates_of(places, len(above)), above, strict=True):
+        row = row * size + axis
+    target = torch.where(places < 0, nobody, row + head * key_families).flatten()
     target, order = target.sort(stable=True)
-    bounds = torch.arange(rows * key_families + 1, device=parents.device)
+    bounds = torch.arange(nobody + 1, device=parents.device)
     first = torch.searchsorted(target, bounds)
-    users = order // kept
-    return users.int(), (order - users * kept).int(), first.int()
+    users, slots = order // kept, order % kept
+    return packed(users % families, grid), slots.int(), first.int()
+
+
+def packed(rows: Tensor, grid: Grid) -> Tensor:
+    """Places of row numbers, as `shared.place_of`."""
+    bits = (0, 16, 10)[len(grid) - 1]
+    places = torch.zeros_like(rows)
+    for axis, size in enumerate(reversed(grid)):
+        places |= (rows % size) << (axis * bits)
+        rows = rows // size
+    return places.int()
+
+
+def coordinates_of(places: Tensor, ndim: int) -> list[Tensor]:
+    """Undoes the packing of `shared.place_of`, one tensor per axis."""
+    if ndim == 1:
+        return [places]
+    if ndim == 2:
+        return [places >> 16, places & 0xFFFF]
+    return [places >> 20, (places >> 10) & 0x3FF, places & 0x3FF]
 
 
 MOST_STEPS = {1: 5, 2: 3, 3: 2}  # coarser levels that one program can make from what it holds
 
 
-def pyramid_sizes(tree: Tree, below: int, level: int) -> tuple[int, ...]:
-    """Programs per head of a launch that take `below` levels down to `level`, and the grid."""
-    size = (*tree.grid, 1, 1)[:3]
-    coarse = (*tree.grid_at(0), 1, 1)[:3]
-    return (tree.num_cells(level - below), *size, *coarse[1:])
+def pooled_views(buffer: Tensor, tree: Tree, lead: tuple[int, int], dim: int) -> list[Tensor]:
+    """The levels above the finest in one buffer that runs from fine to coarse, coarse -> fine."""
+    views, start = [], 0
+    for level in range(tree.finest - 1, -1, -1):
+        cells = prod(tree.grid_at(level))
+        size = prod(lead) * cells * dim
+        views.append(buffer[start : start + size].view(*lead, cells, dim))
+        start += size
+    return views[::-1]
 
 
-def pyramid_warps(tokens: int, block_d: int) -> int:
-    return 1 if tokens * block_d <= 4096 else 4
+def new_pooled(x: Tensor, tree: Tree) -> Tensor:
+    """Room for all levels of rows (B, N, T, D) above the finest."""
+    cells = sum(prod(tree.grid_at(level)) for level in range(tree.finest))
+    return x.new_empty(x.shape[0] * x.shape[1] * cells * x.shape[-1])
 
 
-def pyramid_forward(tree: Tree, x: Tensor, visible: Tensor | None, num_levels: int) -> list[Tensor]:
-    """The `num_levels` finest levels of a map (B, *grid, N, D), coarse -> fine, (B, N, T_l, D)."""
-    x = rows_contiguous(x)
-    batch, heads, dim = x.shape[0], x.shape[-2], x.shape[-1]
-    levels = [
-        x.new_empty(batch, heads, tree.num_cells(tree.finest - i), dim) for i in range(num_levels)
-    ]  # fine -> coarse
-    if x.numel() == 0:
-        return levels[::-1]
-    axes = (*x.stride()[1 : 1 + tree.ndim], 0, 0)[:3]
-    done = 0
-    while done == 0 or done < num_levels - 1:
-        steps = min(MOST_STEPS[tree.ndim], num_levels - 1 - done)
-        below = steps or min(MOST_STEPS[tree.ndim], tree.finest)
-        cells, *sizes = pyramid_sizes(tree, below, tree.finest - done)
-        outputs = [*levels[done : done + steps + 1], *[levels[done]] * 5][:6]
-        block_d = power_of_two(dim)
-        with torch.cuda.device_of(x):
-            pyramid.pyramid_fwd_kernel[(batch * heads * cells,)](
-                x if done == 0 else levels[done], visible, *outputs,
-                heads, cells, *sizes, x.stride(0), *axes, x.stride(-2),
-                NDIM=tree.ndim, DEPTH=tree.finest, BELOW=below, STEPS=steps, D=dim, BLOCK_D=block_d,
-                MASKED=visible is not None, FROM_GRID=done == 0,
-                num_warps=pyramid_warps(tree.num_children**below, block_d),
-            )  # fmt: skip
-        done += max(steps, 1)
-        if visible is not None:
-            for _ in range(steps):
-                visible = group(visible, tree.num_children, axis=1).any(dim=-1)
-    return levels[::-1]
+def pool(x: Tensor, tree: Tree, shown: list[Tensor], buffer: Tensor) -> list[Tensor]:
+    """All levels of rows (B, N, T, D), coarse -> fine; the coarser ones in `buffer`."""
+    lead = (x.shape[0], x.shape[1])
+    levels = [*pooled_views(buffer, tree, lead, x.shape[-1]), x]
+    for finest, steps in launches(tree):
+        target = buffer[levels[finest - 1].storage_offset() - buffer.storage_offset() :]
+        launch_pyramid(
+            pyramid.pyramid_fwd_kernel, levels[finest], target, tree, finest, steps, shown
+        )
+    return levels
 
 
-def pyramid_backward(tree: Tree, grads: list[Tensor], visible: Tensor | None) -> Tensor:
-    """Gradient of the map (B, *grid, N, D) from those of its levels, coarse -> fine."""
-    levels = [g.contiguous() for g in reversed(grads)]  # fine -> coarse
-    batch, heads, _, dim = levels[0].shape
-    dx = levels[0].new_empty(batch, *tree.grid, heads, dim)
-    if dx.numel() == 0:
-        return dx
-    masks = [visible]
-    for _ in levels[1:]:
-        above = masks[-1]
-        masks.append(None if above is None else group(above, tree.num_children, axis=1).any(-1))
-    first = list(range(0, max(len(levels) - 1, 1), MOST_STEPS[tree.ndim]))
-    for start in reversed(first):
-        steps = min(MOST_STEPS[tree.ndim], len(levels) - 1 - start)
-        below = steps or min(MOST_STEPS[tree.ndim], tree.finest)
-        cells, *sizes = pyramid_sizes(tree, below, tree.finest - start)
-        inputs = [*levels[start : start + steps + 1], *[levels[start]] * 5][:6]
-        out = dx if start == 0 else torch.empty_like(levels[start])
-        block_d = power_of_two(dim)
-        with torch.cuda.device_of(dx):
-            pyramid.pyramid_bwd_kernel[(batch * heads * cells,)](
-                out, masks[start], *inputs, heads, cells, *sizes,
-                NDIM=tree.ndim, DEPTH=tree.finest, BELOW=below, STEPS=steps, D=dim, BLOCK_D=block_d,
-                MASKED=visible is not None, FROM_GRID=start == 0,
-                num_warps=pyramid_warps(tree.num_children**below, block_d),
-            )  # fmt: skip
-        levels[start] = out
-    return dx
+def unpool(dx: Tensor, tree: Tree, shown: list[Tensor], buffer: Tensor) -> None:
+    """Adds to `dx` (B, N, T, D) what the gradients of the coarser levels say about the map."""
+    lead = (dx.shape[0], dx.shape[1])
+    levels = [*pooled_views(buffer, tree, lead, dx.shape[-1]), dx]
+    for finest, steps in reversed(launches(tree)):
+        source = buffer[levels[finest - 1].storage_offset() - buffer.storage_offset() :]
+        launch_pyramid(
+            pyramid.pyramid_bwd_kernel, levels[finest], source, tree, finest, steps, shown
+        )
+
+
+def launches(tree: Tree) -> list[tuple[int, int]]:
+    """Which level each launch starts from and how many coarser ones it makes, fine -> coarse."""
+    most = MOST_STEPS[tree.ndim]
+    return [(level, min(most, level)) for level in range(tree.finest, 0, -most)]
+
+
+def launch_pyramid(
+    kernel: Any, x: Tensor, levels: Tensor, tree: Tree, finest: int, steps: int, shown: list[Tensor]
+) -> None:
+    batch, heads, _, dim = x.shape
+    grid = tree.grid_at(finest)
+    block_d = power_of_two(dim)
+    top = prod(tree.grid_at(finest - steps))
+    kernel[(batch * heads * top,)](
+        x, shown[finest] if shown else None, levels,
+        batch * heads, heads, *sizes(grid), *strides(x),
+        NDIM=tree.ndim, STEPS=steps, D=dim, BLOCK_D=block_d,
+        HIDES=bool(shown) or any(size % 2**steps for size in grid), MASKED=bool(shown),
+        num_warps=1 if 2 ** (tree.ndim * steps) * block_d <= 4096 else 4,
+    )  # fmt: skip

@@ -3,15 +3,104 @@
 
 Names in kernels: `p_` pointers, `b_` blocks of values, `o_` offsets, `m_` masks, `i_` program and
 loop indices, `s_` strides. Addresses are computed in 64 bits.
+
+The cells of a level are the rows of an array, in row-major order of the level's grid. Where one
+kernel tells the next about a cell (selections), it writes its *place*: the coordinates packed
+into one 32-bit number, so that the children of a cell follow by shifts, without a division.
 """
+
+from collections.abc import Callable
+from inspect import signature
+from typing import Any
 
 import triton
 import triton.language as tl
 
+# Numbers that differ from map to map: kernels are not compiled anew for multiples of 16 and for 1.
+SIZES = {
+    "above_0", "above_1", "above_2", "batch_heads", "cells", "entries", "heads",
+    "key_0", "key_1", "key_2", "keys", "level", "per_head", "query_1", "query_2", "rows",
+    "size_0", "size_1", "size_2", "spans",
+}  # fmt: skip
+
+
+def kernel(function: Callable[..., None]) -> Any:
+    """`triton.jit` for a kernel that takes sizes."""
+    names = [name for name in signature(function).parameters if name in SIZES]
+    return triton.jit(function, do_not_specialize=names)
+
 
 @triton.jit
-def dot(b_a, b_b, PRECISION: tl.constexpr):
-    return tl.dot(b_a, b_b, input_precision=PRECISION)
+def quotient(o_x, size):
+    """`o_x // size` where that is below 2**22: many times cheaper than integer division."""
+    o_q = (o_x.to(tl.float32) * (1.0 / size)).to(tl.int32)
+    o_q -= (o_q * size > o_x).to(tl.int32)
+    return o_q + ((o_q + 1) * size <= o_x).to(tl.int32)
+
+
+@triton.jit
+def place_of(o_row, size_1, size_2, NDIM: tl.constexpr):
+    """Packs the coordinates of a row number."""
+    o_place = o_row
+    if NDIM == 2:
+        i_0 = quotient(o_row, size_1)
+        o_place = (i_0 << 16) | (o_row - i_0 * size_1)
+    elif NDIM == 3:
+        i_01 = quotient(o_row, size_2)
+        i_0 = quotient(i_01, size_1)
+        o_place = (i_0 << 20) | ((i_01 - i_0 * size_1) << 10) | (o_row - i_01 * size_2)
+    return o_place
+
+
+@triton.jit
+def row_at(o_place, size_1, size_2, NDIM: tl.constexpr):
+    """Row number of a place."""
+    o_row = o_place
+    if NDIM == 2:
+        o_row = (o_place >> 16) * size_1 + (o_place & 0xFFFF)
+    elif NDIM == 3:
+        i_01 = (o_place >> 20) * size_1 + ((o_place >> 10) & 0x3FF)
+        o_row = i_01 * size_2 + (o_place & 0x3FF)
+    return o_row
+
+
+@triton.jit
+def child_of(o_place, o_child, NDIM: tl.constexpr):
+    """Place of a child, one level down; children count row by row."""
+    o_step = o_child & 1
+    if NDIM == 2:
+        o_step = ((o_child >> 1) << 16) | o_step
+    elif NDIM == 3:
+        o_step = ((o_child >> 2) << 20) | (((o_child >> 1) & 1) << 10) | o_step
+    return o_place * 2 + o_step
+
+
+@triton.jit
+def is_on_grid(o_place, size_0, size_1, size_2, NDIM: tl.constexpr):
+    """Whether a place lies on the grid; odd sizes leave children that do not."""
+    if NDIM == 1:
+        m_place = o_place < size_0
+    elif NDIM == 2:
+        m_place = ((o_place >> 16) < size_0) & ((o_place & 0xFFFF) < size_1)
+    else:
+        m_place = ((o_place >> 20) < size_0) & (((o_place >> 10) & 0x3FF) < size_1)
+        m_place = m_place & ((o_place & 0x3FF) < size_2)
+    return m_place
+
+
+@triton.jit
+def load_rows(p_x, o_row, m_row, s_t, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Rows of an array whose last axis is dense; zeros where `m_row` is false."""
+    o_d = tl.arange(0, BLOCK_D)
+    p_rows = p_x + o_row.to(tl.int64)[:, None] * s_t + o_d[None, :]
+    return tl.load(p_rows, mask=m_row[:, None] & (o_d < D)[None, :], other=0.0)
+
+
+@triton.jit
+def store_rows(p_x, b_x, o_row, m_row, s_t, D: tl.constexpr):
+    o_d = tl.arange(0, b_x.shape[1])
+    p_rows = p_x + o_row.to(tl.int64)[:, None] * s_t + o_d[None, :]
+    tl.store(p_rows, b_x, mask=m_row[:, None] & (o_d < D)[None, :])
 
 
 @triton.jit
@@ -27,34 +116,119 @@ def safe_reciprocal(b_sum):
 
 
 @triton.jit
+def ordered(b_bits):
+    """Between the bits of a float and an integer that sorts alike; its own inverse."""
+    return b_bits ^ ((b_bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def middle(b_low, b_high, i_step):
+    """A number between two `ordered` ones: halfway by value at first, by bits if that drags on."""
+    b_value = ordered(b_low).to(tl.float32, bitcast=True)
+    b_value = 0.5 * b_value + 0.5 * ordered(b_high - 1).to(tl.float32, bitcast=True)
+    b_half = (b_low & b_high) + ((b_low ^ b_high) >> 1)
+    b_middle = tl.where(i_step < 16, ordered(b_value.to(tl.int32, bitcast=True)), b_half)
+    return tl.minimum(tl.maximum(b_middle, b_low + 1), b_high - 1)
+
+
+@triton.jit
+def row_sum(b_x, AXIS: tl.constexpr):
+    """Sums over rows: along `AXIS` of two axes, or spread over axes 0 and 2 of three."""
+    if len(b_x.shape) == 3:
+        b_sum = tl.sum(tl.sum(b_x, axis=2, keep_dims=True), axis=0, keep_dims=True)
+    else:
+        b_sum = tl.sum(b_x, axis=AXIS, keep_dims=True)
+    return b_sum
+
+
+@triton.jit
+def row_max(b_x, AXIS: tl.constexpr):
+    if len(b_x.shape) == 3:
+        b_max = tl.max(tl.max(b_x, axis=2, keep_dims=True), axis=0, keep_dims=True)
+    else:
+        b_max = tl.max(b_x, axis=AXIS, keep_dims=True)
+    return b_max
+
+
+@triton.jit
+def any_row(m_row, AXIS: tl.constexpr):
+    """Whether something holds for any row; other axes than that of the rows have size 1."""
+    m_any = m_row.to(tl.int32)
+    if len(m_row.shape) == 3:
+        m_any = tl.max(tl.max(m_any, axis=2), axis=0)
+    else:
+        m_any = tl.max(m_any, axis=AXIS)
+    return tl.max(m_any, axis=0)
+
+
+@triton.jit
+def lower_bound(b_rank, b_shown, TOPK: tl.constexpr, STEPS: tl.constexpr, AXIS: tl.constexpr):
+    """The TOPK-th highest shown value of each row, or a value below it after `STEPS` halvings.
+
+    By counting: no sort, and no second array to carry along. For rows see `row_sum`. Returns the
+    bound as a float and how many values reach it.
+    """
+    b_value = tl.where(b_shown, b_rank, float("-inf"))
+    b_high = row_max(b_value, AXIS).to(tl.int32, bitcast=True)
+    b_low = -row_max(tl.where(b_shown, -b_rank, float("-inf")), AXIS)
+    b_count = row_sum(b_shown.to(tl.int32), AXIS)
+    b_low = ordered(b_low.to(tl.int32, bitcast=True))
+    b_high = ordered(b_high) + 1
+    i_step = 0
+    unsettled = 1
+    while (i_step < STEPS) & (unsettled > 0):
+        for _ in tl.static_range(3):  # asking whether to go on costs as much as a step
+            b_try = middle(b_low, b_high, i_step)
+            b_reach = b_value >= ordered(b_try).to(tl.float32, bitcast=True)
+            b_found = row_sum(b_reach.to(tl.int32), AXIS)
+            m_go = (b_count > TOPK) & (b_high - b_low != 1)
+            m_up = m_go & (b_found >= TOPK)
+            b_high = tl.where(m_go & (b_found < TOPK), b_try, b_high)
+            b_low = tl.where(m_up, b_try, b_low)
+            b_count = tl.where(m_up, b_found, b_count)
+        unsettled = any_row((b_count > TOPK) & (b_high - b_low != 1), AXIS)
+        i_step += 3
+    return ordered(b_low).to(tl.float32, bitcast=True), b_count
+
+
+@triton.jit
 def choose_best(b_rank, b_shown, TOPK: tl.constexpr):
     """Which entries of each row are among its `TOPK` highest shown ones; ties go to the first.
 
-    The TOPK-th highest value is found bit by bit, by counting: no sort, no second array to carry
-    along, and a loop that compiles in no time and ends as soon as every row has its TOPK.
-    `b_rank` (R, C) float32, `b_shown` broadcastable.
-    Returns the choice (R, C), its places side by side (R, C), and how many were chosen (R, 1).
+    Rows are spread over axes 0 and 2: `b_rank` (G, R, C) float32, `b_shown` of the same shape.
+    Returns the choice, the places of the chosen side by side, and their number (1, R, 1).
     """
-    b_bits = (b_rank + 0.0).to(tl.uint32, bitcast=True)  # -0.0 and 0.0 are the same
-    # An order-preserving map to unsigned numbers; hidden entries become 0, the lowest.
-    b_order = tl.where(b_bits >= 0x80000000, ~b_bits, b_bits | 0x80000000)
-    b_order = tl.where(b_shown, b_order, 0)
-    b_limit = tl.zeros((b_rank.shape[0], 1), tl.uint32)
-    b_count = tl.sum((b_order >= b_limit).to(tl.int32), axis=1, keep_dims=True)
-    i_bit = 0
-    unsettled = 1
-    while (i_bit < 32) & (unsettled > 0):
-        b_try = b_limit | (tl.full((1, 1), 0x80000000, tl.uint32) >> i_bit)
-        b_found = tl.sum((b_order >= b_try).to(tl.int32), axis=1, keep_dims=True)
-        b_limit = tl.where(b_found >= TOPK, b_try, b_limit)
-        b_count = tl.where(b_found >= TOPK, b_found, b_count)
-        unsettled = tl.max(tl.max((b_count > TOPK).to(tl.int32), axis=1), axis=0)
-        i_bit += 1
-    b_chosen = (b_order >= b_limit) & b_shown
-    if unsettled > 0:  # more entries than room share the last value: the first ones have it
-        b_above = b_order > b_limit
-        b_equal = (b_order == b_limit) & b_shown
-        b_room = TOPK - tl.sum(b_above.to(tl.int32), axis=1, keep_dims=True)
-        b_chosen = b_above | (b_equal & (tl.cumsum(b_equal.to(tl.int32), axis=1) <= b_room))
-    b_ones = b_chosen.to(tl.int32)
-    return b_chosen, tl.cumsum(b_ones, axis=1) - 1, tl.sum(b_ones, axis=1, keep_dims=True)
+    b_bound, b_count = lower_bound(b_rank, b_shown, TOPK, 51, 2)
+    b_chosen = b_shown & (b_rank >= b_bound)
+    if any_row(b_count > TOPK, 2):
+        # More entries than room share the last value: the first ones have it.
+        b_above = b_shown & (b_rank > b_bound)
+        b_equal = b_shown & (b_rank == b_bound)
+        b_room = TOPK - row_sum(b_above.to(tl.int32), 2)
+        b_chosen = b_above | (b_equal & (place_in_row(b_equal) < b_room))
+    return b_chosen, place_in_row(b_chosen), row_sum(b_chosen.to(tl.int32), 2)
+
+
+@triton.jit
+def count_before(b_number):
+    """For each entry of a row, the sum of those before it: (R, C) -> (R, C).
+
+    As a product with a triangle of ones, which keeps the entries where they are. Exact for
+    numbers of few bits, such as 0, 1 and 1024.
+    """
+    o_c = tl.arange(0, b_number.shape[1])
+    b_triangle = (o_c[:, None] < o_c[None, :]).to(tl.float16)
+    return tl.dot(b_number.to(tl.float16), b_triangle).to(tl.int32)
+
+
+@triton.jit
+def place_in_row(b_set):
+    """How many entries before this one are set, in rows spread over axes 0 and 2."""
+    PARTS: tl.constexpr = b_set.shape[0]
+    b_ones = b_set.to(tl.int32)
+    b_place = count_before(tl.reshape(b_ones, (PARTS * b_set.shape[1], b_set.shape[2])))
+    b_place = tl.reshape(b_place, b_set.shape)
+    i_part = tl.arange(0, PARTS)[:, None, None]
+    for i in tl.static_range(PARTS - 1):
+        b_place += tl.where(i_part > i, row_sum(tl.where(i_part == i, b_ones, 0), 2), 0)
+    return b_place

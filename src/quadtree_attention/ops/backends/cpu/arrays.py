@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Between tensors and the flat arrays that the kernels take."""
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Array = np.ndarray[Any, Any]
+
+
+def flat(x: Tensor | None, dtype: torch.dtype) -> Array:
+    """A flat array; empty for None."""
+    if x is None:
+        return np.empty(0, numpy_dtype(dtype))
+    return x.detach().to(dtype).contiguous().view(-1).numpy()
+
+
+def flat_rows(x: Tensor | None, dtype: torch.dtype, cells: int, width: int) -> Array:
+    """A flat array of (B, N, T, D) with rows `width` wide, `cells` of them per head."""
+    if x is not None and x.shape[2:] != (cells, width):
+        x = F.pad(x.detach(), (0, width - x.shape[3], 0, cells - x.shape[2]))
+    return flat(x, dtype)
+
+
+def crop(x: Tensor, width: int, dtype: torch.dtype) -> Tensor:
+    """The first columns of (..., D)."""
+    return x[..., :width].to(dtype).contiguous()
+
+
+def number(x: Tensor | float | None, dtype: torch.dtype) -> Any:
+    """A scalar of the type that the kernels calculate in; 1 for None."""
+    return numpy_dtype(dtype).type(1.0 if x is None else float(x))
+
+
+@cache
+def numpy_dtype(dtype: torch.dtype) -> Any:
+    return np.dtype(str(dtype).removeprefix("torch."))

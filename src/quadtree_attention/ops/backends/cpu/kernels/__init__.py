@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Numba kernels; nothing here is imported before the first call that needs it."""

@@ -1,0 +1,28 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tells PyTorch's FLOP counter about operators."""
+
+import sys
+from collections.abc import Callable, Mapping
+
+import torch
+
+
+def register_formulas(formulas: Mapping[str, Callable[..., int]]) -> None:
+    """Registers formulas by operator name, once somebody has imported the FLOP counter.
+
+    Importing it here would import Triton. A counter that is already running gets them as well.
+    """
+    module = sys.modules.get("torch.utils.flop_counter")
+    if module is None:
+        return
+    operators = {getattr(torch.ops.quadtree_attention, name): f for name, f in formulas.items()}
+    if all(operator in module.flop_registry for operator in operators):
+        return
+    for operator, formula in operators.items():
+        module.register_flop_formula(operator)(formula)
+    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+    for mode in _get_current_dispatch_mode_stack():
+        counter = getattr(mode, "counter", None)
+        if isinstance(counter, module.FlopCounterMode):
+            counter.flop_registry.update({o: module.flop_registry[o] for o in operators})

@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Memory and time from sizes, against what was measured."""
+
+import json
+from math import prod
+
+import pytest
+import torch
+
+from benchmarks.cases import Case, find_cases
+from quadtree_attention import plan, quadtree_attention
+from quadtree_attention.ops import cost
+from quadtree_attention.ops.cost import saved_bytes
+from quadtree_attention.ops.plan import describe_problem
+from tests.conftest import ROOT
+
+RESULTS = sorted((ROOT / "benchmarks/results").glob("*.json"))
+IMPLEMENTATIONS = ("quadtree", "sdpa")
+DRAW = 1.1  # measured times that differ by less than this factor have no winner
+
+
+def measured_pairs():
+    """Rows (quadtree, sdpa) of the committed results that belong together."""
+    for path in RESULTS:
+        result = json.loads(path.read_text())
+        found = {}
+        for row in result["rows"]:
+            if row["implementation"] in IMPLEMENTATIONS and "median_ms" in row:
+                key = (row["case"], row["dtype"], row["pass"], row["mode"])
+                found.setdefault(key, {})[row["implementation"]] = row
+        for key, rows in found.items():
+            if len(rows) == len(IMPLEMENTATIONS):
+                name = "-".join([result["device"], *key])
+                yield pytest.param(result["device"], result["variant"], rows, id=name)
+
+
+def has_winner(rows):
+    ratio = rows["quadtree"]["median_ms"] / rows["sdpa"]["median_ms"]
+    return not 1 / DRAW < ratio < DRAW
+
+
+def is_launched_one_by_one(device, rows):
+    return device == "cuda" and rows["sdpa"]["mode"] == "eager"
+
+
+PAIRS = list(measured_pairs())
+DECIDED = [pair for pair in PAIRS if has_winner(pair.values[2])]
+ON_DEVICE = [pair for pair in PAIRS if not is_launched_one_by_one(pair.values[0], pair.values[2])]
+
+
+def plan_of(case: Case, dtype: str, device: str, variant: str):
+    return plan(
+        case.grid,
+        heads=case.heads,
+        dim=case.head_dim,
+        num_levels=case.num_levels,
+        topk=case.topk,
+        batch=case.batch,
+        variant=variant,
+        dtype=getattr(torch, dtype),
+        device=device,
+    )
+
+
+def planned(device, variant, rows):
+    (case,) = find_cases(rows["sdpa"]["case"])
+    return plan_of(case, rows["sdpa"]["dtype"], device, variant)
+
+
+def test_there_are_results_of_both_devices():
+    assert {pair.values[0] for pair in PAIRS} == {"cpu", "cuda"}
+    assert len(DECIDED) >= 20
+
+
+@pytest.mark.parametrize(("device", "variant", "rows"), DECIDED)
+def test_the_measured_winner_is_advised(device, variant, rows):
+    result = planned(device, variant, rows)
+    advised = result.cheaper_eager if is_launched_one_by_one(device, rows) else result.cheaper
+    quadtree, dense = (rows[name]["median_ms"] for name in IMPLEMENTATIONS)
+    assert advised == ("quadtree" if quadtree < dense else "dense"), result.advice
+
+
+@pytest.mark.parametrize(("device", "variant", "rows"), ON_DEVICE)
+def test_estimated_speedup_is_near_the_measured_one(device, variant, rows):
+    """Within a factor of 2, forward and training alike."""
+    result = planned(device, variant, rows)
+    measured = rows["sdpa"]["median_ms"] / rows["quadtree"]["median_ms"]
+    assert 1 / 2 < result.dense.seconds / result.quadtree.seconds / measured < 2
+
+
+@pytest.mark.parametrize(("device", "variant", "rows"), PAIRS)
+def test_memory_is_near_the_measured_peak(device, variant, rows):
+    """Within a factor of 1.5; the peaks of a CPU count memory that is not the call's as well."""
+    result = planned(device, variant, rows)
+    for ours, name in ((result.quadtree, "quadtree"), (result.dense, "sdpa")):
+        training = rows[name]["pass"] == "forward+backward"
+        estimate = ours.training_memory if training else ours.memory
+        assert 1 / 1.5 < estimate / 2**20 / rows[name]["peak_mib"] < 1.5, name
+
+
+@pytest.mark.parametrize(
+    ("grid", "key_grid", "options"),
+    [
+        ((16, 24), (16, 24), {"num_levels": 3, "topk": 8}),
+        ((13, 22), (19, 9), {"num_levels": 3, "topk": (5, 3), "variant": "A"}),
+        ((57,), (90,), {"num_levels": 4, "topk": 4}),
+        ((5, 6, 7), (4, 8, 6), {"num_levels": 2, "topk": 6}),
+        ((24, 40), (24, 40), {"num_levels": 1, "topk": 6}),
+    ],
+)
+def test_what_forward_saves(grid, key_grid, options):
+    """Bytes that the cpu backend saves for backward, within a factor of 1.25."""
+    pytest.importorskip("numba", reason="the cpu backend needs numba")
+    shapes = ((2, *grid, 3, 16), (2, *key_grid, 3, 16), (2, *key_grid, 3, 24))
+    q, k, v = (torch.randn(shape, requires_grad=True) for shape in shapes)
+    saved = {}
+
+    def remember(x):
+        saved[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(remember, lambda x: x):
+        out = quadtree_attention(q, k, v, backend="cpu", **options)
+    for x in (q, k, v, out):
+        saved.pop(x.untyped_storage().data_ptr(), None)
+    problem = describe_problem(grid, key_grid, heads=3, dim=16, value_dim=24, batch=2, **options)
+    assert 1 / 1.25 < saved_bytes(problem) / sum(saved.values()) < 1.25
+
+
+def test_backend_without_copies_needs_no_memory_for_the_finest_level(monkeypatch):
+    sizes = {"heads": 2, "dim": 8, "value_dim": 4, "num_levels": 2, "topk": 3}
+    with_copies = plan((6, 10), **sizes).quadtree
+    monkeypatch.setitem(cost.COPIES_FINEST, "cpu", False)
+    without = plan((6, 10), **sizes).quadtree
+    cells = 2 * prod((6, 10)) * 4  # bytes of a map of width 1
+    assert with_copies.memory - without.memory == cells * (8 + 8 + 4 + 4)
+    assert with_copies.training_memory - without.training_memory == cells * (8 + 8 + 4 + 4)
+    assert with_copies.bytes_moved > without.bytes_moved
+
+
+def test_half_precision_holds_half_where_sums_are_not_kept():
+    sizes = {"dim": 64, "num_levels": 1, "topk": 1}
+    full = plan((40, 50), **sizes, dtype=torch.float32).quadtree
+    half = plan((40, 50), **sizes, dtype=torch.bfloat16).quadtree
+    assert full.memory == 2 * half.memory
+    assert half.training_memory > full.training_memory / 2  # gradients are summed in float32
+
+
+def test_variant_a_keeps_scores_too():
+    sizes = {"heads": 2, "dim": 8, "num_levels": 3, "topk": (3, 2)}
+    a, b = (plan((12, 20), **sizes, variant=variant).quadtree for variant in "AB")
+    assert a.memory - b.memory == 2 * (3 * 5 * 3 + 6 * 10 * 2) * 4
+    assert a.flops == b.flops
