@@ -23,7 +23,7 @@ QUERY_BLOCK = 128  # queries that share one pass over all keys in a fused kernel
 
 # Whether the fused backend of a device copies the finest maps to tree order and the result back.
 # One that reads and writes maps where they are keeps only the levels above.
-COPIES_FINEST = {"cuda": True, "cpu": True}
+COPIES_FINEST = {"cuda": False, "cpu": True}
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,7 @@ class Speed:
         softmax_pairs: Pairs of full attention where the exponentials are the limit.
         matmul_flops: FLOPs of full attention where the matrix products are the limit.
         slowdown: How much longer full attention takes, by bytes per number.
+        gather_slowdown: How much longer rows take than their bytes do, by bytes per number.
     """
 
     machine: str
@@ -57,9 +58,10 @@ class Speed:
     softmax_pairs: float
     matmul_flops: float
     slowdown: dict[int, float]
+    gather_slowdown: dict[int, float]
 
 
-# Calibrated on the forward rows of benchmarks/results/*.json: every estimate is within 20 % of the
+# Calibrated on the forward rows of benchmarks/results/*.json: every estimate is within 25 % of the
 # median measured there, eager rows of the GPU within 40 %. On the GPU `launch` comes from the eager
 # rows and all else from the rows of CUDA graphs, in bfloat16; full attention in float32 took 12
 # times as long there. `start` and `level` of the CPU come from calls on small maps. Not
@@ -68,14 +70,15 @@ class Speed:
 SPEEDS = {
     "cuda": Speed(
         machine="an NVIDIA H200",
-        start=20e-6,
-        level=25e-6,
+        start=10e-6,
+        level=15e-6,
         launch=300e-6,
-        gather_bytes=4.2e12,
-        scan_pairs=6e10,
+        gather_bytes=4.9e12,
+        scan_pairs=9e10,
         softmax_pairs=1.85e12,
         matmul_flops=6e14,
         slowdown={2: 1, 4: 12, 8: 24},
+        gather_slowdown={2: 1, 4: 1.8, 8: 1.8},  # float32 takes three products for one
     ),
     "cpu": Speed(
         machine="2 threads of an AMD EPYC",  # more threads help both sides
@@ -87,6 +90,7 @@ SPEEDS = {
         softmax_pairs=1e9,
         matmul_flops=1e11,
         slowdown={2: 1, 4: 1, 8: 2},
+        gather_slowdown={2: 1, 4: 1, 8: 1},
     ),
 }
 
@@ -186,9 +190,10 @@ def _quadtree_seconds(problem: Problem, speed: Speed) -> float:
     if problem.num_levels == 1:  # full attention by another name: nothing is selected or gathered
         flops = sum(level_flops(problem))
         return speed.level + _dense_seconds(_coarse_pairs(problem), flops, problem, speed)
+    gathered = _gathered_bytes(problem) * speed.gather_slowdown[problem.dtype.itemsize]
     return (
         fixed_seconds(problem, speed)
-        + _gathered_bytes(problem) / speed.gather_bytes
+        + gathered / speed.gather_bytes
         + _coarse_pairs(problem) / speed.scan_pairs
     )
 
@@ -200,8 +205,17 @@ def _dense_seconds(pairs: int, flops: int, problem: Problem, speed: Speed) -> fl
 
 def saved_bytes(problem: Problem) -> int:
     """What the forward pass of quadtree attention keeps for backward, beyond its inputs."""
-    statistics = _rows(problem) * sum(_cells(problem.query_tree)) * _wide(problem)
+    cells = _cells(problem.query_tree)
+    numbers = (
+        sum(cells) if COPIES_FINEST[problem.device.type] else cells[0] * _kept_per_cell(problem)
+    )
+    statistics = _rows(problem) * numbers * _wide(problem)
     return sum(_pyramid_bytes(problem)) + _selection_bytes(problem) + statistics
+
+
+def _kept_per_cell(problem: Problem) -> int:
+    """Numbers kept per coarsest cell: a log-sum-exp and, unless it is the result, the message."""
+    return 1 + (problem.value_dim if problem.num_levels > 1 else 0)
 
 
 def _quadtree_memory(problem: Problem) -> int:
@@ -214,26 +228,47 @@ def _quadtree_memory(problem: Problem) -> int:
 
 
 def _quadtree_training_memory(problem: Problem) -> int:
-    """The peak is in backward of the finest level: its gradients, and all that was saved.
+    """The peak is in backward of the finest level: its gradients, and all that was saved."""
+    gradients = _summed_gradients if COPIES_FINEST[problem.device.type] else _listed_gradients
+    return saved_bytes(problem) + _result_bytes(problem) + gradients(problem)
 
-    Gradients of keys and values are sums over queries, kept in the accumulation dtype.
-    """
+
+def _summed_gradients(problem: Problem) -> int:
+    """Gradients of keys and values are sums over queries, kept in the accumulation dtype."""
     finest = problem.num_levels - 1
     queries = _rows(problem) * problem.query_tree.num_cells(finest)
     keys = _rows(problem) * problem.key_tree.num_cells(finest)
     width = problem.head_dim + (problem.value_dim if _copies_finest(problem) else 0)
-    gradients = queries * width * problem.dtype.itemsize
-    gradients += keys * (problem.head_dim + problem.value_dim) * _wide(problem)
-    return saved_bytes(problem) + _result_bytes(problem) + gradients
+    sums = keys * (problem.head_dim + problem.value_dim) * _wide(problem)
+    return queries * width * problem.dtype.itemsize + sums
+
+
+def _listed_gradients(problem: Problem) -> int:
+    """Gradients in the dtype of the inputs, for which every key lists the queries that kept it."""
+    gradients = sum(_input_bytes(problem)) + sum(_pyramid_bytes(problem))
+    if problem.num_levels == 1:
+        return gradients + _rows(problem) * _cells(problem.query_tree)[0] * _wide(problem)
+    families, queries = _cells(problem.query_tree)[-2:]
+    users = families * problem.topk[-1] * (2 if problem.variant == "A" else 1) * INDEX_BYTES
+    statistics = 2 * queries if problem.variant == "B" else families * problem.topk[-1]
+    inherited = families * problem.value_dim
+    return gradients + _rows(problem) * (users + (statistics + inherited) * _wide(problem))
 
 
 def _dense_training_memory(problem: Problem) -> int:
-    """Result, three gradients, two numbers per query; half precision sums dq in float32."""
+    """Result, three gradients, two numbers per query, and what the kernels of a dtype ask for.
+
+    Those for half precision sum dq in float32; on a GPU, those for float32 copy keys and values to
+    have the rows of each head together.
+    """
     queries = _rows(problem) * prod(problem.query_tree.grid)
-    is_half = problem.dtype.itemsize < _wide(problem)
-    sums = queries * problem.head_dim * _wide(problem) if is_half else 0
-    statistics = 2 * queries * _wide(problem)
-    return _result_bytes(problem) + sum(_input_bytes(problem)) + statistics + sums
+    inputs = _input_bytes(problem)
+    extra = 0
+    if problem.dtype.itemsize < _wide(problem):
+        extra = queries * problem.head_dim * _wide(problem)
+    elif problem.device.type == "cuda" and problem.num_heads > 1:
+        extra = inputs.k + inputs.v
+    return _result_bytes(problem) + sum(inputs) + 2 * queries * _wide(problem) + extra
 
 
 def _quadtree_bytes_moved(problem: Problem) -> int:

@@ -18,6 +18,7 @@ from operator import index
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.torch_version import TorchVersion
 
 
 def is_known(condition: bool | torch.SymBool) -> bool:
@@ -29,13 +30,24 @@ def is_known(condition: bool | torch.SymBool) -> bool:
     return statically_known_true(condition)
 
 
+# There, torch.compile says of itself that it is exporting.
+_COMPILING_LOOKS_LIKE_EXPORTING = TorchVersion(torch.__version__) < "2.12"
+
+
+def is_exporting() -> bool:
+    """Whether a program is being exported, to ONNX for example; False for `torch.compile`."""
+    if _COMPILING_LOOKS_LIKE_EXPORTING and torch.compiler.is_dynamo_compiling():
+        return False
+    return torch.compiler.is_exporting()
+
+
 def grid_of(sizes: Iterable[int]) -> tuple[int, ...]:
     """The sizes of grid axes as a tree needs them: plain integers, except while exporting.
 
     `torch.compile` thereby makes one graph per grid; reasoning about a tree of symbolic size would
     cost it minutes.
     """
-    return tuple(sizes) if torch.compiler.is_exporting() else tuple(index(s) for s in sizes)
+    return tuple(sizes) if is_exporting() else tuple(index(s) for s in sizes)
 
 
 @dataclass(frozen=True)

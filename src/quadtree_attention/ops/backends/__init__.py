@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
+import torch
+
 from quadtree_attention.errors import BackendUnsupportedError, OptionError
 from quadtree_attention.ops.backends.base import Backend, Kept
 from quadtree_attention.ops.backends.cpu import CPU
@@ -64,10 +66,7 @@ def choose_backend(name: str, problem: Problem) -> Backend:
     """
     _check_name(name, "backend")
     if name == "auto":
-        name = _scoped.get()
-    if name == "auto":
-        name = os.environ.get(ENVIRONMENT_VARIABLE) or "auto"
-        _check_name(name, f"the environment variable {ENVIRONMENT_VARIABLE}")
+        name = _default_name()
     candidates = [backend for backend in BACKENDS if name in ("auto", backend.name)]
     for backend in candidates:
         if not backend.reasons(problem):
@@ -76,6 +75,16 @@ def choose_backend(name: str, problem: Problem) -> Backend:
         f"{backend.name}: {reason}" for backend in candidates for reason in backend.reasons(problem)
     ]
     raise BackendUnsupportedError(_unsupported(name, problem, reasons), reasons)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _default_name() -> str:
+    """What "auto" means here and now; a compiled program keeps what it meant when compiled."""
+    name = _scoped.get()
+    if name == "auto":
+        name = os.environ.get(ENVIRONMENT_VARIABLE) or "auto"
+        _check_name(name, f"the environment variable {ENVIRONMENT_VARIABLE}")
+    return name
 
 
 def explain_backends(problem: Problem) -> dict[str, list[str]]:

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from quadtree_attention.ops.backends.base import Level
 from quadtree_attention.ops.backends.levelwise import levelwise
 from quadtree_attention.ops.problem import Problem, Variant
-from quadtree_attention.ops.tree import accumulation_dtype, is_known, repeat
+from quadtree_attention.ops.tree import accumulation_dtype, is_exporting, is_known, repeat
 
 WORKSPACE_BYTES = 256 * 2**20
 
@@ -208,7 +208,7 @@ def _finish(
 
 def _best(rank: Tensor, topk: int) -> Tensor:
     """Positions of the `topk` highest entries of the last axis, ascending; ties to the first."""
-    if torch.compiler.is_exporting():  # ONNX has no sort, but its TopK keeps ties in order
+    if is_exporting():  # ONNX has no sort, but its TopK keeps ties in order
         return -(-rank.topk(topk, dim=-1).indices).topk(topk, dim=-1).values
     best = rank.sort(dim=-1, descending=True, stable=True).indices[..., :topk]
     return best.sort(dim=-1).values

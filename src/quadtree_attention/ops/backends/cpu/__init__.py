@@ -19,6 +19,7 @@ from quadtree_attention.ops.backends.cpu.pyramids import pyramid, to_grid
 from quadtree_attention.ops.backends.flop_counter import register_formulas
 from quadtree_attention.ops.backends.levelwise import levelwise
 from quadtree_attention.ops.problem import DTYPES, Problem
+from quadtree_attention.ops.tree import is_exporting
 
 __all__ = ["CPU", "attend_coarse", "attend_fine", "pyramid", "to_grid"]
 
@@ -27,7 +28,7 @@ NUMBA_INSTALLED = installed("numba")
 
 
 def _reasons(problem: Problem) -> list[str]:
-    if torch.compiler.is_exporting():
+    if is_exporting():
         return ["exported programs use the reference"]
     reasons = []
     if problem.device.type not in ("cpu", "meta"):

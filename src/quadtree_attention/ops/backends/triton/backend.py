@@ -16,7 +16,7 @@ from quadtree_attention.ops.backends.base import Backend, Kept, installed, level
 from quadtree_attention.ops.backends.flop_counter import register_formulas
 from quadtree_attention.ops.flops import attention_flops, backward_flops
 from quadtree_attention.ops.problem import Problem
-from quadtree_attention.ops.tree import Tree
+from quadtree_attention.ops.tree import Tree, is_exporting
 
 if TYPE_CHECKING:
     from quadtree_attention.ops.backends.triton.walk import Results
@@ -249,7 +249,7 @@ def _reasons(problem: Problem) -> list[str]:
         )
     if max(problem.topk, default=0) > LARGEST_TOPK:
         reasons.append(f"topk goes up to {LARGEST_TOPK}, got {problem.topk}")
-    if torch.compiler.is_exporting():
+    if is_exporting():
         reasons.append("exported programs use the reference")
         return reasons  # sizes may be symbolic there
     sides = (*problem.query_tree.grid, *problem.key_tree.grid)

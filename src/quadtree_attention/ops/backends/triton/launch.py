@@ -120,9 +120,9 @@ def row_bytes(level: Level) -> int:
 
 def coarse_spans(programs: int, keys: int, block_s: int, room: int) -> int:
     """Into how many spans the keys are cut to give work to the whole chip."""
-    wanted = max(1, 300 // programs)
+    wanted = max(1, 512 // programs)
     most = max(1, keys // (2 * block_s))
-    return 1 << (min(wanted, most, 256 // room).bit_length() - 1)
+    return 1 << (min(wanted, most, 256 // room, 4).bit_length() - 1)
 
 
 def coarse_gradient_blocks(level: Level) -> dict[str, int]:
