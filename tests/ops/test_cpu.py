@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.flop_counter import FlopCounterMode
 
-from quadtree_attention import quadtree_attention, quadtree_attention_pyramid
+from quadtree_attention import ShapeError, quadtree_attention, quadtree_attention_pyramid
 from quadtree_attention.ops.backends import cpu, reference
 from quadtree_attention.ops.backends.cpu import threads as helpers
 from quadtree_attention.ops.problem import make_problem
@@ -482,3 +482,10 @@ except BackendUnsupportedError as error:
 def test_import_does_not_import_numba():
     source = "import sys; import quadtree_attention.ops.backends.cpu; print('numba' in sys.modules)"
     assert python(source) == "False"
+
+
+def test_operators_refuse_rows_too_narrow_for_their_vectors():
+    with pytest.raises(ShapeError, match="rows need 8 numbers or more, got 5"):
+        torch.ops.quadtree_attention.cpu_pyramid(torch.randn(1, 4, 6, 1, 5), [], [4, 6], 2)
+    with pytest.raises(ShapeError, match="rows need 8 numbers or more, got 5"):
+        torch.ops.quadtree_attention.cpu_to_grid(torch.randn(1, 1, 24, 5), [4, 6], 2)

@@ -115,9 +115,11 @@ def test_reasons_are_all_given():
 
 
 def test_a_side_that_does_not_fit_is_a_reason():
-    q = torch.empty(1, 2**16 + 1, 2, 1, 8, device="meta")
+    q = torch.empty(1, 2**16 + 1, 2**15, 1, 8, device="meta")
     problem = make_problem(q, q, q, num_levels=2, topk=2)
-    assert "grids of 2 axes go up to 65536 cells a side, got 65537" in TRITON.reasons(problem)
+    reasons = TRITON.reasons(problem)
+    assert "grids of 2 axes go up to 65536 cells a side, got 65537" in reasons
+    assert f"a map has less than 2**31 cells, got {2**31 + 2**15}" in reasons
 
 
 def attention(q, k, v, **options):

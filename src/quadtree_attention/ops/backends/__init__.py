@@ -10,8 +10,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
-import torch
-
 from quadtree_attention.errors import BackendUnsupportedError, OptionError
 from quadtree_attention.ops.backends.base import Backend, Kept
 from quadtree_attention.ops.backends.cpu import CPU
@@ -77,7 +75,6 @@ def choose_backend(name: str, problem: Problem) -> Backend:
     raise BackendUnsupportedError(_unsupported(name, problem, reasons), reasons)
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _default_name() -> str:
     """What "auto" means here and now; a compiled program keeps what it meant when compiled."""
     name = _scoped.get()
@@ -85,6 +82,10 @@ def _default_name() -> str:
         name = os.environ.get(ENVIRONMENT_VARIABLE) or "auto"
         _check_name(name, f"the environment variable {ENVIRONMENT_VARIABLE}")
     return name
+
+
+# What `torch.compiler.assume_constant_result` does, without importing the whole compiler.
+_default_name._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def explain_backends(problem: Problem) -> dict[str, list[str]]:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quadtree_attention.errors import ShapeError
 from quadtree_attention.ops import tree as plain
 from quadtree_attention.ops.backends.cpu.arrays import Array, flat
 from quadtree_attention.ops.backends.cpu.shape import LANES
@@ -38,6 +39,12 @@ def _has_kernels(tree: Tree, x: Tensor) -> bool:
     return wide and tree.num_levels > 1
 
 
+def _check_width(x: Tensor) -> None:
+    """Kernels read whole vectors; `_has_kernels` keeps narrower rows away from them."""
+    if x.shape[-1] < LANES:
+        raise ShapeError(f"rows need {LANES} numbers or more, got {x.shape[-1]}; use tree.pyramid")
+
+
 @lru_cache(maxsize=64)
 def _order(tree: Tree) -> Array:
     """The place on the grid, row by row, of every finest cell in tree order; -1 for padding."""
@@ -54,6 +61,7 @@ def _tree_to_grid(
 ) -> None:
     from quadtree_attention.ops.backends.cpu.kernels.trees import tree_to_grid
 
+    _check_width(own)
     cells, dtype = tree.num_cells(tree.finest - 1), own.dtype
     run(
         tree_to_grid, own.shape[0] * cells, own.numel() * 4, flat(own, dtype), flat(above, dtype),
@@ -65,6 +73,7 @@ def _tree_to_grid(
 def _grid_to_tree(tree: Tree, x: Tensor, out: Tensor) -> None:
     from quadtree_attention.ops.backends.cpu.kernels.trees import grid_to_tree
 
+    _check_width(x)
     cells = tree.num_cells(tree.finest - 1)
     run(
         grid_to_tree, x.shape[0] * cells, x.numel() * 4, flat(x, x.dtype), _order(tree), cells,

@@ -252,6 +252,9 @@ def _reasons(problem: Problem) -> list[str]:
     if is_exporting():
         reasons.append("exported programs use the reference")
         return reasons  # sizes may be symbolic there
+    cells = max(prod(problem.query_tree.grid), prod(problem.key_tree.grid))
+    if cells >= 2**31:
+        reasons.append(f"a map has less than 2**31 cells, got {cells}")
     sides = (*problem.query_tree.grid, *problem.key_tree.grid)
     if max(sides) > LARGEST_SIDE[problem.query_tree.ndim]:
         reasons.append(

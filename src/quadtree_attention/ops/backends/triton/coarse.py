@@ -70,7 +70,7 @@ def list_keys(
         m_list = (m_above | (m_equal & (b_equal_before < TOPK))) & (o_slot < ROOM) & m_t[:, None]
         o_slot = tl.where(m_list, o_slot, -1)  # one tensor to bring into the layout of stores
         b_pair = (b_score.to(tl.int32, bitcast=True).to(tl.int64) << 32) | o_s[None, :]
-        tl.store(p_list + o_slot * rows + o_row, b_pair, mask=o_slot >= 0)
+        tl.store(p_list + o_slot.to(tl.int64) * rows + o_row, b_pair, mask=o_slot >= 0)
         b_all = tl.sum(b_ones, axis=1, keep_dims=True)
         b_above += b_all & 0xFFFF
         b_equal += b_all >> 16
@@ -171,6 +171,7 @@ def coarse_choose_kernel(
     """The whole message (unweighted: the next level weighs what it inherits) and the best keys."""
     o_row = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     m_row = o_row < rows
+    rows = rows.to(tl.int64)
     o_dv = tl.arange(0, BLOCK_DV)[None, :]
     m_message = m_row[:, None] & (o_dv < DV)
     b_max = tl.full((BLOCK_T,), float("-inf"), tl.float32)
@@ -193,9 +194,9 @@ def coarse_choose_kernel(
 
     # The lists: one query per column.
     o_slot = tl.arange(0, SPANS * ROOM)[:, None]
-    o_count = (o_slot // ROOM).to(tl.int64) * rows + o_row[None, :]
+    o_count = o_slot // ROOM * rows + o_row[None, :]
     m_list = o_slot % ROOM < tl.load(p_count + o_count, mask=m_row[None, :], other=0)
-    o_list = o_slot.to(tl.int64) * rows + o_row[None, :]
+    o_list = o_slot * rows + o_row[None, :]
     b_pair = tl.load(p_list + o_list, mask=m_list, other=0)
     b_score = (b_pair >> 32).to(tl.int32).to(tl.float32, bitcast=True)
     b_bound, b_reach = lower_bound(b_score, m_list, TOPK, 51, 0)

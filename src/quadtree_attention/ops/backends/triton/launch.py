@@ -2,6 +2,7 @@
 """From tensors to kernel launches: shapes, strides and a small table of configurations."""
 
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 from typing import Any
 
@@ -48,6 +49,30 @@ class Level:
     grid: Grid
     key_grid: Grid
     shown: Tensor | None  # (B, S), keys that are not hidden by a mask
+
+
+@dataclass(frozen=True)
+class Grids:
+    """The grids of all levels of a map, coarse -> fine, worked out once."""
+
+    sizes: tuple[Grid, ...]
+    cells: tuple[int, ...]
+    is_padded: bool
+
+    @property
+    def finest(self) -> int:
+        return len(self.sizes) - 1
+
+    @property
+    def ndim(self) -> int:
+        return len(self.sizes[0])
+
+
+@lru_cache(maxsize=1024)
+def grids_of(grid: Grid, num_levels: int) -> Grids:
+    tree = Tree(grid, num_levels)
+    levels = tuple(tree.grid_at(level) for level in range(num_levels))
+    return Grids(levels, tuple(prod(level) for level in levels), tree.is_padded)
 
 
 def power_of_two(n: int, least: int = 1) -> int:
@@ -155,12 +180,13 @@ def fine_parts(level: Level, parents: Tensor) -> dict[str, int]:
 PART_BYTES = 8 * 1024  # of keys or values for which a warp has the registers
 
 
-def attend_coarse(level: Level, out: Tensor, options: Options) -> tuple[Tensor, Tensor, Tensor]:
-    """Writes the message to `out`; gives selection, scores and log-sum-exp."""
+def attend_coarse(
+    level: Level, out: Tensor, lse: Tensor, options: Options
+) -> tuple[Tensor, Tensor]:
+    """Writes the message to `out` and the log-sum-exp to `lse`; gives selection and scores."""
     batch, heads, cells, _ = level.q.shape
     keys, kept = level.k.shape[2], options.kept(0)
     selection, scores = new_selection(level, kept, options)
-    lse = level.q.new_empty(batch, heads, cells, dtype=torch.float32)
     fixed = constants(level, kept, options)
     shared = {name: fixed[name] for name in ("DV", "BLOCK_DV", "TOPK")}
     per_query = {name: fixed[name] for name in ("D", "BLOCK_D", "MASKED", "PRECISION")}
@@ -187,7 +213,7 @@ def attend_coarse(level: Level, out: Tensor, options: Options) -> tuple[Tensor, 
             SPANS=spans, BLOCK_T=block_t, BLOCK_TOPK=power_of_two(kept),
             WITH_SCORES=options.with_scores, num_warps=1,
         )  # fmt: skip
-    return selection, scores, lse
+    return selection, scores
 
 
 def attend_fine(
@@ -389,63 +415,49 @@ def coordinates_of(places: Tensor, ndim: int) -> list[Tensor]:
 MOST_STEPS = {1: 5, 2: 3, 3: 2}  # coarser levels that one program can make from what it holds
 
 
-def pooled_views(buffer: Tensor, tree: Tree, lead: tuple[int, int], dim: int) -> list[Tensor]:
+def pooled_views(buffer: Tensor, grids: Grids, lead: tuple[int, int], dim: int) -> list[Tensor]:
     """The levels above the finest in one buffer that runs from fine to coarse, coarse -> fine."""
     views, start = [], 0
-    for level in range(tree.finest - 1, -1, -1):
-        cells = prod(tree.grid_at(level))
-        size = prod(lead) * cells * dim
+    for cells in reversed(grids.cells[:-1]):
+        size = lead[0] * lead[1] * cells * dim
         views.append(buffer[start : start + size].view(*lead, cells, dim))
         start += size
     return views[::-1]
 
 
-def new_pooled(x: Tensor, tree: Tree) -> Tensor:
-    """Room for all levels of rows (B, N, T, D) above the finest."""
-    cells = sum(prod(tree.grid_at(level)) for level in range(tree.finest))
-    return x.new_empty(x.shape[0] * x.shape[1] * cells * x.shape[-1])
-
-
-def pool(x: Tensor, tree: Tree, shown: list[Tensor], buffer: Tensor) -> list[Tensor]:
+def pool(x: Tensor, grids: Grids, shown: list[Tensor], buffer: Tensor) -> list[Tensor]:
     """All levels of rows (B, N, T, D), coarse -> fine; the coarser ones in `buffer`."""
-    lead = (x.shape[0], x.shape[1])
-    levels = [*pooled_views(buffer, tree, lead, x.shape[-1]), x]
-    for finest, steps in launches(tree):
-        target = buffer[levels[finest - 1].storage_offset() - buffer.storage_offset() :]
-        launch_pyramid(
-            pyramid.pyramid_fwd_kernel, levels[finest], target, tree, finest, steps, shown
-        )
+    levels = [*pooled_views(buffer, grids, (x.shape[0], x.shape[1]), x.shape[-1]), x]
+    for finest, steps in launches(grids):
+        launch_pyramid(pyramid.pyramid_fwd_kernel, levels, grids, finest, steps, shown)
     return levels
 
 
-def unpool(dx: Tensor, tree: Tree, shown: list[Tensor], buffer: Tensor) -> None:
+def unpool(dx: Tensor, grids: Grids, shown: list[Tensor], buffer: Tensor) -> None:
     """Adds to `dx` (B, N, T, D) what the gradients of the coarser levels say about the map."""
-    lead = (dx.shape[0], dx.shape[1])
-    levels = [*pooled_views(buffer, tree, lead, dx.shape[-1]), dx]
-    for finest, steps in reversed(launches(tree)):
-        source = buffer[levels[finest - 1].storage_offset() - buffer.storage_offset() :]
-        launch_pyramid(
-            pyramid.pyramid_bwd_kernel, levels[finest], source, tree, finest, steps, shown
-        )
+    levels = [*pooled_views(buffer, grids, (dx.shape[0], dx.shape[1]), dx.shape[-1]), dx]
+    for finest, steps in reversed(launches(grids)):
+        launch_pyramid(pyramid.pyramid_bwd_kernel, levels, grids, finest, steps, shown)
 
 
-def launches(tree: Tree) -> list[tuple[int, int]]:
+def launches(grids: Grids) -> list[tuple[int, int]]:
     """Which level each launch starts from and how many coarser ones it makes, fine -> coarse."""
-    most = MOST_STEPS[tree.ndim]
-    return [(level, min(most, level)) for level in range(tree.finest, 0, -most)]
+    most = MOST_STEPS[grids.ndim]
+    return [(level, min(most, level)) for level in range(grids.finest, 0, -most)]
 
 
 def launch_pyramid(
-    kernel: Any, x: Tensor, levels: Tensor, tree: Tree, finest: int, steps: int, shown: list[Tensor]
+    kernel: Any, levels: list[Tensor], grids: Grids, finest: int, steps: int, shown: list[Tensor]
 ) -> None:
+    """One launch from level `finest` to `steps` coarser ones, which lie one after the other."""
+    x = levels[finest]
     batch, heads, _, dim = x.shape
-    grid = tree.grid_at(finest)
+    grid = grids.sizes[finest]
     block_d = power_of_two(dim)
-    top = prod(tree.grid_at(finest - steps))
-    kernel[(batch * heads * top,)](
-        x, shown[finest] if shown else None, levels,
+    kernel[(batch * heads * grids.cells[finest - steps],)](
+        x, shown[finest] if shown else None, levels[finest - 1],
         batch * heads, heads, *sizes(grid), *strides(x),
-        NDIM=tree.ndim, STEPS=steps, D=dim, BLOCK_D=block_d,
+        NDIM=grids.ndim, STEPS=steps, D=dim, BLOCK_D=block_d,
         HIDES=bool(shown) or any(size % 2**steps for size in grid), MASKED=bool(shown),
-        num_warps=1 if 2 ** (tree.ndim * steps) * block_d <= 4096 else 4,
+        num_warps=1 if 2 ** (grids.ndim * steps) * block_d <= 4096 else 4,
     )  # fmt: skip

@@ -1,15 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The whole attention, forward and backward: which kernels run on what, and what is kept."""
 
-from math import prod
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from quadtree_attention.ops.backends.triton import launch
-from quadtree_attention.ops.backends.triton.launch import Level, Options
-from quadtree_attention.ops.tree import Tree
+from quadtree_attention.ops.backends.triton.launch import Grids, Level, Options, grids_of
 
 
 class Maps(NamedTuple):
@@ -18,8 +16,14 @@ class Maps(NamedTuple):
     maps: list[Tensor]  # (B, *grid_l, N, D), coarse -> fine
     shown: list[Tensor]  # (B, T_l) per level, or empty
 
-    def tree(self, num_levels: int) -> Tree:
-        return Tree(tuple(self.maps[-1].shape[1:-2]), num_levels)
+    def grids(self, num_levels: int) -> Grids:
+        return grids_of(self.maps[-1].shape[1:-2], num_levels)
+
+    def new_pooled(self, num_levels: int) -> Tensor:
+        """Room for the levels above the finest, if they are to be made."""
+        x = self.maps[0]
+        cells = 0 if len(self.maps) == num_levels else sum(self.grids(num_levels).cells[:-1])
+        return x.new_empty(x.shape[0] * x.shape[-2] * cells * x.shape[-1])
 
 
 class Results(NamedTuple):
@@ -47,17 +51,11 @@ def new_results(q: Maps, k: Maps, v: Maps, options: Options) -> Results:
     finest, value_dim = q.maps[-1], v.maps[-1].shape[-1]
     levels = options.num_levels
     batch, heads = finest.shape[0], finest.shape[-2]
-    cells = prod(q.tree(levels).grid_at(0))
-    stats = finest.new_empty((batch, heads, cells), dtype=torch.float32)
-    message = (batch, heads, cells, value_dim) if levels > 1 else (0,)
-    pooled = [
-        launch.new_pooled(x.maps[0].flatten(1, -3).transpose(1, 2), x.tree(levels))
-        if len(x.maps) < levels
-        else finest.new_empty(0)
-        for x in (q, k, v)
-    ]
+    cells = q.grids(levels).cells[0]
     out = finest.new_empty(*finest.shape[:-1], value_dim)
-    return Results(out, stats.new_empty(message), stats, pooled, [], [])
+    lse = finest.new_empty((batch, heads, cells), dtype=torch.float32)
+    message = lse.new_empty((*lse.shape, value_dim) if levels > 1 else 0)
+    return Results(out, message, lse, [x.new_pooled(levels) for x in (q, k, v)], [], [])
 
 
 def levels_of(x: Maps, pooled: Tensor, num_levels: int, *, fill: bool) -> list[Tensor]:
@@ -65,31 +63,31 @@ def levels_of(x: Maps, pooled: Tensor, num_levels: int, *, fill: bool) -> list[T
     rows = [launch.rows_of(level) for level in x.maps]
     if len(rows) == num_levels:
         return rows
-    tree = x.tree(num_levels)
+    grids = x.grids(num_levels)
     if fill:
-        return launch.pool(rows[0], tree, x.shown, pooled)
+        return launch.pool(rows[0], grids, x.shown, pooled)
     lead = (rows[0].shape[0], rows[0].shape[1])
-    return [*launch.pooled_views(pooled, tree, lead, rows[0].shape[-1]), rows[0]]
+    return [*launch.pooled_views(pooled, grids, lead, rows[0].shape[-1]), rows[0]]
 
 
 def make_levels(
     q: Maps, k: Maps, v: Maps, pooled: list[Tensor], options: Options, *, fill: bool
 ) -> list[Level]:
     count = options.num_levels
-    query_tree, key_tree = q.tree(count), k.tree(count)
+    grids, key_grids = q.grids(count).sizes, k.grids(count).sizes
     rows = [
         levels_of(x, buffer, count, fill=fill) for x, buffer in zip((q, k, v), pooled, strict=True)
     ]
     shown: list[Tensor | None] = [*k.shown] or [None] * count
     return [
-        Level(*arrays, query_tree.grid_at(i), key_tree.grid_at(i), shown[i])  # type: ignore[call-arg]
+        Level(*arrays, grids[i], key_grids[i], shown[i])  # type: ignore[call-arg]
         for i, arrays in enumerate(zip(*rows, strict=True))
     ]
 
 
 def hides(k: Maps, options: Options) -> bool:
     """Whether some candidate may be missing: hidden, or off a grid that is not halved evenly."""
-    return bool(k.shown) or k.tree(options.num_levels).is_padded
+    return bool(k.shown) or k.grids(options.num_levels).is_padded
 
 
 def forward(q: Maps, k: Maps, v: Maps, options: Options) -> Results:
@@ -97,14 +95,14 @@ def forward(q: Maps, k: Maps, v: Maps, options: Options) -> Results:
     out = launch.rows_of(results.out)
     if out.numel() == 0:
         for i, kept in enumerate(options.topk):
-            shape = (*out.shape[:2], prod(q.tree(options.num_levels).grid_at(i)), kept)
+            shape = (*out.shape[:2], q.grids(options.num_levels).cells[i], kept)
             results.selections.append(out.new_empty(shape, dtype=torch.int32))
             results.scores.append(results.lse.new_empty(*shape[:3], kept * options.with_scores))
         return results
     with torch.cuda.device_of(out):
         levels = make_levels(q, k, v, results.pooled, options, fill=True)
         total = results.message if len(levels) > 1 else out
-        selection, scores, lse = launch.attend_coarse(levels[0], total, options)
+        selection, scores = launch.attend_coarse(levels[0], total, results.lse, options)
         for i, level in enumerate(levels[1:], start=1):
             results.selections.append(selection)
             results.scores.append(scores)
@@ -114,7 +112,7 @@ def forward(q: Maps, k: Maps, v: Maps, options: Options) -> Results:
             selection, scores = launch.attend_fine(
                 i, level, selection, scores, inherited, total, hides(k, options), options
             )
-    return results._replace(lse=lse)
+    return results
 
 
 class Gradients(NamedTuple):
@@ -159,7 +157,7 @@ def backward(
         )
         for maps, part, buffer in zip((q, k, v), rows, buffers, strict=True):
             if buffer.numel() > 0:
-                launch.unpool(part[-1], maps.tree(len(levels)), maps.shown, buffer)
+                launch.unpool(part[-1], maps.grids(len(levels)), maps.shown, buffer)
     if options.weights is None:
         return grads
     return grads._replace(weights=torch.stack([part.sum() for part in dweights]))
