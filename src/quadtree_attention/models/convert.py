@@ -9,7 +9,7 @@ here, because our maps are channels last and in tree order.
 import re
 from collections.abc import Callable, Mapping
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from quadtree_attention.errors import CheckpointError
 
@@ -59,6 +59,122 @@ def convert_attention(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     Raises:
         CheckpointError: A name is not one of an official attention module or block.
     """
+    converted, unknown = _convert_block(state)
+    if unknown:
+        raise CheckpointError(
+            f"{len(unknown)} tensors are not part of an official attention module or block: "
+            f"{', '.join(unknown)}; pass the tensors of one module, without the names above it"
+        )
+    return converted
+
+
+_BLOCK = re.compile(r"block(\d+)\.(\d+)\.(.+)")
+_AROUND_BLOCKS = re.compile(
+    r"(?P<embed>patch_embed(?P<embed_stage>[1-9])\.(proj|norm)\.(weight|bias))"
+    r"|(?P<norm>norm(?P<norm_stage>[1-9])\.(weight|bias))"
+    r"|(?P<head>head\.(weight|bias))"
+)
+
+
+def is_official_backbone(state: Mapping[str, Tensor]) -> bool:
+    """Whether the names are those of an official backbone, alone or inside a larger model."""
+    return any(name.removeprefix("backbone.").startswith("patch_embed1.") for name in state)
+
+
+def convert_backbone(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors of an official classification, detection or segmentation backbone, as ours.
+
+    Where names start with `backbone.`, as in full detectors and segmenters, only those are taken.
+    The activation of the value branches and K leave no trace in the tensors: classification used
+    GELU and 8, detection and segmentation ReLU and 32.
+
+    Args:
+        state: Official state dict.
+
+    Raises:
+        CheckpointError: A name is not one of an official backbone.
+    """
+    if any(name.startswith("backbone.") for name in state):
+        state = {
+            name.removeprefix("backbone."): tensor
+            for name, tensor in state.items()
+            if name.startswith("backbone.")
+        }
+    converted: dict[str, Tensor] = {}
+    unknown: list[str] = []
+    blocks: dict[tuple[str, str], dict[str, Tensor]] = {}
+    for name, tensor in state.items():
+        if inside := _BLOCK.fullmatch(name):
+            blocks.setdefault((inside[1], inside[2]), {})[inside[3]] = tensor
+        elif target := _around_blocks(name):
+            converted[target] = tensor
+        else:
+            unknown.append(name)
+    for (stage, index), tensors in blocks.items():
+        inner, left = _convert_block(tensors)
+        unknown += [f"block{stage}.{index}.{name}" for name in left]
+        prefix = f"stages.{int(stage) - 1}.blocks.{index}."
+        converted |= {prefix + name: tensor for name, tensor in inner.items()}
+    if unknown:
+        raise CheckpointError(
+            f"{len(unknown)} tensors are not part of an official backbone: {', '.join(unknown)}; "
+            "pass the state dict of one, such as the entry 'model' or 'state_dict' of its file"
+        )
+    return converted
+
+
+def load_official(model: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Loads an official state dict into one of our backbones, every tensor or none.
+
+    Args:
+        model: The backbone, with `num_classes=0` for weights without a classifier.
+        state: Official state dict.
+
+    Raises:
+        CheckpointError: Tensors are missing, left over, or of another shape; all are named.
+    """
+    converted = convert_backbone(state)
+    check_fit(model, converted)
+    model.load_state_dict(converted)
+
+
+def check_fit(model: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Raises `CheckpointError` naming every tensor of `state` that does not fit `model`."""
+    expected = model.state_dict()
+    problems = {
+        "missing": [name for name in expected if name not in state],
+        "unexpected": [name for name in state if name not in expected],
+        "mismatched": [
+            f"{name} is {tuple(state[name].shape)}, must be {tuple(tensor.shape)}"
+            for name, tensor in expected.items()
+            if name in state and state[name].shape != tensor.shape
+        ],
+    }
+    if any(problems.values()):
+        found = "; ".join(
+            f"{len(names)} {kind}: {', '.join(names)}" for kind, names in problems.items() if names
+        )
+        raise CheckpointError(
+            f"the checkpoint does not fit {type(model).__name__}: {found}; build the model the "
+            "checkpoint was made for (size, variant, num_classes, 0 for no classifier)"
+        )
+
+
+def _around_blocks(name: str) -> str | None:
+    match = _AROUND_BLOCKS.fullmatch(name)
+    if match is None:
+        return None
+    if match["head"]:
+        return name
+    leaf = name.split(".", 1)[1]
+    if match["norm"]:
+        return f"stages.{int(match['norm_stage']) - 1}.norm.{leaf}"
+    stage = int(match["embed_stage"]) - 1
+    return f"stages.{stage}.downsample.{leaf}" if stage else f"patch_embed.{leaf}"
+
+
+def _convert_block(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
+    """The tensors under our names, and the names that are no part of a module or block."""
     branches = {m[0] for name in state if (m := re.search(r"value_branchs\.\d+", name))}
     converted: dict[str, Tensor] = {}
     unknown: list[str] = []
@@ -72,9 +188,4 @@ def convert_attention(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
                 break
         else:
             unknown.append(name)
-    if unknown:
-        raise CheckpointError(
-            f"{len(unknown)} tensors are not part of an official attention module or block: "
-            f"{', '.join(unknown)}; pass the tensors of one module, without the names above it"
-        )
-    return converted
+    return converted, unknown

@@ -1,0 +1,626 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pyramid backbones with the attention as a parameter, as ordinary timm models.
+
+Four stages at 1/4, 1/8, 1/16 and 1/32 of the image, in two layouts: that of PVTv2 (overlapping
+patch embeddings, an MLP with a convolution inside, a norm that closes every stage), which the
+`quadtree_*` models have, and that of Swin (patch embedding and merging, a plain MLP).
+
+Example:
+    >>> import timm, torch
+    >>> import quadtree_attention.models  # registers the names
+    >>> model = timm.create_model("test_quadtree", num_classes=5)
+    >>> model(torch.randn(1, 3, 70, 45)).shape
+    torch.Size([1, 5])
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, Literal, get_args
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from quadtree_attention.errors import MissingDependencyError, OptionError, ShapeError
+from quadtree_attention.models.convert import convert_backbone, is_official_backbone
+from quadtree_attention.nn.attention import QuadtreeAttention, ValuePyramid
+from quadtree_attention.nn.block import ConvMlp, DropPath
+from quadtree_attention.nn.value_pyramid import Activation, VisibleNorm
+from quadtree_attention.ops.problem import Variant
+
+try:
+    from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
+    from timm.layers.mlp import Mlp
+    from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
+except ModuleNotFoundError as error:
+    raise MissingDependencyError(
+        f"the backbones need timm, got {error}; pip install 'quadtree-attention[models]'"
+    ) from error
+
+Layout = Literal["pvt", "swin"]
+_POOLS: dict[str, Callable[[Tensor], Tensor]] = {
+    "avg": lambda x: x.mean(dim=(2, 3)),
+    "max": lambda x: x.amax(dim=(2, 3)),
+    "": lambda x: x,
+}
+
+
+class PatchEmbed(nn.Module):
+    """Convolution with a stride and a layer norm: an image or map to a map of fewer, wider cells.
+
+    Args:
+        in_chans: Channels in.
+        dim: Channels out.
+        stride: Cells of the input per cell of the result, along both axes.
+        kernel_size: Wider than the stride, the patches overlap.
+    """
+
+    def __init__(
+        self,
+        in_chans: int,
+        dim: int,
+        *,
+        stride: int,
+        kernel_size: int,
+        device: Any = None,
+        dtype: Any = None,
+    ) -> None:
+        super().__init__()
+        dd = {"device": device, "dtype": dtype}
+        self.in_chans = in_chans
+        self.stride = stride
+        self.overlap = kernel_size > stride
+        self.proj = nn.Conv2d(
+            in_chans,
+            dim,
+            kernel_size,
+            stride=stride,
+            padding=kernel_size // 2 if self.overlap else 0,
+            **dd,
+        )
+        self.norm = nn.LayerNorm(dim, eps=1e-5, **dd)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, in_chans, H, W) -> (B, C, ceil(H / stride), ceil(W / stride))"""
+        if x.ndim != 4 or x.shape[1] != self.in_chans or 0 in x.shape[2:]:
+            raise ShapeError(
+                f"x must be (batch, {self.in_chans}, y, x) with at least one pixel, got "
+                f"x.shape={tuple(x.shape)}; another number of channels needs in_chans=... "
+                "when the model is built"
+            )
+        if not self.overlap:
+            x = _pad(x, self.stride)
+        return self.norm(self.proj(x).movedim(1, -1)).movedim(-1, 1)
+
+
+class PatchMerging(nn.Module):
+    """Concatenates 2x2 cells, normalises, and maps them to one cell of `dim_out` channels."""
+
+    def __init__(self, dim: int, dim_out: int, *, device: Any = None, dtype: Any = None) -> None:
+        super().__init__()
+        dd = {"device": device, "dtype": dtype}
+        self.norm = nn.LayerNorm(4 * dim, **dd)
+        self.reduction = nn.Linear(4 * dim, dim_out, bias=False, **dd)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, C, H, W) -> (B, dim_out, ceil(H / 2), ceil(W / 2))"""
+        x = _pad(x, 2).unflatten(3, (-1, 2)).unflatten(2, (-1, 2))  # (B, C, H/2, 2, W/2, 2)
+        x = x.permute(0, 2, 4, 5, 3, 1).flatten(3)  # Swin's order: x before y before channel
+        return self.reduction(self.norm(x)).movedim(-1, 1)
+
+
+class Block(nn.Module):
+    """Pre-norm transformer block around any attention on maps (B, H, W, C).
+
+    Args:
+        dim: Channels.
+        attn: The attention.
+        mlp: The MLP.
+        norm_eps: Epsilon of the layer norms.
+        drop_path: Rate of stochastic depth on both branches.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        attn: nn.Module,
+        mlp: nn.Module,
+        *,
+        norm_eps: float,
+        drop_path: float = 0.0,
+        device: Any = None,
+        dtype: Any = None,
+    ) -> None:
+        super().__init__()
+        self.norm1 = nn.LayerNorm(dim, eps=norm_eps, device=device, dtype=dtype)
+        self.attn = attn
+        self.norm2 = nn.LayerNorm(dim, eps=norm_eps, device=device, dtype=dtype)
+        self.mlp = mlp
+        self.drop_path = DropPath(drop_path)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, H, W, C) -> (B, H, W, C)"""
+        x = x + self.drop_path(self.attn(self.norm1(x)))
+        return x + self.drop_path(self.mlp(self.norm2(x)))
+
+
+class Stage(nn.Module):
+    """Blocks at one resolution, after an optional step to that resolution.
+
+    Maps enter and leave as (B, C, H, W), so that timm's feature extraction can chain stages; in
+    memory they are channels last throughout.
+    """
+
+    def __init__(self, downsample: nn.Module, blocks: Sequence[Block], norm: nn.Module) -> None:
+        super().__init__()
+        self.downsample = downsample
+        self.blocks = nn.ModuleList(blocks)
+        self.norm = norm
+        self.grad_checkpointing = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.downsample(x).movedim(1, -1)  # (B, H, W, C)
+        for block in self.blocks:
+            if self.grad_checkpointing and torch.is_grad_enabled():
+                x = checkpoint(block, x, use_reentrant=False)
+            else:
+                x = block(x)
+        return self.norm(x).movedim(-1, 1)
+
+
+class PyramidTransformer(nn.Module):
+    """Four-stage vision transformer for images of any size.
+
+    Args:
+        in_chans: Channels of the image.
+        num_classes: Classes; 0 leaves out the classifier.
+        global_pool: "avg", "max", or "" to keep the map (the classifier then acts on every cell).
+        depths: Blocks per stage.
+        embed_dims: Channels per stage.
+        num_heads: Heads per stage.
+        mlp_ratios: Hidden channels of the MLP per channel, per stage.
+        num_levels: Levels of the quadtree, per stage.
+        layout: "pvt" or "swin".
+        attention: "quadtree", or the name of a rival in `quadtree_attention.nn.baselines`, which
+            has no use for `variant`, `topk`, `value_pyramid`, `value_act` and `backend`.
+        variant: Variant of quadtree attention, "A" or "B".
+        topk: Cells kept per query cell: one number, or one per stage.
+        value_pyramid: "mean" or "conv"; None means "conv" for variant B, "mean" for A.
+        value_act: Activation of a learned value pyramid: "gelu" (classification, the default) or
+            "relu" (detection and segmentation).
+        lepe: Locally enhanced position encoding; None means variant B of quadtree attention only.
+        backend: Backend of quadtree attention, "auto" or a name.
+        drop_rate: Dropout before the classifier.
+        proj_drop_rate: Dropout in the blocks.
+        drop_path_rate: Stochastic depth of the last block; rises linearly from 0 at the first.
+    """
+
+    def __init__(
+        self,
+        *,
+        in_chans: int = 3,
+        num_classes: int = 1000,
+        global_pool: str = "avg",
+        depths: Sequence[int] = (2, 2, 2, 2),
+        embed_dims: Sequence[int] = (32, 64, 160, 256),
+        num_heads: Sequence[int] = (1, 2, 5, 8),
+        mlp_ratios: Sequence[float] = (8, 8, 4, 4),
+        num_levels: Sequence[int] = (4, 3, 2, 1),
+        layout: Layout = "pvt",
+        attention: str = "quadtree",
+        variant: Variant = "B",
+        topk: int | Sequence[int] = 8,
+        value_pyramid: ValuePyramid | None = None,
+        value_act: Activation | None = None,
+        lepe: bool | None = None,
+        backend: str = "auto",
+        drop_rate: float = 0.0,
+        proj_drop_rate: float = 0.0,
+        drop_path_rate: float = 0.0,
+        device: Any = None,
+        dtype: Any = None,
+    ) -> None:
+        super().__init__()
+        topks = [topk] * len(depths) if isinstance(topk, int) else list(topk)
+        per_stage = {
+            "depths": depths,
+            "embed_dims": embed_dims,
+            "num_heads": num_heads,
+            "mlp_ratios": mlp_ratios,
+            "num_levels": num_levels,
+            "topk": topks,
+        }
+        _check_options(per_stage, layout, global_pool)
+        dd = {"device": device, "dtype": dtype}
+        self.in_chans = in_chans
+        self.num_classes = num_classes
+        self.global_pool = global_pool
+        self.num_features = self.head_hidden_size = embed_dims[-1]
+        swin = layout == "swin"
+        self.patch_embed = PatchEmbed(
+            in_chans, embed_dims[0], stride=4, kernel_size=4 if swin else 7, **dd
+        )
+        self.feature_info: list[dict[str, Any]] = []
+        norm_eps = 1e-5 if swin else 1e-6
+        last_block = max(1, sum(depths) - 1)
+        stages = []
+        for i, dim in enumerate(embed_dims):
+            blocks = []
+            for j in range(depths[i]):
+                attn = _attention(
+                    attention,
+                    dim,
+                    num_heads[i],
+                    block=j,
+                    num_levels=num_levels[i],
+                    topk=topks[i],
+                    variant=variant,
+                    value_pyramid=value_pyramid,
+                    value_act=value_act,
+                    lepe=lepe,
+                    backend=backend,
+                    proj_drop=proj_drop_rate,
+                    dd=dd,
+                )
+                hidden = int(dim * mlp_ratios[i])
+                mlp = (
+                    Mlp(dim, hidden, drop=proj_drop_rate, **dd)
+                    if swin
+                    else ConvMlp(dim, hidden, drop=proj_drop_rate, **dd)
+                )
+                drop_path = drop_path_rate * (sum(depths[:i]) + j) / last_block
+                blocks.append(Block(dim, attn, mlp, norm_eps=norm_eps, drop_path=drop_path, **dd))
+            downsample: nn.Module = nn.Identity()
+            if i > 0 and swin:
+                downsample = PatchMerging(embed_dims[i - 1], dim, **dd)
+            elif i > 0:
+                downsample = PatchEmbed(embed_dims[i - 1], dim, stride=2, kernel_size=3, **dd)
+            closed = not swin or i == len(depths) - 1
+            norm = nn.LayerNorm(dim, eps=norm_eps, **dd) if closed else nn.Identity()
+            stages.append(Stage(downsample, blocks, norm))
+            self.feature_info.append(
+                {"num_chs": dim, "reduction": 4 * 2**i, "module": f"stages.{i}"}
+            )
+        self.stages = nn.Sequential(*stages)
+        self.head_drop = nn.Dropout(drop_rate)
+        self.head = self._classifier(num_classes, **dd)
+        self.init_weights()
+
+    def init_weights(self) -> None:
+        """Draws all parameters anew, also those that were built on the meta device."""
+        for module in self.modules():
+            _init(module)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, in_chans, H, W) -> (B, num_classes)"""
+        return self.forward_head(self.forward_features(x))
+
+    def forward_features(self, x: Tensor) -> Tensor:
+        """(B, in_chans, H, W) -> (B, C, H/32, W/32), sizes rounded up"""
+        return self.stages(self.patch_embed(x))
+
+    def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
+        """(B, C, H, W) -> (B, num_classes), or (B, C) with `pre_logits`"""
+        x = self.head_drop(_POOLS[self.global_pool](x))
+        return x if pre_logits else self.head(x.movedim(1, -1)).movedim(-1, 1)
+
+    def forward_intermediates(
+        self,
+        x: Tensor,
+        indices: int | Sequence[int] | None = None,
+        norm: bool = False,
+        stop_early: bool = False,
+        output_fmt: str = "NCHW",
+        intermediates_only: bool = False,
+    ) -> list[Tensor] | tuple[Tensor, list[Tensor]]:
+        """The maps that stages end with, beside the last one.
+
+        Args:
+            x: Image (B, in_chans, H, W).
+            indices: Stages: the last n, those listed (negative from the end), or None for all.
+            norm: Without effect, because the norms are part of their stages.
+            stop_early: Do not run stages after the last one asked for.
+            output_fmt: "NCHW" or "NHWC".
+            intermediates_only: Leave out the map of the last stage that ran.
+        """
+        if output_fmt not in ("NCHW", "NHWC"):
+            raise OptionError(f"output_fmt must be 'NCHW' or 'NHWC', got {output_fmt=}; pass one")
+        take = self._take(indices)
+        x = self.patch_embed(x)
+        maps = []
+        for i, stage in enumerate(self.stages):
+            if stop_early and i > max(take):
+                break
+            x = stage(x)
+            if i in take:
+                maps.append(x if output_fmt == "NCHW" else x.movedim(1, -1))
+        return maps if intermediates_only else (x, maps)
+
+    def prune_intermediate_layers(
+        self,
+        indices: int | Sequence[int] = 1,
+        prune_norm: bool = False,
+        prune_head: bool = True,
+    ) -> list[int]:
+        """Drops the stages after the last of `indices`, and the classifier; returns the indices."""
+        take = self._take(indices)
+        self.stages = self.stages[: max(take) + 1]
+        if prune_head:
+            self.reset_classifier(0, "")
+        return take
+
+    def get_classifier(self) -> nn.Module:
+        return self.head
+
+    def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
+        """Replaces the classifier by a new one for `num_classes`, or by nothing for 0."""
+        if global_pool is not None:
+            _check_pool(global_pool)
+            self.global_pool = global_pool
+        weight = self.patch_embed.proj.weight
+        self.num_classes = num_classes
+        self.head = self._classifier(num_classes, device=weight.device, dtype=weight.dtype)
+        self.head.train(self.training)
+        _init(self.head)
+
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        """Recomputes blocks in the backward pass instead of keeping what is inside them."""
+        for stage in self.stages:
+            assert isinstance(stage, Stage)
+            stage.grad_checkpointing = enable
+
+    def no_weight_decay(self) -> set[str]:
+        """Names of parameters that are a choice between levels, not a weight."""
+        return {name for name, _ in self.named_parameters() if name.endswith(".level_logits")}
+
+    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
+        """Patterns for layer-wise learning rates: by stage, or by block."""
+        by_block = [
+            (r"^stages\.(\d+)\.downsample", (0,)),  # together with the first block
+            (r"^stages\.(\d+)\.blocks\.(\d+)", None),
+            (r"^stages\.(\d+)\.norm", (99999,)),  # together with the last block
+        ]
+        return {"stem": r"^patch_embed", "blocks": r"^stages\.(\d+)" if coarse else by_block}
+
+    def _classifier(self, num_classes: int, *, device: Any, dtype: Any) -> nn.Module:
+        if num_classes == 0:
+            return nn.Identity()
+        return nn.Linear(self.num_features, num_classes, device=device, dtype=dtype)
+
+    def _take(self, indices: int | Sequence[int] | None) -> list[int]:
+        count = len(self.stages)
+        if indices is None:
+            return list(range(count))
+        wanted = list(range(-indices, 0)) if isinstance(indices, int) else list(indices)
+        if not wanted or not all(-count <= i < count for i in wanted):
+            raise OptionError(
+                f"indices must be 1 to {count} (the last stages), or a list of stages from "
+                f"{-count} to {count - 1}, got {indices=}"
+            )
+        return [i % count for i in wanted]
+
+
+def _attention(
+    name: str,
+    dim: int,
+    num_heads: int,
+    *,
+    block: int,
+    num_levels: int,
+    topk: int,
+    variant: Variant,
+    value_pyramid: ValuePyramid | None,
+    value_act: Activation | None,
+    lepe: bool | None,
+    backend: str,
+    proj_drop: float,
+    dd: Mapping[str, Any],
+) -> nn.Module:
+    """The attention of one block."""
+    if name == "quadtree":
+        return QuadtreeAttention(
+            dim,
+            num_heads,
+            num_levels=num_levels,
+            topk=topk,
+            variant=variant,
+            qkv_bias=True,
+            value_pyramid=value_pyramid or ("conv" if variant == "B" else "mean"),
+            value_act=value_act,
+            lepe=variant == "B" if lepe is None else lepe,
+            proj_drop=proj_drop,
+            backend=backend,
+            **dd,
+        )
+    from quadtree_attention.nn import baselines
+
+    if name not in baselines.BASELINES:
+        known = ", ".join(["quadtree", *baselines.BASELINES])
+        raise OptionError(f"attention must be one of {known}, got {name!r}; choose one of them")
+    options: dict[str, Any] = {"qkv_bias": True, "lepe": bool(lepe), "proj_drop": proj_drop, **dd}
+    if name == "spatial_reduction":
+        options["sr_ratio"] = 2 ** (num_levels - 1)  # down to the quadtree's coarsest level
+    elif name == "window" and block % 2 == 1:
+        options["shift_size"] = 3  # of windows of 7
+    return baselines.make_attention(name, dim, num_heads, **options)
+
+
+def _pad(x: Tensor, multiple: int) -> Tensor:
+    """(B, C, H, W) with zeros below and to the right, up to multiples."""
+    return F.pad(x, (0, -x.shape[3] % multiple, 0, -x.shape[2] % multiple))
+
+
+def _init(module: nn.Module) -> None:
+    """As the original, whose truncation of normal draws at 100 deviations is none."""
+    if isinstance(module, nn.Linear):
+        _normal(module.weight, 0.02)
+    elif isinstance(module, nn.Conv2d):
+        fan_out = math.prod(module.kernel_size) * module.out_channels // module.groups
+        _normal(module.weight, math.sqrt(2.0 / fan_out))
+    elif isinstance(module, nn.LayerNorm | VisibleNorm):
+        nn.init.ones_(module.weight)
+    elif isinstance(module, QuadtreeAttention) and module.level_logits is not None:
+        _normal(module.level_logits, 1.0)
+    if isinstance(bias := getattr(module, "bias", None), nn.Parameter):
+        nn.init.zeros_(bias)
+
+
+def _normal(parameter: Tensor, std: float) -> None:
+    with torch.no_grad():
+        parameter.copy_(torch.empty_like(parameter, dtype=torch.float32).normal_(std=std))
+
+
+def _check_options(per_stage: Mapping[str, Sequence[float]], layout: str, global_pool: str) -> None:
+    if len({len(values) for values in per_stage.values()}) != 1:
+        given = ", ".join(f"{name}={tuple(values)}" for name, values in per_stage.items())
+        raise OptionError(f"all stages need one value of each option, got {given}; match them")
+    if layout not in get_args(Layout):
+        raise OptionError(f"layout must be one of {', '.join(get_args(Layout))}, got {layout=}")
+    _check_pool(global_pool)
+
+
+def _check_pool(global_pool: str) -> None:
+    if global_pool not in _POOLS:
+        raise OptionError(
+            f"global_pool must be one of {', '.join(map(repr, _POOLS))}, got {global_pool=}; "
+            "'' keeps the map"
+        )
+
+
+def checkpoint_filter_fn(state: Mapping[str, Tensor], model: nn.Module) -> Mapping[str, Tensor]:
+    """Lets timm load official weights under their own names, and ours as they are."""
+    return convert_backbone(state) if is_official_backbone(state) else state
+
+
+def _cfg(**options: Any) -> dict[str, Any]:
+    return {
+        "url": "",
+        "num_classes": 1000,
+        "input_size": (3, 224, 224),
+        "pool_size": (7, 7),
+        "crop_pct": 0.875,
+        "interpolation": "bicubic",
+        "mean": IMAGENET_DEFAULT_MEAN,
+        "std": IMAGENET_DEFAULT_STD,
+        "first_conv": "patch_embed.proj",
+        "classifier": "head",
+        "fixed_input_size": False,
+        "license": "apache-2.0",
+        **options,
+    }
+
+
+_NARROW = {"embed_dims": (32, 64, 160, 256)}
+_WIDE = {"embed_dims": (64, 128, 320, 512)}
+_SIZES: dict[str, dict[str, Any]] = {
+    "b0": {"depths": (2, 2, 2, 2), **_NARROW},
+    "b1": {"depths": (2, 2, 2, 2), **_WIDE},
+    "b2": {"depths": (3, 4, 6, 3), **_WIDE},
+    "b3": {"depths": (3, 4, 18, 3), **_WIDE},
+    "b4": {"depths": (3, 8, 27, 3), **_WIDE},
+}
+
+default_cfgs = generate_default_cfgs(
+    {
+        **{f"quadtree_{letter}_{size}": _cfg() for letter in "ab" for size in _SIZES},
+        "swin_tiny_quadtree_b": _cfg(crop_pct=0.9),
+        "test_quadtree": _cfg(input_size=(3, 96, 96), pool_size=(3, 3), crop_pct=0.95),
+    }
+)
+
+
+def _create(name: str, pretrained: bool, options: Mapping[str, Any], /, **kwargs: Any) -> nn.Module:
+    options = {**options, **kwargs}
+    # "variant" is also what timm calls the name of a model.
+    build = partial(PyramidTransformer, variant=options.pop("variant", "B"))
+    return build_model_with_cfg(
+        build,
+        name,
+        pretrained,
+        pretrained_filter_fn=checkpoint_filter_fn,
+        feature_cfg={"out_indices": (0, 1, 2, 3), "flatten_sequential": True},
+        **options,
+    )
+
+
+@register_model
+def quadtree_a_b0(pretrained: bool = False, **kwargs: Any) -> nn.Module:
+    return _create("quadtree_a_b0", pretrained, {"variant": "A", **_SIZES["b0"]}, **kwargs)
+
+
+@register_model
+def quadtree_a_b1(pretrained: bool = False, **kwargs: Any) -> nn.Module:
+    return _create("quadtree_a_b1", pretrained, {"variant": "A", **_SIZES["b1"]}, **kwargs)
+
+
+@register_model
+def quadtree_a_b2(pretrained: bool = False, **kwargs: Any) -> nn.Module:
+    return _create("quadtree_a_b2", pretrained, {"variant": "A", **_SIZES["b2"]}, **kwargs)
+
+
+@register_model
+def quadtree_a_b3(pretrained: bool = False, **kwargs: Any) -> nn.Module:
+    return _create("quadtree_a_b3", pretrained, {"variant": "A", **_SIZES["b3"]}, **kwargs)
+
+
+@register_model
+def quadtree_a_b4(pretrained: bool = False, **kwargs: Any) -> nn.Module:
+    return _create("quadtree_a_b4", pretrained, {"variant": "A", **_SIZES["b4"]}, **kwargs)
+
+
+@register_model
+def quadtree_b_b0(pretrained: bool = False, **kwargs: Any) -> nn.Module:
+    return _create("quadtree_b_b0", pretrained, {"variant": "B", **_SIZES["b0"]}, **kwargs)
+
+
+@register_model
+def quadtree_b_b1(pretrained: bool = False, **kwargs: Any) -> nn.Module:
+    return _create("quadtree_b_b1", pretrained, {"variant": "B", **_SIZES["b1"]}, **kwargs)
+
+
+@register_model
+def quadtree_b_b2(pretrained: bool = False, **kwargs: Any) -> nn.Module:
+    return _create("quadtree_b_b2", pretrained, {"variant": "B", **_SIZES["b2"]}, **kwargs)
+
+
+@register_model
+def quadtree_b_b3(pretrained: bool = False, **kwargs: Any) -> nn.Module:
+    return _create("quadtree_b_b3", pretrained, {"variant": "B", **_SIZES["b3"]}, **kwargs)
+
+
+@register_model
+def quadtree_b_b4(pretrained: bool = False, **kwargs: Any) -> nn.Module:
+    return _create("quadtree_b_b4", pretrained, {"variant": "B", **_SIZES["b4"]}, **kwargs)
+
+
+@register_model
+def swin_tiny_quadtree_b(pretrained: bool = False, **kwargs: Any) -> nn.Module:
+    """Swin-T with its shifted windows replaced by quadtree attention, variant B."""
+    options = {
+        "layout": "swin",
+        "depths": (2, 2, 6, 2),
+        "embed_dims": (96, 192, 384, 768),
+        "num_heads": (3, 6, 12, 24),
+        "mlp_ratios": (4, 4, 4, 4),
+        "value_pyramid": "mean",
+    }
+    return _create("swin_tiny_quadtree_b", pretrained, options, **kwargs)
+
+
+@register_model
+def test_quadtree(pretrained: bool = False, **kwargs: Any) -> nn.Module:  # noqa: PT028
+    """A tiny model, for tests."""
+    options = {
+        "depths": (1, 1, 2, 1),
+        "embed_dims": (8, 16, 24, 32),
+        "num_heads": (1, 2, 3, 4),
+        "mlp_ratios": (2, 2, 2, 2),
+        "topk": 4,
+    }
+    return _create("test_quadtree", pretrained, options, **kwargs)
+
+
+# Named after timm's convention for tiny models; pytest would take it for a test.
+test_quadtree.__test__ = False  # type: ignore[attr-defined]

@@ -1,0 +1,613 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The backbones: official numbers and names, and what timm expects of a model."""
+
+import json
+import math
+import subprocess
+import sys
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from quadtree_attention import CheckpointError, OptionError, QuadtreeAttention, ShapeError
+from quadtree_attention.models.convert import check_fit, convert_backbone, load_official
+from tests.conftest import GOLDEN, Golden, golden_files
+
+timm = pytest.importorskip("timm", reason="the backbones need timm (extra 'models')")
+pytestmark = pytest.mark.usefixtures("only_reference", "_one_thread")
+
+NAMES = [f"quadtree_{letter}_b{i}" for letter in "ab" for i in range(5)]
+NAMES += ["swin_tiny_quadtree_b", "test_quadtree"]
+needs_golden = pytest.mark.skipif(
+    not GOLDEN.is_dir(), reason="golden files are not at ../shared/golden beside the checkout"
+)
+
+
+@pytest.fixture(scope="module")
+def _one_thread() -> Iterator[None]:
+    """Convolutions in float64 crawl when their threads have to share busy cores."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def tiny(**options) -> nn.Module:
+    return timm.create_model("test_quadtree", **{"num_classes": 5} | options).eval()
+
+
+def image(*size: int, dtype: torch.dtype = torch.float32, channels: int = 3) -> torch.Tensor:
+    return torch.randn(2, channels, *size, dtype=dtype)
+
+
+def manifest(name: str) -> dict:
+    return json.loads((GOLDEN / "manifests" / f"{name}.json").read_text())
+
+
+def recipe(key: str, shape: list[int]) -> torch.Tensor:
+    """The weights behind golden/models, from the names of the tensors."""
+    generator = np.random.Generator(np.random.PCG64(zlib.crc32(key.encode())))
+    draw = generator.standard_normal(shape)
+    if len(shape) > 1:
+        gain = 2.0 if key.endswith(("q_proj.weight", "k_proj.weight")) else 1.0
+        draw *= gain / math.sqrt(math.prod(shape[1:]))
+    elif not key.endswith("py_att.weight"):
+        draw = (1.0 if key.endswith(".weight") else 0.0) + 0.1 * draw
+    return torch.from_numpy(draw.astype(np.float32))
+
+
+def recipe_state(name: str) -> dict[str, torch.Tensor]:
+    return {key: recipe(key, shape) for key, shape in manifest(name)["state_dict"].items()}
+
+
+def golden_image(case: dict) -> torch.Tensor:
+    generator = np.random.Generator(np.random.PCG64(case["input_seed"]))
+    return torch.from_numpy(generator.standard_normal(case["input_shape"]).astype(np.float32))
+
+
+# ---- official numbers
+
+
+@pytest.mark.parametrize("backend", ["reference", pytest.param("cpu", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("path", golden_files("models/cls_quadtree_b*.npz"))
+def test_official_classifier(path, backend):
+    golden = Golden(path)
+    size = golden.name.removeprefix("cls_quadtree_")
+    model = timm.create_model(f"quadtree_b_{size}", backend=backend, dtype=torch.float64).eval()
+    load_official(model, recipe_state(f"classification_quadtree_{size}"))
+    cases = golden.meta["cases"]
+    if size != "b0":  # the larger model once; its two cases take the same path
+        cases = {"256x320": cases["256x320"]}
+    for name, case in cases.items():
+        with torch.no_grad():
+            logits = model(golden_image(case).double())
+        expected = golden.tensor(f"{name}:logits_f64", torch.float64)
+        torch.testing.assert_close(logits, expected, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("path", golden_files("models/det_quadtree_b0_*.npz"))
+def test_official_detection_maps(path):
+    golden = Golden(path)
+    model = timm.create_model(
+        "quadtree_b_b0",
+        num_classes=0,
+        topk=golden.meta["topks"][0],
+        value_act="relu",
+        dtype=torch.float64,
+    ).eval()
+    load_official(model, recipe_state("detection_quadtree_b0"))
+    with torch.no_grad():
+        maps = model.forward_intermediates(
+            golden_image(golden.meta).double(), intermediates_only=True
+        )
+    assert len(maps) == len(golden.meta["maps"])
+    for i, (got, about) in enumerate(zip(maps, golden.meta["maps"], strict=True), start=1):
+        assert list(got.shape) == about["full_shape"]
+        stride = about["stored_spatial_stride"]
+        expected = golden.tensor(f"map{i}_f64", torch.float64)
+        torch.testing.assert_close(got[..., ::stride, ::stride], expected, rtol=0, atol=2e-6)
+        means = golden.tensor(f"map{i}_channel_mean_f64", torch.float64)
+        torch.testing.assert_close(got.mean(dim=(0, 2, 3)), means, rtol=0, atol=2e-6)
+
+
+class DroppingAttention(nn.Module):
+    """One level of variant A as the original has it: the strongest keys are lost."""
+
+    def __init__(self, attn: QuadtreeAttention, dropped: int) -> None:
+        super().__init__()
+        assert attn.num_levels == 1
+        self.attn, self.dropped = attn, dropped
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        attn, shape = self.attn, x.shape
+        q, k, v = (
+            project(x).flatten(1, 2).unflatten(-1, (attn.num_heads, -1)).transpose(1, 2)
+            for project in (attn.q_proj, attn.k_proj, attn.v_proj)
+        )  # (B, N, T, D)
+        scores = (q @ k.transpose(-2, -1) * attn.scale).softmax(dim=-1)
+        strongest = scores.topk(self.dropped, dim=-1).indices
+        message = scores.scatter(-1, strongest, 0.0) @ v
+        return attn.proj(message.transpose(1, 2).reshape(shape))
+
+
+@pytest.mark.parametrize("path", golden_files("models/cls_quadtreeA_b0.npz"))
+def test_official_variant_a_differs_in_stage_4_only(path):
+    golden = Golden(path)
+    model = timm.create_model("quadtree_a_b0", dtype=torch.float64).eval()
+    load_official(model, recipe_state("classification_quadtreeA_b0"))
+    x = golden_image(golden.meta["cases"]["224"]).double()
+    expected = golden.tensor("224:logits_f64", torch.float64)
+    with torch.no_grad():
+        assert (model(x) - expected).abs().max() > 0.1
+        for block in model.stages[3].blocks:
+            block.attn = DroppingAttention(block.attn, dropped=8)
+        torch.testing.assert_close(model(x), expected, rtol=0, atol=2e-6)
+
+
+# ---- official names
+
+
+@pytest.mark.parametrize(
+    "path", golden_files(*(f"manifests/{t}*.json" for t in ("class", "detec", "segment")))
+)
+def test_manifest_converts_with_nothing_left_over(path: Path):
+    official = manifest(path.stem)
+    task, _, size = path.stem.split("_")
+    name = f"quadtree_{'a' if 'quadtreeA' in path.stem else 'b'}_{size}"
+    classes = 1000 if task == "classification" else 0
+    model = timm.create_model(name, num_classes=classes, device="meta")
+    assert sum(p.numel() for p in model.parameters()) == official["parameters"]
+    shapes = official["state_dict"]
+    state = {key: torch.empty(shape, device="meta") for key, shape in shapes.items()}
+    converted = convert_backbone(state)
+    assert len(converted) == official["tensors"]
+    check_fit(model, converted)
+
+
+@needs_golden
+def test_backbone_is_taken_out_of_a_detector():
+    state = recipe_state("detection_quadtree_b0")
+    inside = {f"backbone.{key}": tensor for key, tensor in state.items()}
+    inside |= {
+        "neck.lateral_convs.0.conv.weight": torch.zeros(1),
+        "bbox_head.fc.bias": torch.ones(1),
+    }
+    alone, taken = convert_backbone(state), convert_backbone(inside)
+    assert alone.keys() == taken.keys()
+    assert all(torch.equal(alone[key], taken[key]) for key in alone)
+
+
+@needs_golden
+def test_timm_loads_official_weights(tmp_path):
+    state = recipe_state("classification_quadtree_b0")
+    torch.save(state, tmp_path / "official.pth")
+    overlay = {"file": str(tmp_path / "official.pth")}
+    model = timm.create_model("quadtree_b_b0", pretrained=True, pretrained_cfg_overlay=overlay)
+    expected = convert_backbone(state)
+    assert all(torch.equal(tensor, expected[key]) for key, tensor in model.state_dict().items())
+
+
+def test_names_that_are_not_official_are_refused():
+    state = {
+        "patch_embed1.proj.weight": torch.zeros(4, 3, 7, 7),
+        "block1.0.attn.sr.weight": torch.zeros(4),
+        "pos_embed": torch.zeros(1),
+    }
+    message = (
+        r"^2 tensors are not part of an official backbone: "
+        r"pos_embed, block1\.0\.attn\.sr\.weight; pass the state dict"
+    )
+    with pytest.raises(CheckpointError, match=message):
+        convert_backbone(state)
+
+
+@needs_golden
+@pytest.mark.parametrize(
+    ("checkpoint", "parts"),
+    [
+        (
+            "classification_quadtree_b1",
+            [
+                "mismatched: patch_embed.proj.weight is (64, 3, 7, 7), must be (32, 3, 7, 7), ",
+                "head.weight is (1000, 512), must be (1000, 256)",
+            ],
+        ),
+        ("detection_quadtree_b0", ["Transformer: 2 missing: head.weight, head.bias; build"]),
+        ("classification_quadtreeA_b0", ["144 missing: stages.0.blocks.0.attn.level_logits, "]),
+        (
+            "classification_quadtree_b2",
+            ["278 unexpected: stages.0.blocks.2.norm1.weight, ", "mismatched: patch_embed"],
+        ),
+    ],
+)
+def test_checkpoint_that_does_not_fit(checkpoint, parts):
+    model = timm.create_model("quadtree_b_b0", device="meta")
+    shapes = manifest(checkpoint)["state_dict"]
+    state = {key: torch.empty(shape, device="meta") for key, shape in shapes.items()}
+    with pytest.raises(CheckpointError) as caught:
+        load_official(model, state)
+    for part in ["the checkpoint does not fit PyramidTransformer: ", *parts]:
+        assert part in str(caught.value)
+
+
+# ---- registration
+
+
+def test_all_names_are_registered():
+    assert set(NAMES) == set(timm.list_models(module="backbone"))
+    for name in NAMES:
+        cfg = timm.get_pretrained_cfg(name)
+        assert not cfg.has_weights
+        assert (cfg.first_conv, cfg.classifier) == ("patch_embed.proj", "head")
+    with pytest.raises(RuntimeError, match="No pretrained weights exist for test_quadtree"):
+        tiny(pretrained=True)
+
+
+SLOW = ("_b2", "_b3", "_b4")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=pytest.mark.slow if n.endswith(SLOW) else ()) for n in NAMES],
+)
+def test_every_model_trains_at_an_odd_size(name):
+    model = timm.create_model(name, num_classes=3)
+    model(image(65, 97)).square().sum().backward()
+    for key, parameter in model.named_parameters():
+        assert parameter.grad is not None, key
+        assert parameter.grad.isfinite().all(), key
+
+
+@pytest.mark.parametrize(
+    ("name", "levels", "heads", "parameters"),
+    [
+        ("quadtree_a_b4", [4, 3, 2, 1], [1, 2, 5, 8], None),
+        ("quadtree_b_b4", [4, 3, 2, 1], [1, 2, 5, 8], 64_196_997),
+        ("swin_tiny_quadtree_b", [4, 3, 2, 1], [3, 6, 12, 24], 28_345_700),
+    ],
+)
+def test_layout(name, levels, heads, parameters):
+    model = timm.create_model(name, device="meta")
+    first = [stage.blocks[0].attn for stage in model.stages]
+    assert [attn.num_levels for attn in first] == levels
+    assert [attn.num_heads for attn in first] == heads
+    assert [attn.topk for attn in first] == [(8,) * (level - 1) for level in levels]
+    if parameters is not None:
+        assert sum(p.numel() for p in model.parameters()) == parameters
+
+
+# ---- what timm expects
+
+
+@pytest.mark.parametrize("name", ["test_quadtree", "swin_tiny_quadtree_b"])
+@pytest.mark.parametrize("size", [(1, 1), (3, 130), (47, 66), (64, 96)])
+def test_any_image_size(name, size):
+    model = timm.create_model(name, num_classes=0, features_only=True).eval()
+    maps = model(image(*size))
+    channels, reductions = model.feature_info.channels(), model.feature_info.reduction()
+    assert reductions == [4, 8, 16, 32]
+    for got, width, reduction in zip(maps, channels, reductions, strict=True):
+        assert got.shape == (2, width, *(math.ceil(side / reduction) for side in size))
+        assert got.isfinite().all()
+
+
+def test_swin_pads_with_zeros():
+    model = timm.create_model("swin_tiny_quadtree_b", num_classes=0, depths=(1, 1, 1, 1)).eval()
+    x = image(30, 61)
+    padded = nn.functional.pad(x, (0, 3, 0, 2))
+    torch.testing.assert_close(model.patch_embed(x), model.patch_embed(padded))
+    merge = model.stages[1].downsample
+    y = torch.randn(1, 96, 3, 5)
+    y_padded = nn.functional.pad(y, (0, 1, 0, 1))
+    torch.testing.assert_close(merge(y), merge(y_padded))
+    # The four cells of the first patch, column by column.
+    cells = torch.cat([y[0, :, 0, 0], y[0, :, 1, 0], y[0, :, 0, 1], y[0, :, 1, 1]])
+    torch.testing.assert_close(merge(y)[0, :, 0, 0], merge.reduction(merge.norm(cells)))
+
+
+@pytest.mark.parametrize("feature_cls", [None, "getter"])
+def test_features_only_gives_the_maps_of_the_stages(feature_cls):
+    model = tiny()
+    options = {"out_indices": (1, 3)} | ({"feature_cls": feature_cls} if feature_cls else {})
+    features = tiny(features_only=True, **options)
+    inner = features.model if feature_cls else features
+    state = {
+        (key if feature_cls else key.replace("stages.", "stages_")): tensor
+        for key, tensor in model.state_dict().items()
+        if not key.startswith("head.")
+    }
+    inner.load_state_dict(state)
+    x = image(66, 47)
+    _, expected = model.forward_intermediates(x, indices=[1, 3])
+    assert features.feature_info.channels() == [16, 32]
+    for got, wanted in zip(features(x), expected, strict=True):
+        assert torch.equal(got, wanted)
+
+
+def test_features_only_drops_stages_nobody_asked_for():
+    names = {
+        key.split(".")[0]
+        for key, _ in tiny(features_only=True, out_indices=[0, 1]).named_parameters()
+    }
+    assert names == {"patch_embed", "stages_0", "stages_1"}
+    model = tiny()
+    assert model.prune_intermediate_layers([-3]) == [1]
+    assert len(model.stages) == 2 and isinstance(model.head, nn.Identity)
+
+
+def test_forward_is_features_then_head():
+    model, x = tiny(), image(66, 47)
+    features = model.forward_features(x)
+    assert features.shape == (2, 32, 3, 2)
+    pooled = model.forward_head(features, pre_logits=True)
+    torch.testing.assert_close(pooled, features.mean(dim=(2, 3)))
+    torch.testing.assert_close(model(x), model.head(pooled))
+
+
+def test_forward_intermediates():
+    model, x = tiny(), image(66, 47)
+    last, maps = model.forward_intermediates(x)
+    assert len(maps) == 4 and torch.equal(last, maps[3])
+    assert torch.equal(last, model.forward_features(x))
+    assert torch.equal(maps[1], model.stages[1](maps[0]))
+    two = model.forward_intermediates(x, indices=2, intermediates_only=True)
+    assert [m.shape for m in two] == [maps[2].shape, maps[3].shape]
+    stopped, only = model.forward_intermediates(x, indices=[-4], stop_early=True)
+    assert torch.equal(stopped, maps[0]) and len(only) == 1
+    (channels_last,) = model.forward_intermediates(
+        x, indices=[2], output_fmt="NHWC", intermediates_only=True
+    )
+    assert torch.equal(channels_last, maps[2].permute(0, 2, 3, 1))
+
+
+def test_global_pool_and_num_classes():
+    x = image(66, 47)
+    model = tiny()
+    state = model.state_dict()
+    features = model.forward_features(x)
+    headless = {key: value for key, value in state.items() if not key.startswith("head.")}
+    by_max = tiny(global_pool="max", num_classes=0)
+    by_max.load_state_dict(headless)
+    torch.testing.assert_close(by_max(x), features.amax(dim=(2, 3)))
+    unpooled = tiny(global_pool="", num_classes=0)
+    unpooled.load_state_dict(headless)
+    torch.testing.assert_close(unpooled(x), features)
+    dense = tiny(global_pool="")
+    dense.load_state_dict(state)
+    assert dense(x).shape == (2, 5, 3, 2)
+    torch.testing.assert_close(dense(x).mean(dim=(2, 3)), model(x))
+
+
+def test_reset_classifier():
+    model = tiny(dtype=torch.float64).train()
+    x = image(66, 47, dtype=torch.float64)
+    model.reset_classifier(7)
+    assert model(x).shape == (2, 7) and model.num_classes == 7
+    assert model.get_classifier() is model.head and model.head.training
+    assert model.head.weight.dtype == torch.float64 and not model.head.bias.any()
+    model.reset_classifier(0, "")
+    assert model(x).shape == (2, 32, 3, 2)
+    model.reset_classifier(0, "max")
+    assert model(x).shape == (2, 32)
+
+
+def test_grad_checkpointing_gives_the_same_gradients():
+    x = image(66, 47, dtype=torch.float64)
+    model = tiny(drop_path_rate=0.4, dtype=torch.float64).train()
+    calls = []
+    for stage in model.stages:
+        for block in stage.blocks:
+            block.norm1.register_forward_pre_hook(lambda *_: calls.append(1))
+
+    def gradients() -> list[torch.Tensor]:
+        torch.manual_seed(3)
+        model.zero_grad()
+        calls.clear()
+        model(x).square().sum().backward()
+        return [p.grad.clone() for p in model.parameters()]
+
+    plain, plain_calls = gradients(), len(calls)
+    model.set_grad_checkpointing()
+    again, again_calls = gradients(), len(calls)
+    assert (plain_calls, again_calls) == (5, 10)
+    for got, wanted in zip(again, plain, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=0, atol=1e-12)
+    model.set_grad_checkpointing(False)
+    gradients()
+    assert len(calls) == 5
+
+
+def test_no_weight_decay_and_group_matcher():
+    model = tiny()
+    logits = {
+        k for k, p in model.named_parameters() if isinstance(p, nn.Parameter) and "logits" in k
+    }
+    assert model.no_weight_decay() == logits and len(logits) == 5
+    assert tiny(variant="A").no_weight_decay() == set()
+    layers = timm.models.group_parameters(model, model.group_matcher(), reverse=True)
+    assert layers.keys() == dict(model.named_parameters()).keys()
+    picked = {
+        "patch_embed.proj.weight": 0,
+        "stages.0.blocks.0.norm1.weight": 1,
+        "stages.0.norm.weight": 1,
+        "stages.1.downsample.proj.weight": 2,
+        "stages.2.blocks.0.attn.level_logits": 3,
+        "stages.2.blocks.1.mlp.fc1.weight": 4,
+        "stages.3.norm.bias": 5,
+        "head.weight": 6,
+    }
+    assert {key: layers[key] for key in picked} == picked
+    coarse = timm.models.group_parameters(model, model.group_matcher(coarse=True), reverse=True)
+    assert coarse["stages.2.blocks.1.mlp.fc1.weight"] == coarse["stages.2.norm.weight"] == 3
+
+
+def test_in_chans_dtype_and_device():
+    model = tiny(in_chans=1, dtype=torch.bfloat16)
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    out = model(image(66, 47, dtype=torch.bfloat16, channels=1))
+    assert out.dtype == torch.bfloat16 and out.isfinite().all()
+
+
+def test_built_on_the_meta_device():
+    model = tiny(device="meta", drop_path_rate=0.1)
+    assert {p.device.type for p in model.parameters()} == {"meta"}
+    original = tiny()
+    model.to_empty(device="cpu").eval().load_state_dict(original.state_dict())
+    x = image(66, 47)
+    assert torch.equal(model(x), original(x))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(torch.nan)
+    model.init_weights()
+    assert model(x).isfinite().all()
+
+
+def test_built_under_the_meta_device():
+    # In a process of its own: conftest replaces torch.empty, which hides it from the context.
+    script = """
+import timm, torch
+import quadtree_attention.models
+with torch.device("meta"):
+    for name in ("test_quadtree", "swin_tiny_quadtree_b"):
+        model = timm.create_model(name, drop_path_rate=0.1, features_only=True)
+        print({p.device.type for p in model.parameters()})
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.stdout.splitlines() == ["{'meta'}"] * 2, done.stderr
+
+
+def test_initial_weights():
+    model = timm.create_model("quadtree_b_b0", dtype=torch.bfloat16)
+    attn = model.stages[2].blocks[0].attn
+    for weight, std in (
+        (model.head.weight, 0.02),
+        (attn.q_proj.weight, 0.02),
+        (model.patch_embed.proj.weight, math.sqrt(2 / (7 * 7 * 32))),
+        (model.stages[0].blocks[0].mlp.dwconv.conv.weight, math.sqrt(2 / 9)),
+    ):
+        assert weight.float().std().item() == pytest.approx(std, rel=0.05)
+        assert weight.float().abs().max() < 6 * std
+    logits = torch.cat(
+        [m.level_logits for m in model.modules() if isinstance(m, QuadtreeAttention)]
+    )
+    assert len(logits.unique()) > 15 and 0.5 < logits.float().std() < 1.5
+    for key, parameter in model.named_parameters():
+        if key.endswith("bias"):
+            assert not parameter.any(), key
+        elif "norm" in key:
+            assert (parameter == 1).all(), key
+
+
+def test_state_dict_round_trip_through_timm(tmp_path):
+    model, x = tiny(), image(66, 47)
+    torch.save(model.state_dict(), tmp_path / "tiny.pth")
+    loaded = tiny(checkpoint_path=str(tmp_path / "tiny.pth"))
+    assert torch.equal(loaded(x), model(x))
+
+
+@pytest.mark.slow
+def test_compiles_without_a_graph_break():
+    model, x = tiny(), image(66, 47)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x), model(x))
+
+
+def test_serves_a_torchvision_detector():
+    detection = pytest.importorskip("torchvision.models.detection", reason="needs torchvision")
+    ops = pytest.importorskip("torchvision.ops")
+
+    class Backbone(nn.Module):
+        out_channels = 8
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = tiny(features_only=True, topk=32, value_act="relu")
+            self.fpn = ops.FeaturePyramidNetwork(self.body.feature_info.channels(), 8)
+
+        def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+            return self.fpn({str(i): level for i, level in enumerate(self.body(x))})
+
+    anchors = detection.anchor_utils.AnchorGenerator(((16,), (32,), (64,), (128,)), ((1.0,),) * 4)
+    detector = detection.RetinaNet(
+        Backbone(), num_classes=2, anchor_generator=anchors, min_size=64, max_size=96
+    )
+    target = {"boxes": torch.tensor([[5.0, 8.0, 40.0, 50.0]]), "labels": torch.tensor([1])}
+    losses = detector([torch.rand(3, 61, 90)], [target])
+    sum(losses.values()).backward()
+    assert detector.backbone.body.patch_embed.proj.weight.grad.abs().sum() > 0
+
+
+# ---- options
+
+
+def test_options_reach_the_attention():
+    x = image(128, 160, dtype=torch.float64)
+    model = tiny(dtype=torch.float64)
+    state, base = model.state_dict(), model(x)
+    for options in ({"topk": 1}, {"topk": (1, 4, 4, 4)}, {"value_act": "relu"}):
+        other = tiny(dtype=torch.float64, **options)
+        other.load_state_dict(state)
+        assert (other(x) - base).abs().max() > 1e-9, options
+    same = tiny(dtype=torch.float64, topk=(4, 4, 4, 99), value_act="gelu")
+    same.load_state_dict(state)
+    assert torch.equal(same(x), base)
+    with pytest.raises(OptionError, match="nonsense"):
+        tiny(backend="nonsense")(x.float())
+
+
+def test_position_encoding_can_be_left_out():
+    names = {key for key, _ in tiny(lepe=False).named_parameters()}
+    assert not any(".lepe." in key for key in names)
+    assert {key for key, _ in tiny().named_parameters()} > names
+
+
+def test_drop_path_and_dropout():
+    model = tiny(drop_path_rate=0.4, drop_rate=0.5)
+    rates = [block.drop_path.rate for stage in model.stages for block in stage.blocks]
+    assert rates == pytest.approx([0.0, 0.1, 0.2, 0.3, 0.4])
+    features = torch.ones(2, 32, 3, 2)
+    assert (model.forward_head(features, pre_logits=True) == 1).all()
+    dropped = model.train().forward_head(features, pre_logits=True)
+    assert set(dropped.unique().tolist()) == {0.0, 2.0}
+    assert tiny(proj_drop_rate=0.25).stages[0].blocks[0].attn.proj_drop.p == 0.25
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"topk": (1, 2)}, r"one value of each option, got depths=\(1, 1, 2, 1\).* topk=\(1, 2\);"),
+        ({"layout": "vgg"}, "layout must be one of pvt, swin, got layout='vgg'"),
+        ({"global_pool": "sum"}, "global_pool must be one of 'avg', 'max', '', got global_pool='s"),
+        ({"variant": "A", "value_act": "relu"}, "value_act belongs to value_pyramid='conv'"),
+        ({"value_act": "tanh"}, "value_act must be one of gelu, relu, got 'tanh'"),
+        ({"variant": "C"}, "variant"),
+    ],
+)
+def test_options_that_are_refused(options, message):
+    with pytest.raises(OptionError, match=message):
+        tiny(**options)
+
+
+def test_calls_that_are_refused():
+    model, x = tiny(), image(66, 47)
+    with pytest.raises(
+        ShapeError, match=r"\(batch, 3, y, x\).* got x\.shape=\(2, 1, 66, 47\); ano"
+    ):
+        model(x[:, :1])
+    with pytest.raises(ShapeError, match=r"got x\.shape=\(3, 66, 47\)"):
+        model(x[0])
+    with pytest.raises(ShapeError, match=r"at least one pixel, got x\.shape=\(2, 3, 66, 0\)"):
+        model(x[..., :0])
+    with pytest.raises(OptionError, match=r"from -4 to 3, got indices=\[4\]"):
+        model.forward_intermediates(x, indices=[4])
+    with pytest.raises(OptionError, match=r"must be 1 to 4 .* got indices=0"):
+        model.forward_intermediates(x, indices=0)
+    with pytest.raises(OptionError, match="'NCHW' or 'NHWC', got output_fmt='NLC'"):
+        model.forward_intermediates(x, output_fmt="NLC")
+    with pytest.raises(OptionError, match="got global_pool='sum'"):
+        model.reset_classifier(3, "sum")
