@@ -134,6 +134,9 @@ def test_backend_without_copies_needs_no_memory_for_the_finest_level(monkeypatch
     without = plan((6, 10), **sizes).quadtree
     cells = 2 * prod((6, 10)) * 4  # bytes of a map of width 1
     assert with_copies.memory - without.memory == cells * (8 + 8 + 4 + 4)
+    kept = 2400 + 360 + 600  # coarse levels, selection, message and log-sum-exp
+    gradients = 9600 + 2400 + 480 + 960 + 360  # maps, levels, inherited, statistics, users
+    assert without.training_memory == kept + 1920 + gradients
     assert with_copies.training_memory > without.training_memory
     assert with_copies.bytes_moved > without.bytes_moved
 

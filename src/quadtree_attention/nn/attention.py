@@ -136,8 +136,11 @@ class QuadtreeAttention(nn.Module):
         q = self._heads(self.q_proj(x))
         k = self._heads(self.k_proj(context))
         v = self.v_proj(context)
-        shown = key_tree.visible(context_mask, x.shape[0], x.device)
-        levels = self._value_levels(v, key_tree, shown)
+        shown: list[Tensor | None] = []
+        levels: list[Tensor] | None = None
+        if self.value_pyramid != "mean" or self.lepe:  # plain means are left to the backend
+            shown = key_tree.visible(context_mask, x.shape[0], x.device)
+            levels = self._value_levels(v, key_tree, shown)
         values = (
             [v]
             if levels is None
@@ -170,15 +173,8 @@ class QuadtreeAttention(nn.Module):
         """(..., C) -> (..., N, D)."""
         return x.unflatten(-1, (self.num_heads, self.dim // self.num_heads))
 
-    def _value_levels(
-        self, v: Tensor, tree: Tree, shown: list[Tensor | None]
-    ) -> list[Tensor] | None:
-        """Value maps (B, T_l, C) in tree order, coarse -> fine, where somebody needs to see them.
-
-        Plain means without position encoding are left to the backend.
-        """
-        if self.value_pyramid == "mean" and not self.lepe:
-            return None
+    def _value_levels(self, v: Tensor, tree: Tree, shown: list[Tensor | None]) -> list[Tensor]:
+        """Value maps (B, T_l, C) in tree order, coarse -> fine."""
         finest = tree.to_tree(v, tree.finest, axis=1)  # (B, T, C)
         if self.value_pyramid == "mean":
             means = mean_pyramid(finest[:, None], tree.num_children, shown)

@@ -61,8 +61,8 @@ class Speed:
     gather_slowdown: dict[int, float]
 
 
-# Calibrated on the forward rows of benchmarks/results/*.json: every estimate is within 25 % of the
-# median measured there, eager rows of the GPU within 40 %. On the GPU `launch` comes from the eager
+# Calibrated on the forward rows of benchmarks/results/*.json: every estimate is within 30 % of the
+# median measured there, eager rows of the GPU within 45 %. On the GPU `launch` comes from the eager
 # rows and all else from the rows of CUDA graphs, in bfloat16; full attention in float32 took 12
 # times as long there. `start` and `level` of the CPU come from calls on small maps. Not
 # measured: half precision on the CPU, taken to be as fast as float32, and float64, half as fast.

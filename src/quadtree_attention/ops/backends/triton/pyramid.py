@@ -67,15 +67,23 @@ def hand_down(b_grad, b_shown, F: tl.constexpr, HIDES: tl.constexpr):
 
 
 @triton.jit
-def tokens(p_shown, i_b, i_place, size_0, size_1, size_2, NDIM: tl.constexpr, STEPS: tl.constexpr,
+def tokens(p_shown, heads, size_0, size_1, size_2, NDIM: tl.constexpr, STEPS: tl.constexpr,
            MASKED: tl.constexpr):  # fmt: skip
-    """Rows of the tokens below a place, which of them are, and which are shown (1.0 or 0.0)."""
+    """The cell of this program (map and head, map, place) and the tokens below it.
+
+    Of the tokens: their rows, which of them are on the grid, and which are shown (1.0 or 0.0).
+    """
+    top_1, top_2 = halved(size_1, STEPS), halved(size_2, STEPS)
+    top = halved(size_0, STEPS) * top_1 * top_2
+    i_bn = (tl.program_id(0) // top).to(tl.int64)
+    i_place = place_of(tl.program_id(0) % top, top_1, top_2, NDIM)
+    i_b = i_bn // heads
     o_row, m_row = cells_below(i_place, size_0, size_1, size_2, NDIM, STEPS)
     b_shown = m_row.to(tl.float32)
     if MASKED:
         p_row = p_shown + i_b * size_0 * size_1 * size_2 + o_row
         b_shown = tl.load(p_row, mask=m_row, other=0).to(tl.float32)
-    return o_row, m_row, b_shown
+    return i_bn, i_b, i_place, o_row, m_row, b_shown
 
 
 @kernel
@@ -86,13 +94,8 @@ def pyramid_fwd_kernel(
     HIDES: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     F: tl.constexpr = 2**NDIM
-    top_1, top_2 = halved(size_1, STEPS), halved(size_2, STEPS)
-    top = halved(size_0, STEPS) * top_1 * top_2
-    i_bn = (tl.program_id(0) // top).to(tl.int64)
-    i_place = place_of(tl.program_id(0) % top, top_1, top_2, NDIM)
-    i_b = i_bn // heads
-    o_row, m_row, b_shown = tokens(
-        p_shown, i_b, i_place, size_0, size_1, size_2, NDIM, STEPS, MASKED
+    i_bn, i_b, i_place, o_row, m_row, b_shown = tokens(
+        p_shown, heads, size_0, size_1, size_2, NDIM, STEPS, MASKED
     )
     p_x += i_b * s_b + (i_bn - i_b * heads) * s_n
     b_out = load_rows(p_x, o_row, m_row, s_t, D, BLOCK_D)
@@ -116,13 +119,8 @@ def pyramid_bwd_kernel(
 ):  # fmt: skip
     """Adds to `p_dx` what the gradients of all coarser levels say about the map."""
     F: tl.constexpr = 2**NDIM
-    top_1, top_2 = halved(size_1, STEPS), halved(size_2, STEPS)
-    top = halved(size_0, STEPS) * top_1 * top_2
-    i_bn = (tl.program_id(0) // top).to(tl.int64)
-    i_place = place_of(tl.program_id(0) % top, top_1, top_2, NDIM)
-    i_b = i_bn // heads
-    o_token, m_token, b_shown = tokens(
-        p_shown, i_b, i_place, size_0, size_1, size_2, NDIM, STEPS, MASKED
+    i_bn, i_b, i_place, o_token, m_token, b_shown = tokens(
+        p_shown, heads, size_0, size_1, size_2, NDIM, STEPS, MASKED
     )
     for i_step in tl.static_range(1, STEPS + 1):  # to the end of the buffer, where the coarsest is
         cells = (halved(size_0, i_step) * halved(size_1, i_step)).to(tl.int64)
