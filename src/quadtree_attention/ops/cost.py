@@ -31,13 +31,15 @@ class Speed:
     """What decides the time of forward on one kind of device; in seconds, or per second.
 
     Full attention takes `start + max(pairs / softmax_pairs, FLOPs / matmul_flops)`: matrix
-    products, or the exponentials where heads are narrow. Quadtree attention takes `levels * level
+    products, or the exponentials where heads are narrow; longer where there are fewer blocks of
+    queries than units to work on them. Quadtree attention takes `levels * level
     + gathered bytes / gather_bytes + coarse pairs / scan_pairs`: a fixed cost per level, rows
     gathered from all over the map, and a coarsest level that selects while it scans all keys. A
     pair is one query with one key.
 
     Attributes:
         machine: Where this was measured.
+        units: Blocks of queries that full attention works on at once.
         start: One call of full attention that does next to nothing.
         level: One level of quadtree attention that does next to nothing.
         launch: Host time for the kernels of one level, launched one by one instead of by a graph.
@@ -50,6 +52,7 @@ class Speed:
     """
 
     machine: str
+    units: int
     start: float
     level: float
     launch: float
@@ -61,8 +64,8 @@ class Speed:
     gather_slowdown: dict[int, float]
 
 
-# Calibrated on the forward rows of benchmarks/results/*.json: every estimate is within 30 % of the
-# median measured there, eager rows of the GPU within 45 %. On the GPU `launch` comes from the eager
+# Calibrated on the forward rows of benchmarks/results/*.json: every estimate is within 25 % of the
+# median measured there, eager rows of the GPU within 65 %. On the GPU `launch` comes from the eager
 # rows and all else from the rows of CUDA graphs, in bfloat16; full attention in float32 took 12
 # times as long there. `start` and `level` of the CPU come from calls on small maps. Not
 # measured: half precision on the CPU, taken to be as fast as float32, and float64, half as fast.
@@ -70,8 +73,9 @@ class Speed:
 SPEEDS = {
     "cuda": Speed(
         machine="an NVIDIA H200",
+        units=132,
         start=10e-6,
-        level=15e-6,
+        level=11e-6,
         launch=300e-6,
         gather_bytes=4.9e12,
         scan_pairs=9e10,
@@ -82,6 +86,7 @@ SPEEDS = {
     ),
     "cpu": Speed(
         machine="2 threads of an AMD EPYC",  # more threads help both sides
+        units=2,
         start=25e-6,
         level=1e-3,
         launch=0,
@@ -200,7 +205,11 @@ def _quadtree_seconds(problem: Problem, speed: Speed) -> float:
 
 def _dense_seconds(pairs: int, flops: int, problem: Problem, speed: Speed) -> float:
     work = max(pairs / speed.softmax_pairs, flops / speed.matmul_flops)
-    return speed.start + work * speed.slowdown[problem.dtype.itemsize]
+    queries = prod(problem.query_tree.grid_at(problem.num_levels - 1))
+    blocks = _rows(problem) * ceil(queries / QUERY_BLOCK)
+    # the slower kernels of wide dtypes cut queries into smaller blocks: the two do not multiply
+    slowdown = max(speed.units / max(1, blocks), speed.slowdown[problem.dtype.itemsize])
+    return speed.start + work * slowdown
 
 
 def saved_bytes(problem: Problem) -> int:
