@@ -40,6 +40,16 @@ def test_public_names_are_pinned():
     assert all(hasattr(quadtree_attention, name) for name in quadtree_attention.__all__)
 
 
+def test_public_names_of_nn_are_pinned():
+    assert quadtree_attention.nn.__all__ == [
+        "BASELINES",
+        "QuadtreeAttention",
+        "QuadtreeBlock",
+        "make_attention",
+    ]
+    assert all(hasattr(quadtree_attention.nn, name) for name in quadtree_attention.nn.__all__)
+
+
 def test_import_brings_no_optional_package():
     """Beyond what torch itself imports."""
     code = (

@@ -6,7 +6,6 @@ import math
 import subprocess
 import sys
 import zlib
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -16,25 +15,17 @@ from torch import nn
 
 from quadtree_attention import CheckpointError, OptionError, QuadtreeAttention, ShapeError
 from quadtree_attention.models.convert import check_fit, convert_backbone, load_official
+from quadtree_attention.nn import BASELINES
 from tests.conftest import GOLDEN, Golden, golden_files
 
 timm = pytest.importorskip("timm", reason="the backbones need timm (extra 'models')")
-pytestmark = pytest.mark.usefixtures("only_reference", "_one_thread")
+pytestmark = pytest.mark.usefixtures("only_reference", "one_thread")
 
 NAMES = [f"quadtree_{letter}_b{i}" for letter in "ab" for i in range(5)]
 NAMES += ["swin_tiny_quadtree_b", "test_quadtree"]
 needs_golden = pytest.mark.skipif(
     not GOLDEN.is_dir(), reason="golden files are not at ../shared/golden beside the checkout"
 )
-
-
-@pytest.fixture(scope="module")
-def _one_thread() -> Iterator[None]:
-    """Convolutions in float64 crawl when their threads have to share busy cores."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def tiny(**options) -> nn.Module:
@@ -453,18 +444,26 @@ def test_in_chans_dtype_and_device():
     assert out.dtype == torch.bfloat16 and out.isfinite().all()
 
 
-def test_built_on_the_meta_device():
-    model = tiny(device="meta", drop_path_rate=0.1)
+@pytest.mark.parametrize("attention", ["quadtree", *BASELINES])
+@pytest.mark.parametrize("layout", ["pvt", "swin"])
+def test_built_on_the_meta_device(attention, layout):
+    """Materialised and initialised, it is what a model built on the CPU is."""
+    options = {"attention": attention, "layout": layout, "lepe": True}
+    model = tiny(device="meta", drop_path_rate=0.1, **options)
     assert {p.device.type for p in model.parameters()} == {"meta"}
-    original = tiny()
-    model.to_empty(device="cpu").eval().load_state_dict(original.state_dict())
-    x = image(66, 47)
-    assert torch.equal(model(x), original(x))
+    assert not list(model.buffers())  # nothing that init_weights would not reach
+    model.to_empty(device="cpu").eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(torch.nan)
-    model.init_weights()
-    assert model(x).isfinite().all()
+    original = tiny(**options)
+    for one in (model, original):
+        torch.manual_seed(5)
+        one.init_weights()
+    for name, parameter in original.named_parameters():
+        assert torch.equal(model.get_parameter(name), parameter), name
+    x = image(66, 47)
+    assert torch.equal(model(x), original(x)) and model(x).isfinite().all()
 
 
 def test_built_under_the_meta_device():
@@ -503,6 +502,14 @@ def test_initial_weights():
             assert (parameter == 1).all(), key
 
 
+def test_initial_weights_that_are_no_layers():
+    windows = tiny(attention="window", num_heads=(8, 8, 8, 8)).stages[0].blocks[0].attn
+    focal = tiny(attention="focal", num_heads=(8, 8, 8, 8)).stages[0].blocks[0].attn
+    for table in (windows.relative_position_bias_table, focal.fine_bias, focal.pooled_bias):
+        assert table.std().item() == pytest.approx(0.02, rel=0.15)
+    assert (focal.pool.weight == 1 / 49).all() and not focal.pool.bias.any()  # the mean
+
+
 def test_state_dict_round_trip_through_timm(tmp_path):
     model, x = tiny(), image(66, 47)
     torch.save(model.state_dict(), tmp_path / "tiny.pth")
@@ -515,31 +522,6 @@ def test_compiles_without_a_graph_break():
     model, x = tiny(), image(66, 47)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(compiled(x), model(x))
-
-
-def test_serves_a_torchvision_detector():
-    detection = pytest.importorskip("torchvision.models.detection", reason="needs torchvision")
-    ops = pytest.importorskip("torchvision.ops")
-
-    class Backbone(nn.Module):
-        out_channels = 8
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.body = tiny(features_only=True, topk=32, value_act="relu")
-            self.fpn = ops.FeaturePyramidNetwork(self.body.feature_info.channels(), 8)
-
-        def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
-            return self.fpn({str(i): level for i, level in enumerate(self.body(x))})
-
-    anchors = detection.anchor_utils.AnchorGenerator(((16,), (32,), (64,), (128,)), ((1.0,),) * 4)
-    detector = detection.RetinaNet(
-        Backbone(), num_classes=2, anchor_generator=anchors, min_size=64, max_size=96
-    )
-    target = {"boxes": torch.tensor([[5.0, 8.0, 40.0, 50.0]]), "labels": torch.tensor([1])}
-    losses = detector([torch.rand(3, 61, 90)], [target])
-    sum(losses.values()).backward()
-    assert detector.backbone.body.patch_embed.proj.weight.grad.abs().sum() > 0
 
 
 # ---- options
@@ -580,7 +562,8 @@ def test_drop_path_and_dropout():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"topk": (1, 2)}, r"one value of each option, got depths=\(1, 1, 2, 1\).* topk=\(1, 2\);"),
+        ({"topk": (1, 2)}, r"topk must be one value, or one per stage \(4\), got topk=\(1, 2\);"),
+        ({"num_heads": (1, 2)}, r"one value of each option, got depths=.* num_heads=\(1, 2\),"),
         ({"layout": "vgg"}, "layout must be one of pvt, swin, got layout='vgg'"),
         ({"global_pool": "sum"}, "global_pool must be one of 'avg', 'max', '', got global_pool='s"),
         ({"variant": "A", "value_act": "relu"}, "value_act belongs to value_pyramid='conv'"),

@@ -258,6 +258,24 @@ def test_topk_keeps_the_best(topk):
 # what all share
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_own_weights_are_drawn_anew(kind):
+    """All that is no layer; the rest is left to the layers."""
+    torch.manual_seed(2)
+    module = make_attention(KINDS[kind][0], DIM, HEADS, **KINDS[kind][1])
+    own = [key for key, _ in module.named_parameters() if "." not in key or key.startswith("pool.")]
+    before = {key: p.clone() for key, p in module.named_parameters()}
+    for key in own:
+        nn.init.constant_(module.get_parameter(key), torch.nan)
+    module.init_own_weights()
+    for key, parameter in module.named_parameters():
+        if key in own:
+            assert parameter.isfinite().all()
+            assert parameter.mean().item() == pytest.approx(before[key].mean().item(), abs=0.01)
+        else:
+            assert torch.equal(parameter, before[key])
+
+
 def test_every_name_is_tested():
     assert {name for name, _ in KINDS.values()} == set(BASELINES)
 
@@ -387,7 +405,9 @@ def test_meta_device_and_repr(kind):
 
 BAD = [
     ("windows", {}, "attention must be one of spatial_reduction, linear_spatial_reduction, "
-     "window, focal, linear, topk, full, got 'windows'; choose one of them"),
+     "window, focal, linear, topk, full, got 'windows'; did you mean 'window'?"),
+    ("quadtree", {}, "linear, topk, full, got 'quadtree'; choose one of them"),
+    ("focal", {"window": 3}, "attn_drop, proj_drop, got window; did you mean 'window_size'?"),
     ("window", {"sr_ratio": 2}, "attention 'window' accepts the options window_size, shift_size, "
      "device, dtype, qkv_bias, lepe, attn_drop, proj_drop, got sr_ratio; leave out"),
     ("linear", {"attn_drop": 0.1}, "attention 'linear' accepts the options qkv_bias, lepe, "

@@ -3,8 +3,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from quadtree_attention import QuadtreeBlock
-from quadtree_attention.nn.block import DropPath
+from quadtree_attention import QuadtreeAttention, QuadtreeBlock
+from quadtree_attention.nn import BASELINES, make_attention
+from quadtree_attention.nn.block import Block, ConvMlp, DropPath
 
 OPTIONS = {"num_levels": 2, "topk": 3, "dtype": torch.float64}
 
@@ -39,6 +40,33 @@ def test_every_parameter_gets_a_gradient():
 def test_other_numbers_of_axes(ndim, grid):
     x = torch.randn(1, *grid, 16, dtype=torch.float64)
     assert QuadtreeBlock(16, 2, ndim=ndim, **OPTIONS)(x).shape == x.shape
+
+
+def test_quadtree_block_is_a_block_of_its_parts():
+    block = QuadtreeBlock(16, 2, **OPTIONS, mlp_ratio=2, norm_eps=1e-3, drop_path=0.2)
+    names = dict.fromkeys(name.split(".")[0] for name in block.state_dict())
+    assert list(names) == ["norm1", "attn", "norm2", "mlp"]
+    plain = Block(
+        16,
+        QuadtreeAttention(16, 2, **OPTIONS),
+        ConvMlp(16, 32, dtype=torch.float64),
+        norm_eps=1e-3,
+        drop_path=0.2,
+        dtype=torch.float64,
+    )
+    plain.load_state_dict(block.state_dict())
+    x = torch.randn(2, 5, 6, 16, dtype=torch.float64)
+    assert torch.equal(block.eval()(x), plain.eval()(x))
+    assert block.drop_path.rate == plain.drop_path.rate == 0.2
+
+
+@pytest.mark.parametrize("name", BASELINES)
+def test_block_around_a_rival(name):
+    attn, mlp = make_attention(name, 16, 2), ConvMlp(16, 32)
+    block = Block(16, attn, mlp)
+    x = torch.randn(2, 5, 6, 16)
+    after = x + attn(block.norm1(x))
+    torch.testing.assert_close(block(x), after + mlp(block.norm2(after)))
 
 
 def test_drop_path_drops_whole_samples_and_keeps_the_mean():

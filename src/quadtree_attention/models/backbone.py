@@ -19,14 +19,21 @@ from functools import partial
 from typing import Any, Literal, get_args
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from quadtree_attention.errors import MissingDependencyError, OptionError, ShapeError
+from quadtree_attention.errors import MissingDependencyError, OptionError
 from quadtree_attention.models.convert import convert_backbone, is_official_backbone
+from quadtree_attention.models.parts.attention import (
+    QUADTREE_OPTIONS,
+    build_attention,
+    options_by_stage,
+)
+from quadtree_attention.models.parts.patches import PatchEmbed, PatchMerging
+from quadtree_attention.models.pvt import convert_pvt_v2, is_pvt_v2
 from quadtree_attention.nn.attention import QuadtreeAttention, ValuePyramid
-from quadtree_attention.nn.block import ConvMlp, DropPath
+from quadtree_attention.nn.baselines import MapAttention
+from quadtree_attention.nn.block import Block, ConvMlp
 from quadtree_attention.nn.value_pyramid import Activation, VisibleNorm
 from quadtree_attention.ops.problem import Variant
 
@@ -45,105 +52,6 @@ _POOLS: dict[str, Callable[[Tensor], Tensor]] = {
     "max": lambda x: x.amax(dim=(2, 3)),
     "": lambda x: x,
 }
-
-
-class PatchEmbed(nn.Module):
-    """Convolution with a stride and a layer norm: an image or map to a map of fewer, wider cells.
-
-    Args:
-        in_chans: Channels in.
-        dim: Channels out.
-        stride: Cells of the input per cell of the result, along both axes.
-        kernel_size: Wider than the stride, the patches overlap.
-    """
-
-    def __init__(
-        self,
-        in_chans: int,
-        dim: int,
-        *,
-        stride: int,
-        kernel_size: int,
-        device: Any = None,
-        dtype: Any = None,
-    ) -> None:
-        super().__init__()
-        dd = {"device": device, "dtype": dtype}
-        self.in_chans = in_chans
-        self.stride = stride
-        self.overlap = kernel_size > stride
-        self.proj = nn.Conv2d(
-            in_chans,
-            dim,
-            kernel_size,
-            stride=stride,
-            padding=kernel_size // 2 if self.overlap else 0,
-            **dd,
-        )
-        self.norm = nn.LayerNorm(dim, eps=1e-5, **dd)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(B, in_chans, H, W) -> (B, C, ceil(H / stride), ceil(W / stride))"""
-        if x.ndim != 4 or x.shape[1] != self.in_chans or 0 in x.shape[2:]:
-            raise ShapeError(
-                f"x must be (batch, {self.in_chans}, y, x) with at least one pixel, got "
-                f"x.shape={tuple(x.shape)}; another number of channels needs in_chans=... "
-                "when the model is built"
-            )
-        if not self.overlap:
-            x = _pad(x, self.stride)
-        return self.norm(self.proj(x).movedim(1, -1)).movedim(-1, 1)
-
-
-class PatchMerging(nn.Module):
-    """Concatenates 2x2 cells, normalises, and maps them to one cell of `dim_out` channels."""
-
-    def __init__(self, dim: int, dim_out: int, *, device: Any = None, dtype: Any = None) -> None:
-        super().__init__()
-        dd = {"device": device, "dtype": dtype}
-        self.norm = nn.LayerNorm(4 * dim, **dd)
-        self.reduction = nn.Linear(4 * dim, dim_out, bias=False, **dd)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(B, C, H, W) -> (B, dim_out, ceil(H / 2), ceil(W / 2))"""
-        x = _pad(x, 2).unflatten(3, (-1, 2)).unflatten(2, (-1, 2))  # (B, C, H/2, 2, W/2, 2)
-        x = x.permute(0, 2, 4, 5, 3, 1).flatten(3)  # Swin's order: x before y before channel
-        return self.reduction(self.norm(x)).movedim(-1, 1)
-
-
-class Block(nn.Module):
-    """Pre-norm transformer block around any attention on maps (B, H, W, C).
-
-    Args:
-        dim: Channels.
-        attn: The attention.
-        mlp: The MLP.
-        norm_eps: Epsilon of the layer norms.
-        drop_path: Rate of stochastic depth on both branches.
-    """
-
-    def __init__(
-        self,
-        dim: int,
-        attn: nn.Module,
-        mlp: nn.Module,
-        *,
-        norm_eps: float,
-        drop_path: float = 0.0,
-        device: Any = None,
-        dtype: Any = None,
-    ) -> None:
-        super().__init__()
-        self.norm1 = nn.LayerNorm(dim, eps=norm_eps, device=device, dtype=dtype)
-        self.attn = attn
-        self.norm2 = nn.LayerNorm(dim, eps=norm_eps, device=device, dtype=dtype)
-        self.mlp = mlp
-        self.drop_path = DropPath(drop_path)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(B, H, W, C) -> (B, H, W, C)"""
-        x = x + self.drop_path(self.attn(self.norm1(x)))
-        return x + self.drop_path(self.mlp(self.norm2(x)))
 
 
 class Stage(nn.Module):
@@ -181,17 +89,21 @@ class PyramidTransformer(nn.Module):
         embed_dims: Channels per stage.
         num_heads: Heads per stage.
         mlp_ratios: Hidden channels of the MLP per channel, per stage.
-        num_levels: Levels of the quadtree, per stage.
         layout: "pvt" or "swin".
-        attention: "quadtree", or the name of a rival in `quadtree_attention.nn.baselines`, which
-            has no use for `variant`, `topk`, `value_pyramid`, `value_act` and `backend`.
-        variant: Variant of quadtree attention, "A" or "B".
-        topk: Cells kept per query cell: one number, or one per stage.
+        attention: "quadtree", or the name of a rival in `quadtree_attention.nn.BASELINES`. PVTv2's
+            "linear_spatial_reduction" brings the ReLU that its MLPs have.
+        attention_options: Options of the rival, such as `{"window_size": 8}`; a list or tuple has
+            one value per stage. Without them spatial reduction has `sr_ratio` (8, 4, 2, 1), and
+            every second block shifts its windows by half of their size (by `shift_size`).
+        num_levels: Levels of the quadtree: one number, or one per stage; None means (4, 3, 2, 1).
+            This and the next five are for quadtree attention only.
+        topk: Cells kept per query cell: one number, or one per stage; None means 8.
+        variant: "A" or "B"; None means "B".
         value_pyramid: "mean" or "conv"; None means "conv" for variant B, "mean" for A.
-        value_act: Activation of a learned value pyramid: "gelu" (classification, the default) or
-            "relu" (detection and segmentation).
+        value_act: Activation of a learned value pyramid: "gelu" (classification; None means this)
+            or "relu" (detection and segmentation).
+        backend: "auto" or the name of a backend; None means "auto".
         lepe: Locally enhanced position encoding; None means variant B of quadtree attention only.
-        backend: Backend of quadtree attention, "auto" or a name.
         drop_rate: Dropout before the classifier.
         proj_drop_rate: Dropout in the blocks.
         drop_path_rate: Stochastic depth of the last block; rises linearly from 0 at the first.
@@ -207,15 +119,16 @@ class PyramidTransformer(nn.Module):
         embed_dims: Sequence[int] = (32, 64, 160, 256),
         num_heads: Sequence[int] = (1, 2, 5, 8),
         mlp_ratios: Sequence[float] = (8, 8, 4, 4),
-        num_levels: Sequence[int] = (4, 3, 2, 1),
         layout: Layout = "pvt",
         attention: str = "quadtree",
-        variant: Variant = "B",
-        topk: int | Sequence[int] = 8,
+        attention_options: Mapping[str, Any] | None = None,
+        num_levels: int | Sequence[int] | None = None,
+        topk: int | Sequence[int] | None = None,
+        variant: Variant | None = None,
         value_pyramid: ValuePyramid | None = None,
         value_act: Activation | None = None,
+        backend: str | None = None,
         lepe: bool | None = None,
-        backend: str = "auto",
         drop_rate: float = 0.0,
         proj_drop_rate: float = 0.0,
         drop_path_rate: float = 0.0,
@@ -223,16 +136,28 @@ class PyramidTransformer(nn.Module):
         dtype: Any = None,
     ) -> None:
         super().__init__()
-        topks = [topk] * len(depths) if isinstance(topk, int) else list(topk)
         per_stage = {
             "depths": depths,
             "embed_dims": embed_dims,
             "num_heads": num_heads,
             "mlp_ratios": mlp_ratios,
-            "num_levels": num_levels,
-            "topk": topks,
         }
         _check_options(per_stage, layout, global_pool)
+        options = options_by_stage(
+            attention,
+            len(depths),
+            quadtree={
+                "num_levels": num_levels,
+                "topk": topk,
+                "variant": variant,
+                "value_pyramid": value_pyramid,
+                "value_act": value_act,
+                "backend": backend,
+            },
+            rival=attention_options or {},
+            lepe=lepe,
+            proj_drop=proj_drop_rate,
+        )
         dd = {"device": device, "dtype": dtype}
         self.in_chans = in_chans
         self.num_classes = num_classes
@@ -244,39 +169,22 @@ class PyramidTransformer(nn.Module):
         )
         self.feature_info: list[dict[str, Any]] = []
         norm_eps = 1e-5 if swin else 1e-6
+        make_mlp = _mlp_maker(layout, attention, drop=proj_drop_rate, **dd)
         last_block = max(1, sum(depths) - 1)
         stages = []
         for i, dim in enumerate(embed_dims):
-            blocks = []
-            for j in range(depths[i]):
-                attn = _attention(
-                    attention,
+            blocks = [
+                Block(
                     dim,
-                    num_heads[i],
-                    block=j,
-                    num_levels=num_levels[i],
-                    topk=topks[i],
-                    variant=variant,
-                    value_pyramid=value_pyramid,
-                    value_act=value_act,
-                    lepe=lepe,
-                    backend=backend,
-                    proj_drop=proj_drop_rate,
-                    dd=dd,
+                    build_attention(attention, dim, num_heads[i], options[i], block=j, **dd),
+                    make_mlp(dim, int(dim * mlp_ratios[i])),
+                    norm_eps=norm_eps,
+                    drop_path=drop_path_rate * (sum(depths[:i]) + j) / last_block,
+                    **dd,
                 )
-                hidden = int(dim * mlp_ratios[i])
-                mlp = (
-                    Mlp(dim, hidden, drop=proj_drop_rate, **dd)
-                    if swin
-                    else ConvMlp(dim, hidden, drop=proj_drop_rate, **dd)
-                )
-                drop_path = drop_path_rate * (sum(depths[:i]) + j) / last_block
-                blocks.append(Block(dim, attn, mlp, norm_eps=norm_eps, drop_path=drop_path, **dd))
-            downsample: nn.Module = nn.Identity()
-            if i > 0 and swin:
-                downsample = PatchMerging(embed_dims[i - 1], dim, **dd)
-            elif i > 0:
-                downsample = PatchEmbed(embed_dims[i - 1], dim, stride=2, kernel_size=3, **dd)
+                for j in range(depths[i])
+            ]
+            downsample = _downsample(layout, embed_dims[i - 1], dim, **dd) if i else nn.Identity()
             closed = not swin or i == len(depths) - 1
             norm = nn.LayerNorm(dim, eps=norm_eps, **dd) if closed else nn.Identity()
             stages.append(Stage(downsample, blocks, norm))
@@ -290,7 +198,7 @@ class PyramidTransformer(nn.Module):
 
     def init_weights(self) -> None:
         """Draws all parameters anew, also those that were built on the meta device."""
-        for module in self.modules():
+        for module in reversed(list(self.modules())):  # those inside a module before it
             _init(module)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -402,54 +310,19 @@ class PyramidTransformer(nn.Module):
         return [i % count for i in wanted]
 
 
-def _attention(
-    name: str,
-    dim: int,
-    num_heads: int,
-    *,
-    block: int,
-    num_levels: int,
-    topk: int,
-    variant: Variant,
-    value_pyramid: ValuePyramid | None,
-    value_act: Activation | None,
-    lepe: bool | None,
-    backend: str,
-    proj_drop: float,
-    dd: Mapping[str, Any],
-) -> nn.Module:
-    """The attention of one block."""
-    if name == "quadtree":
-        return QuadtreeAttention(
-            dim,
-            num_heads,
-            num_levels=num_levels,
-            topk=topk,
-            variant=variant,
-            qkv_bias=True,
-            value_pyramid=value_pyramid or ("conv" if variant == "B" else "mean"),
-            value_act=value_act,
-            lepe=variant == "B" if lepe is None else lepe,
-            proj_drop=proj_drop,
-            backend=backend,
-            **dd,
-        )
-    from quadtree_attention.nn import baselines
-
-    if name not in baselines.BASELINES:
-        known = ", ".join(["quadtree", *baselines.BASELINES])
-        raise OptionError(f"attention must be one of {known}, got {name!r}; choose one of them")
-    options: dict[str, Any] = {"qkv_bias": True, "lepe": bool(lepe), "proj_drop": proj_drop, **dd}
-    if name == "spatial_reduction":
-        options["sr_ratio"] = 2 ** (num_levels - 1)  # down to the quadtree's coarsest level
-    elif name == "window" and block % 2 == 1:
-        options["shift_size"] = 3  # of windows of 7
-    return baselines.make_attention(name, dim, num_heads, **options)
+def _mlp_maker(layout: Layout, attention: str, **options: Any) -> Callable[[int, int], nn.Module]:
+    """Makes MLPs from their channels and hidden channels."""
+    if layout == "swin":
+        return lambda dim, hidden: Mlp(dim, hidden, **options)
+    relu = attention == "linear_spatial_reduction"  # PVTv2-li is both together
+    return lambda dim, hidden: ConvMlp(dim, hidden, extra_relu=relu, **options)
 
 
-def _pad(x: Tensor, multiple: int) -> Tensor:
-    """(B, C, H, W) with zeros below and to the right, up to multiples."""
-    return F.pad(x, (0, -x.shape[3] % multiple, 0, -x.shape[2] % multiple))
+def _downsample(layout: Layout, dim: int, dim_out: int, **dd: Any) -> nn.Module:
+    """From a stage to the next."""
+    if layout == "swin":
+        return PatchMerging(dim, dim_out, **dd)
+    return PatchEmbed(dim, dim_out, stride=2, kernel_size=3, **dd)
 
 
 def _init(module: nn.Module) -> None:
@@ -463,6 +336,8 @@ def _init(module: nn.Module) -> None:
         nn.init.ones_(module.weight)
     elif isinstance(module, QuadtreeAttention) and module.level_logits is not None:
         _normal(module.level_logits, 1.0)
+    elif isinstance(module, MapAttention):
+        module.init_own_weights()
     if isinstance(bias := getattr(module, "bias", None), nn.Parameter):
         nn.init.zeros_(bias)
 
@@ -490,8 +365,10 @@ def _check_pool(global_pool: str) -> None:
 
 
 def checkpoint_filter_fn(state: Mapping[str, Tensor], model: nn.Module) -> Mapping[str, Tensor]:
-    """Lets timm load official weights under their own names, and ours as they are."""
-    return convert_backbone(state) if is_official_backbone(state) else state
+    """Lets timm load official and PVTv2 weights under their own names, and ours as they are."""
+    if is_official_backbone(state):
+        return convert_backbone(state)
+    return convert_pvt_v2(state) if is_pvt_v2(state) else state
 
 
 def _cfg(**options: Any) -> dict[str, Any]:
@@ -532,9 +409,12 @@ default_cfgs = generate_default_cfgs(
 
 
 def _create(name: str, pretrained: bool, options: Mapping[str, Any], /, **kwargs: Any) -> nn.Module:
+    if kwargs.get("attention", "quadtree") != "quadtree":
+        # What a name says of quadtree attention is no choice of who wants another.
+        options = {key: value for key, value in options.items() if key not in QUADTREE_OPTIONS}
     options = {**options, **kwargs}
     # "variant" is also what timm calls the name of a model.
-    build = partial(PyramidTransformer, variant=options.pop("variant", "B"))
+    build = partial(PyramidTransformer, variant=options.pop("variant", None))
     return build_model_with_cfg(
         build,
         name,

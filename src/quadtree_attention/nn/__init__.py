@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quadtree attention as modules."""
+"""Quadtree attention as modules, and the attentions it is compared with."""
 
 from quadtree_attention.nn.attention import QuadtreeAttention
+from quadtree_attention.nn.baselines import BASELINES, make_attention
 from quadtree_attention.nn.block import QuadtreeBlock
 
-__all__ = ["QuadtreeAttention", "QuadtreeBlock"]
+__all__ = ["BASELINES", "QuadtreeAttention", "QuadtreeBlock", "make_attention"]

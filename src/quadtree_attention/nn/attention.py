@@ -9,7 +9,13 @@ from torch import Tensor, nn
 
 from quadtree_attention.errors import OptionError, ShapeError
 from quadtree_attention.nn.position import DepthwiseConv
-from quadtree_attention.nn.value_pyramid import Activation, ValueBranch
+from quadtree_attention.nn.value_pyramid import (
+    Activation,
+    ValueBranch,
+    mean_over_children,
+    to_children,
+    visible_levels,
+)
 from quadtree_attention.ops.attend import attend
 from quadtree_attention.ops.problem import (
     Problem,
@@ -22,7 +28,7 @@ from quadtree_attention.ops.problem import (
     effective_topk,
     needs_grad,
 )
-from quadtree_attention.ops.tree import Tree, grid_of, hide, mean_pyramid, repeat
+from quadtree_attention.ops.tree import Tree, grid_of, hide
 
 ValuePyramid = Literal["mean", "conv"]
 
@@ -136,16 +142,11 @@ class QuadtreeAttention(nn.Module):
         q = self._heads(self.q_proj(x))
         k = self._heads(self.k_proj(context))
         v = self.v_proj(context)
+        values = [v]
         shown: list[Tensor | None] = []
-        levels: list[Tensor] | None = None
         if self.value_pyramid != "mean" or self.lepe:  # plain means are left to the backend
-            shown = key_tree.visible(context_mask, x.shape[0], x.device)
-            levels = self._value_levels(v, key_tree, shown)
-        values = (
-            [v]
-            if levels is None
-            else [key_tree.from_tree(level, i, axis=1) for i, level in enumerate(levels)]
-        )
+            shown = visible_levels(key_tree, context_mask)
+            values = self._value_levels(v, key_tree, shown)
         out, _ = attend(
             self._problem(q, query_tree, key_tree),
             [q],
@@ -159,7 +160,7 @@ class QuadtreeAttention(nn.Module):
         )
         out = out.flatten(-2)  # (B, *grid, C)
         if self.lepe:
-            out = out + self._position(levels, key_tree, shown)
+            out = out + self._position(values, shown)
         return self.proj_drop(self.proj(out))
 
     def extra_repr(self) -> str:
@@ -174,29 +175,27 @@ class QuadtreeAttention(nn.Module):
         return x.unflatten(-1, (self.num_heads, self.dim // self.num_heads))
 
     def _value_levels(self, v: Tensor, tree: Tree, shown: list[Tensor | None]) -> list[Tensor]:
-        """Value maps (B, T_l, C) in tree order, coarse -> fine."""
-        finest = tree.to_tree(v, tree.finest, axis=1)  # (B, T, C)
-        if self.value_pyramid == "mean":
-            means = mean_pyramid(finest[:, None], tree.num_children, shown)
-            return [level[:, 0] for level in means]
-        levels = [finest]
+        """Value maps (B, *grid_at(level), C), coarse -> fine."""
+        levels = [v]
         for i in reversed(range(self.num_levels - 1)):
-            levels.append(self.value_branches[i](levels[-1], shown[i + 1], shown[i]))
+            parents = tree.grid_at(i)
+            if self.value_pyramid == "mean":
+                levels.append(mean_over_children(levels[-1], shown[i + 1], parents))
+            else:
+                branch = self.value_branches[i]
+                levels.append(branch(levels[-1], parents, shown[i + 1], shown[i]))
         return list(reversed(levels))
 
-    def _position(
-        self, levels: list[Tensor] | None, tree: Tree, shown: list[Tensor | None]
-    ) -> Tensor:
+    def _position(self, values: list[Tensor], shown: list[Tensor | None]) -> Tensor:
         """LePE of all levels, merged like their messages: (B, *grid, C)."""
-        assert levels is not None and self.level_logits is not None
+        assert self.level_logits is not None
         weights = self.level_logits.softmax(dim=0)
         total: Tensor | None = None
-        for i, values in enumerate(levels):
-            grid = tree.from_tree(hide(values, shown[i]), i, axis=1)  # (B, *grid_at(i), C)
-            local = tree.to_tree(self.lepe[i](grid), i, axis=1) * weights[i]
-            total = local if total is None else repeat(total, tree.num_children) + local
+        for conv, level, visible, weight in zip(self.lepe, values, shown, weights, strict=True):
+            local = conv(hide(level, visible)) * weight
+            total = local if total is None else to_children(total, level.shape[1:-1]) + local
         assert total is not None
-        return tree.from_tree(total, tree.finest, axis=1)
+        return total
 
     def _problem(self, q: Tensor, query_tree: Tree, key_tree: Tree) -> Problem:
         head_dim = self.dim // self.num_heads

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A transformer block around quadtree attention."""
+"""A transformer block around any attention on maps, and around quadtree attention."""
 
 from typing import Any
 
@@ -65,7 +65,49 @@ class DropPath(nn.Module):
         return f"rate={self.rate}"
 
 
-class QuadtreeBlock(nn.Module):
+class Block(nn.Module):
+    """Pre-norm transformer block around an attention and an MLP, both on maps, channels last.
+
+    Args:
+        dim: Channels.
+        attn: The attention.
+        mlp: The MLP.
+        norm_eps: Epsilon of the layer norms.
+        drop_path: Rate of stochastic depth on both branches.
+
+    Example:
+        >>> import torch
+        >>> from quadtree_attention.nn import make_attention
+        >>> block = Block(64, make_attention("window", 64, 2), ConvMlp(64, 256))
+        >>> block(torch.randn(1, 20, 27, 64)).shape
+        torch.Size([1, 20, 27, 64])
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        attn: nn.Module,
+        mlp: nn.Module,
+        *,
+        norm_eps: float = 1e-6,
+        drop_path: float = 0.0,
+        device: Any = None,
+        dtype: Any = None,
+    ) -> None:
+        super().__init__()
+        self.norm1 = nn.LayerNorm(dim, eps=norm_eps, device=device, dtype=dtype)
+        self.attn = attn
+        self.norm2 = nn.LayerNorm(dim, eps=norm_eps, device=device, dtype=dtype)
+        self.mlp = mlp
+        self.drop_path = DropPath(drop_path)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, *grid, C) -> (B, *grid, C)"""
+        x = x + self.drop_path(self.attn(self.norm1(x)))
+        return x + self.drop_path(self.mlp(self.norm2(x)))
+
+
+class QuadtreeBlock(Block):
     """Pre-norm transformer block: quadtree attention, then an MLP with a convolution inside.
 
     Args:
@@ -99,20 +141,17 @@ class QuadtreeBlock(nn.Module):
         dtype: Any = None,
         **attention: Any,
     ) -> None:
-        super().__init__()
         dd = {"device": device, "dtype": dtype}
-        self.norm1 = nn.LayerNorm(dim, eps=norm_eps, **dd)
-        self.attn = QuadtreeAttention(dim, num_heads, proj_drop=proj_drop, **dd, **attention)
-        self.norm2 = nn.LayerNorm(dim, eps=norm_eps, **dd)
-        self.mlp = ConvMlp(
+        attn = QuadtreeAttention(dim, num_heads, proj_drop=proj_drop, **dd, **attention)
+        mlp = ConvMlp(
             dim,
             int(dim * mlp_ratio),
-            ndim=self.attn.ndim,
+            ndim=attn.ndim,
             extra_relu=extra_relu,
             drop=proj_drop,
             **dd,
         )
-        self.drop_path = DropPath(drop_path)
+        super().__init__(dim, attn, mlp, norm_eps=norm_eps, drop_path=drop_path, **dd)
 
     def forward(
         self,

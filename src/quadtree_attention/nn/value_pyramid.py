@@ -1,20 +1,62 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The learned value pyramid: every coarser value map is a function of the next finer one.
+"""Value pyramids on the grid: every coarser map is a function of the next finer one.
 
-It runs in tree order, where a stride-2 convolution over 2 cells of every axis is a linear map on
-the concatenated children of a cell, whatever the number of axes.
+Maps are (B, *grid, C), and a level has one cell for every 2 cells of each axis of the next finer
+one, rounded up. So every cell of every level covers part of the map, and without a mask all are
+visible, whatever the size.
 """
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quadtree_attention.errors import OptionError
-from quadtree_attention.ops.tree import accumulation_dtype, group, hide
+from quadtree_attention.ops.tree import Tree, accumulation_dtype, hide, is_known
 
 Activation = Literal["gelu", "relu"]
 _ACTIVATIONS: dict[str, type[nn.Module]] = {"gelu": nn.GELU, "relu": nn.ReLU}
+
+
+def by_parent(x: Tensor, parents: Sequence[int]) -> Tensor:
+    """Cells under their parents: (B, *grid, C) -> (B, *parents, F, C), zeros past the edge."""
+    grid, ndim = x.shape[1:-1], len(parents)
+    missing = [2 * above - size for size, above in zip(grid, parents, strict=True)]
+    if not all(is_known(count == 0) for count in missing):
+        x = F.pad(x, [0, 0, *(side for count in reversed(missing) for side in (0, count))])
+    x = x.reshape(x.shape[0], *(side for above in parents for side in (above, 2)), x.shape[-1])
+    outer, inner = range(1, 2 * ndim, 2), range(2, 2 * ndim + 1, 2)
+    return x.permute(0, *outer, *inner, 2 * ndim + 1).flatten(ndim + 1, 2 * ndim)
+
+
+def to_children(x: Tensor, grid: Sequence[int]) -> Tensor:
+    """Hands every cell to its children: (B, *parents, C) -> (B, *grid, C)."""
+    for axis, size in enumerate(grid, start=1):
+        x = x.unsqueeze(axis + 1).expand(*x.shape[: axis + 1], 2, *x.shape[axis + 1 :])
+        x = x.flatten(axis, axis + 1).narrow(axis, 0, size)
+    return x
+
+
+def visible_levels(tree: Tree, mask: Tensor | None) -> list[Tensor | None]:
+    """Which cells of each level may be seen, (B, *grid_at(level)) coarse -> fine; None for all."""
+    levels = [mask]
+    for level in reversed(range(tree.finest)):
+        if mask is not None:
+            mask = by_parent(mask[..., None], tree.grid_at(level)).any(dim=-2)[..., 0]
+        levels.append(mask)
+    return list(reversed(levels))
+
+
+def mean_over_children(x: Tensor, visible: Tensor | None, parents: Sequence[int]) -> Tensor:
+    """Mean over the visible children of every cell: (B, *grid, C) -> (B, *parents, C)."""
+    if visible is None:
+        visible = x.new_ones(1, *x.shape[1:-1], dtype=torch.bool)
+    total = by_parent(hide(x, visible.expand(x.shape[:-1])), parents)
+    total = total.sum(dim=-2, dtype=accumulation_dtype(x.dtype))
+    count = by_parent(visible[..., None], parents).sum(dim=-2).clamp(min=1)
+    return (total / count).to(x.dtype)
 
 
 class VisibleNorm(nn.Module):
@@ -34,15 +76,16 @@ class VisibleNorm(nn.Module):
         self.bias = nn.Parameter(torch.zeros(dim, device=device, dtype=dtype))
 
     def forward(self, x: Tensor, visible: Tensor | None) -> Tensor:
-        """(B, T, C) with (B, T) bool or None -> (B, T, C)"""
+        """(B, *grid, C) with (B, *grid) bool or None -> (B, *grid, C)"""
         wide = x.to(accumulation_dtype(x.dtype))
+        axes = tuple(range(1, x.ndim))
         if visible is None:
-            variance, mean = torch.var_mean(wide, dim=(1, 2), correction=0, keepdim=True)
+            variance, mean = torch.var_mean(wide, dim=axes, correction=0, keepdim=True)
         else:
             shown = visible[..., None]
-            count = (shown.sum(dim=1, keepdim=True) * x.shape[2]).clamp(min=1)
-            mean = torch.where(shown, wide, 0).sum(dim=(1, 2), keepdim=True) / count
-            variance = torch.where(shown, wide - mean, 0).square().sum(dim=(1, 2), keepdim=True)
+            count = (shown.sum(dim=axes, keepdim=True) * x.shape[-1]).clamp(min=1)
+            mean = torch.where(shown, wide, 0).sum(dim=axes, keepdim=True) / count
+            variance = torch.where(shown, wide - mean, 0).square().sum(dim=axes, keepdim=True)
             variance = variance / count
         normed = (wide - mean) * (variance + self.eps).rsqrt()
         return (normed * self.weight + self.bias).to(x.dtype)
@@ -74,16 +117,21 @@ class ValueBranch(nn.Module):
                 f"value_act must be one of {', '.join(_ACTIVATIONS)}, got {activation!r}; "
                 "classification uses gelu, detection and segmentation use relu"
             )
-        self.num_children = num_children
         self.norm1 = VisibleNorm(dim, device=device, dtype=dtype)
         self.reduce = nn.Linear(num_children * dim, dim, device=device, dtype=dtype)
         self.norm2 = VisibleNorm(dim, device=device, dtype=dtype)
         self.mix = nn.Linear(dim, dim, device=device, dtype=dtype)
         self.act = _ACTIVATIONS[activation]()
 
-    def forward(self, x: Tensor, visible: Tensor | None, visible_above: Tensor | None) -> Tensor:
-        """(B, T, C) -> (B, T/F, C); the masks are those of x and of the result."""
+    def forward(
+        self,
+        x: Tensor,
+        parents: Sequence[int],
+        visible: Tensor | None,
+        visible_above: Tensor | None,
+    ) -> Tensor:
+        """(B, *grid, C) -> (B, *parents, C); the masks are those of x and of the result."""
         x = hide(self.act(self.norm1(x, visible)), visible)
-        x = self.reduce(group(x, self.num_children, axis=1).flatten(2))
+        x = self.reduce(by_parent(x, parents).flatten(-2))
         x = self.mix(self.act(self.norm2(x, visible_above)))
         return hide(x, visible_above)

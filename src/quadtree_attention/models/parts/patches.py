@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Steps from a map to one of fewer, wider cells."""
+
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from quadtree_attention.errors import ShapeError
+
+
+class PatchEmbed(nn.Module):
+    """Convolution with a stride and a layer norm: an image or map to a map of fewer, wider cells.
+
+    Args:
+        in_chans: Channels in.
+        dim: Channels out.
+        stride: Cells of the input per cell of the result, along both axes.
+        kernel_size: Wider than the stride, the patches overlap.
+    """
+
+    def __init__(
+        self,
+        in_chans: int,
+        dim: int,
+        *,
+        stride: int,
+        kernel_size: int,
+        device: Any = None,
+        dtype: Any = None,
+    ) -> None:
+        super().__init__()
+        dd = {"device": device, "dtype": dtype}
+        self.in_chans = in_chans
+        self.stride = stride
+        self.overlap = kernel_size > stride
+        self.proj = nn.Conv2d(
+            in_chans,
+            dim,
+            kernel_size,
+            stride=stride,
+            padding=kernel_size // 2 if self.overlap else 0,
+            **dd,
+        )
+        self.norm = nn.LayerNorm(dim, eps=1e-5, **dd)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, in_chans, H, W) -> (B, C, ceil(H / stride), ceil(W / stride))"""
+        if x.ndim != 4 or x.shape[1] != self.in_chans or 0 in x.shape[2:]:
+            raise ShapeError(
+                f"x must be (batch, {self.in_chans}, y, x) with at least one pixel, got "
+                f"x.shape={tuple(x.shape)}; another number of channels needs in_chans=... "
+                "when the model is built"
+            )
+        if not self.overlap:
+            x = _pad(x, self.stride)
+        return self.norm(self.proj(x).movedim(1, -1)).movedim(-1, 1)
+
+
+class PatchMerging(nn.Module):
+    """Concatenates 2x2 cells, normalises, and maps them to one cell of `dim_out` channels."""
+
+    def __init__(self, dim: int, dim_out: int, *, device: Any = None, dtype: Any = None) -> None:
+        super().__init__()
+        dd = {"device": device, "dtype": dtype}
+        self.norm = nn.LayerNorm(4 * dim, **dd)
+        self.reduction = nn.Linear(4 * dim, dim_out, bias=False, **dd)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, C, H, W) -> (B, dim_out, ceil(H / 2), ceil(W / 2))"""
+        x = _pad(x, 2).unflatten(3, (-1, 2)).unflatten(2, (-1, 2))  # (B, C, H/2, 2, W/2, 2)
+        x = x.permute(0, 2, 4, 5, 3, 1).flatten(3)  # Swin's order: x before y before channel
+        return self.reduction(self.norm(x)).movedim(-1, 1)
+
+
+def _pad(x: Tensor, multiple: int) -> Tensor:
+    """(B, C, H, W) with zeros below and to the right, up to multiples."""
+    return F.pad(x, (0, -x.shape[3] % multiple, 0, -x.shape[2] % multiple))

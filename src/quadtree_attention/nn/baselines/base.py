@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the attentions quadtree attention is compared with share."""
+
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from quadtree_attention.errors import OptionError, ShapeError
+from quadtree_attention.nn.position import DepthwiseConv
+
+
+class MapAttention(nn.Module):
+    """What the baselines share. Subclasses define `attend`.
+
+    Args:
+        dim: Channels; a multiple of `num_heads`.
+        num_heads: Heads.
+        lepe: Add a depthwise convolution of the value map to the result, before the projection.
+        attn_drop: Dropout on the attention weights.
+        proj_drop: Dropout after the output projection.
+    """
+
+    lepe: DepthwiseConv | None
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int = 8,
+        *,
+        lepe: bool = False,
+        attn_drop: float = 0.0,
+        proj_drop: float = 0.0,
+        device: Any = None,
+        dtype: Any = None,
+    ) -> None:
+        super().__init__()
+        if num_heads < 1 or dim < 1 or dim % num_heads:
+            raise OptionError(
+                f"dim must be a positive multiple of num_heads, got {dim=}, {num_heads=}; "
+                "change one of them"
+            )
+        self.dim = dim
+        self.num_heads = num_heads
+        self.lepe = DepthwiseConv(dim, device=device, dtype=dtype) if lepe else None
+        self.attn_drop = nn.Dropout(attn_drop)
+        self.proj = nn.Linear(dim, dim, device=device, dtype=dtype)
+        self.proj_drop = nn.Dropout(proj_drop)
+
+    def attend(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """(B, H, W, C) -> the attended values and the value map, both (B, H, W, C)."""
+        raise NotImplementedError
+
+    def init_own_weights(self) -> None:
+        """Draws the parameters that no layer inside draws by its kind, or that are to differ.
+
+        A model that initialises by kinds of layers calls it after the layers inside.
+        """
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, H, W, C) -> (B, H, W, C)"""
+        if x.ndim != 4 or x.shape[-1] != self.dim or 0 in x.shape[1:]:
+            raise ShapeError(
+                f"x must be (batch, *, *, {self.dim}), channels last, with at least one cell, "
+                f"got x.shape={tuple(x.shape)}; "
+                "images in (batch, channels, y, x) need x.permute(0, 2, 3, 1)"
+            )
+        out, v = self.attend(x)
+        if self.lepe is not None:
+            out = out + self.lepe(v)
+        return self.proj_drop(self.proj(out))
+
+    def extra_repr(self) -> str:
+        return f"dim={self.dim}, num_heads={self.num_heads}"
+
+    def split_heads(self, x: Tensor) -> Tensor:
+        """(B, *cells, C) -> (B, N, T, D)"""
+        heads = x.unflatten(-1, (self.num_heads, self.dim // self.num_heads))
+        return heads.flatten(1, -3).transpose(1, 2)
+
+    def merge_heads(self, x: Tensor, like: Tensor) -> Tensor:
+        """(B, N, T, D) -> (B, H, W, C), the shape of `like`."""
+        return x.transpose(1, 2).reshape(like.shape)
+
+    def sdpa(self, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None) -> Tensor:
+        dropout = self.attn_drop.p if self.training else 0.0
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=attn_mask, dropout_p=dropout)
+
+
+class QKVAttention(MapAttention):
+    """Queries, keys and values of every cell from one projection."""
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int = 8,
+        *,
+        qkv_bias: bool = False,
+        device: Any = None,
+        dtype: Any = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(dim, num_heads, device=device, dtype=dtype, **options)
+        self.qkv = nn.Linear(dim, 3 * dim, bias=qkv_bias, device=device, dtype=dtype)
+
+
+def check_at_least(name: str, value: int, least: int, hint: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise OptionError(
+            f"{name} must be an integer of at least {least}, got {name}={value!r}; {hint}"
+        )
