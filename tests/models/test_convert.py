@@ -1,14 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Official modules, loaded by name, give the official numbers."""
+"""Official modules, loaded by name, give the official numbers; what names and shapes tell."""
+
+import json
+from pathlib import Path
 
 import pytest
 import torch
 
 from quadtree_attention import CheckpointError, QuadtreeAttention, QuadtreeBlock
-from quadtree_attention.models.convert import convert_attention
+from quadtree_attention.models.convert import (
+    check_fit,
+    convert_attention,
+    convert_backbone,
+    infer_name,
+    infer_options,
+    is_official_backbone,
+    split_backbone,
+)
 from tests.conftest import Golden, golden_files
-
-pytestmark = pytest.mark.usefixtures("each_backend")
 
 FILES = golden_files("modules/*_attn_*.npz", "modules/*_block_*.npz")
 
@@ -36,6 +45,7 @@ def build(golden: Golden, dtype: torch.dtype) -> torch.nn.Module:
     return module
 
 
+@pytest.mark.usefixtures("each_backend")
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("path", FILES)
 def test_official_module(path, dtype):
@@ -74,3 +84,96 @@ def test_unknown_names_are_refused():
     state = {"q_proj.weight": torch.zeros(4, 4, 1, 1), "head.weight": torch.zeros(2, 4)}
     with pytest.raises(CheckpointError, match=r"1 tensors are not part .*: head\.weight; pass"):
         convert_attention(state)
+
+
+# ---- whole backbones
+
+
+def official(path: Path) -> dict[str, torch.Tensor]:
+    shapes = json.loads(path.read_text())["state_dict"]
+    return {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+
+
+@pytest.mark.parametrize(
+    "path", golden_files(*(f"manifests/{task}_*.json" for task in ("class*", "detec*", "segm*")))
+)
+def test_name_and_options_of_every_manifest(path):
+    task, letter, size = path.stem.replace("quadtreeA", "a").replace("quadtree", "b").split("_")
+    state = convert_backbone(official(path))
+    assert infer_name(state) == f"quadtree_{letter}_{size}"
+    classifies = task == "classification"
+    expected = {"num_classes": 1000, "topk": 8} if classifies else {"num_classes": 0, "topk": 32}
+    if letter == "b":
+        expected["value_act"] = "gelu" if classifies else "relu"
+    assert infer_options(state) == expected
+
+
+@pytest.mark.parametrize("letter", ["a", "b"])
+@pytest.mark.parametrize("size", ["b0", "b1", "b2", "b3", "b4"])
+def test_name_of_every_registered_model(letter, size):
+    timm = pytest.importorskip("timm", reason="the backbones need timm (extra 'models')")
+    name = f"quadtree_{letter}_{size}"
+    assert infer_name(timm.create_model(name, device="meta").state_dict()) == name
+
+
+@pytest.mark.parametrize("path", golden_files("manifests/detection_quadtree_b0.json"))
+def test_name_in_spite_of_damage(path):
+    state = convert_backbone(official(path))
+    del state["stages.0.blocks.0.norm1.weight"], state["patch_embed.proj.weight"]
+    state["stages.1.blocks.1.norm2.weight"] = torch.zeros(7)
+    assert infer_name(state) == "quadtree_b_b0"
+
+
+def test_size_that_is_not_official():
+    state = {
+        f"stages.{i}.blocks.{j}.norm1.weight": torch.zeros(8 * (i + 1))
+        for i in range(3)
+        for j in range(2)
+    }
+    message = (
+        r"has the blocks \(2, 2, 2\) and channels \(8, 16, 24\) per stage; "
+        r"known are b0 \(2, 2, 2, 2\) x \(32, 64, 160, 256\), b1"
+    )
+    with pytest.raises(CheckpointError, match=message):
+        infer_name(state)
+    with pytest.raises(CheckpointError, match=r"blocks \(\) and channels \(\) per stage"):
+        infer_name({})
+
+
+def test_classifier_with_one_tensor_missing_still_counts():
+    assert infer_options({"head.bias": torch.zeros(7)}) == {"num_classes": 7, "topk": 8}
+    assert infer_options({"head.weight": torch.tensor(1.0)})["num_classes"] == 1
+
+
+def test_split_backbone():
+    x, y, z = (torch.full((), i) for i in range(3))
+    inside = {"backbone.patch_embed1.norm.bias": x, "neck.a": y, "ema_backbone_norm": z}
+    assert is_official_backbone(inside)
+    assert split_backbone(inside) == (
+        {"patch_embed1.norm.bias": x},
+        ["neck.a", "ema_backbone_norm"],
+    )
+    alone = {"patch_embed1.norm.bias": x, "neck.a": y}
+    assert split_backbone(alone) == (alone, [])
+    with pytest.raises(CheckpointError, match=r"1 tensors are not part .*: neck\.a; pass"):
+        convert_backbone(alone)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("q_proj.weight", (4,)),
+        ("q_proj.weight", (4, 1, 2, 2)),  # the right number of elements
+        ("value_branchs.0.2.weight", (4,)),
+        ("value_branchs.0.2.weight", (4, 16, 1, 1)),
+    ],
+)
+def test_layers_of_another_shape_are_named(name, shape):
+    module = QuadtreeAttention(4, 1, num_levels=2, qkv_bias=True, value_pyramid="conv", lepe=True)
+    state = module.state_dict()
+    (ours,) = convert_attention({name: torch.zeros(shape)}).items()
+    ours_name = {"q_proj.weight": "q_proj.weight"}.get(name, "value_branches.0.reduce.weight")
+    assert ours[0] == ours_name
+    with pytest.raises(CheckpointError) as caught:
+        check_fit(module, {**state, ours[0]: ours[1]})
+    assert f"1 mismatched: {ours_name} is {shape}, must be " in str(caught.value)

@@ -4,6 +4,7 @@
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -23,6 +24,20 @@ Examples:
   quadtree info --plan --grid 200x336 --heads 1 --levels 4 --topk 32
   quadtree info --grid 60x80 --key-grid 45x100 --topk 32,16 --device cuda
   quadtree info --plan --json --grid 4096 --levels 6 --topk 8 --variant A
+"""
+
+CONVERT_HELP = """Turn an official backbone checkpoint into weights for this package.
+
+Reads classification, detection and segmentation checkpoints, also whole detectors and segmenters,
+of which it takes the backbone. Code in the file is never run, and every tensor of the backbone is
+accounted for. Writes OUT.safetensors, and beside it OUT.json, which says what it is.
+
+\b
+Examples:
+  quadtree convert quadtree_b2.pth -o b2.safetensors
+  quadtree convert retinanet.pth -o b1_det.safetensors --json
+  quadtree convert mine.pth -o mine.safetensors --model quadtree_b_b2 --act gelu --topk 16
+  quadtree convert quadtree_b2.pth -o b2_features.safetensors --num-classes 0 --force
 """
 
 app = typer.Typer(
@@ -92,5 +107,52 @@ def info(
                 batch=batch,
             ),
             with_plan=plan,
+            as_json=json,
+        )
+
+
+@app.command(help=CONVERT_HELP)
+def convert(
+    checkpoint: Annotated[
+        Path,
+        typer.Argument(metavar="CHECKPOINT", help="Official .pth, .pt or .safetensors file."),
+    ],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="Weights to write, a .safetensors file.")
+    ],
+    model: Annotated[
+        str | None,
+        typer.Option(help="Name of the model, checked.", show_default="by its tensors"),
+    ] = None,
+    act: Annotated[
+        str | None,
+        typer.Option(
+            help="Activation of the value branches, gelu or relu.",
+            show_default="gelu with a classifier, else relu",
+        ),
+    ] = None,
+    topk: Annotated[
+        int | None,
+        typer.Option(help="Cells kept per query.", show_default="8 with a classifier, else 32"),
+    ] = None,
+    num_classes: Annotated[
+        str, typer.Option(help="auto, or 0 to leave out the classifier.")
+    ] = "auto",
+    force: Annotated[bool, typer.Option("--force", help="Overwrite files that are there.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print the card as JSON.")] = False,
+) -> None:
+    with mistakes_on_one_line():
+        from quadtree_attention.cli.convert import Request, run
+
+        run(
+            Request(
+                checkpoint=checkpoint,
+                output=output,
+                model=model,
+                act=act,
+                topk=topk,
+                num_classes=num_classes,
+                force=force,
+            ),
             as_json=json,
         )

@@ -7,7 +7,9 @@ here, because our maps are channels last and in tree order.
 """
 
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -20,14 +22,15 @@ def _same(x: Tensor) -> Tensor:
     return x
 
 
+# Another shape than that of the official layer stays as it is, for `check_fit` to name.
 def _pointwise(x: Tensor) -> Tensor:
     """1x1 convolution (O, I, 1, 1) -> linear (O, I)"""
-    return x.flatten(1)
+    return x.flatten(1) if x.shape[2:] == (1, 1) else x
 
 
 def _children(x: Tensor) -> Tensor:
     """2x2 convolution of stride 2 (O, I, y, x) -> linear on children in tree order (O, y*x*I)"""
-    return x.permute(0, 2, 3, 1).flatten(1)
+    return x.permute(0, 2, 3, 1).flatten(1) if x.shape[2:] == (2, 2) else x
 
 
 # Every official name of an attention module or block, and what it becomes. {level} is the level
@@ -81,12 +84,26 @@ def is_official_backbone(state: Mapping[str, Tensor]) -> bool:
     return any(name.removeprefix("backbone.").startswith("patch_embed1.") for name in state)
 
 
+def split_backbone(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
+    """The tensors of the backbone, and the names of those around it.
+
+    Full detectors and segmenters have their backbone under `backbone.`; without such names, all
+    tensors are taken to be the backbone's.
+    """
+    inside = {
+        name.removeprefix("backbone."): tensor
+        for name, tensor in state.items()
+        if name.startswith("backbone.")
+    }
+    if not inside:
+        return dict(state), []
+    return inside, [name for name in state if not name.startswith("backbone.")]
+
+
 def convert_backbone(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Tensors of an official classification, detection or segmentation backbone, as ours.
 
     Where names start with `backbone.`, as in full detectors and segmenters, only those are taken.
-    The activation of the value branches and K leave no trace in the tensors: classification used
-    GELU and 8, detection and segmentation ReLU and 32.
 
     Args:
         state: Official state dict.
@@ -94,12 +111,7 @@ def convert_backbone(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     Raises:
         CheckpointError: A name is not one of an official backbone.
     """
-    if any(name.startswith("backbone.") for name in state):
-        state = {
-            name.removeprefix("backbone."): tensor
-            for name, tensor in state.items()
-            if name.startswith("backbone.")
-        }
+    state, _ = split_backbone(state)
     converted: dict[str, Tensor] = {}
     unknown: list[str] = []
     blocks: dict[tuple[str, str], dict[str, Tensor]] = {}
@@ -121,6 +133,64 @@ def convert_backbone(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
             "pass the state dict of one, such as the entry 'model' or 'state_dict' of its file"
         )
     return converted
+
+
+_NARROW, _WIDE = (32, 64, 160, 256), (64, 128, 320, 512)
+_OFFICIAL_SIZES = {  # by blocks and channels per stage
+    ((2, 2, 2, 2), _NARROW): "b0",
+    ((2, 2, 2, 2), _WIDE): "b1",
+    ((3, 4, 6, 3), _WIDE): "b2",
+    ((3, 4, 18, 3), _WIDE): "b3",
+    ((3, 8, 27, 3), _WIDE): "b4",
+}
+_BLOCK_NORM = re.compile(r"stages\.(\d+)\.blocks\.(\d+)\.norm[12]\.(weight|bias)")
+
+
+def infer_name(state: Mapping[str, Tensor]) -> str:
+    """Name of the model that tensors from `convert_backbone` belong to.
+
+    A tensor that is missing or of a wrong shape does not mislead it: the depths are read off the
+    block numbers, the widths off the norms of all blocks.
+
+    Raises:
+        CheckpointError: No official backbone has these depths and widths.
+    """
+    depths: dict[int, int] = {}
+    widths: dict[int, Counter[int]] = {}
+    for name, tensor in state.items():
+        if match := _BLOCK_NORM.fullmatch(name):
+            stage, block = int(match[1]), int(match[2])
+            depths[stage] = max(depths.get(stage, 0), block + 1)
+            widths.setdefault(stage, Counter())[tensor.numel()] += 1
+    shape = (
+        tuple(depths[stage] for stage in sorted(depths)),
+        tuple(widths[stage].most_common(1)[0][0] for stage in sorted(widths)),
+    )
+    if shape not in _OFFICIAL_SIZES:
+        known = ", ".join(f"{size} {d} x {w}" for (d, w), size in _OFFICIAL_SIZES.items())
+        raise CheckpointError(
+            f"no official backbone has the blocks {shape[0]} and channels {shape[1]} per stage; "
+            f"known are {known}; name the model to see which tensors do not fit it"
+        )
+    letter = "b" if any(name.endswith(".level_logits") for name in state) else "a"
+    return f"quadtree_{letter}_{_OFFICIAL_SIZES[shape]}"
+
+
+def infer_options(state: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Options that rebuild the model that tensors from `convert_backbone` belong to.
+
+    `num_classes` is the size of the classifier. The activation of the value branches and K leave
+    no trace in the tensors: classification used GELU and 8, detection and segmentation, which
+    have no classifier, ReLU and 32. Variant A has no value branches and gets no `value_act`.
+    """
+    head = [tensor for name, tensor in state.items() if name.startswith("head.")]
+    options: dict[str, Any] = {
+        "num_classes": head[0].shape[:1].numel() if head else 0,
+        "topk": 8 if head else 32,
+    }
+    if any(".value_branches." in name for name in state):
+        options["value_act"] = "gelu" if head else "relu"
+    return options
 
 
 def load_official(model: nn.Module, state: Mapping[str, Tensor]) -> None:

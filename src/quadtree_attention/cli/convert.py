@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`quadtree convert`: official checkpoints to weights of our models."""
+
+import json
+import os
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from quadtree_attention.errors import CheckpointError, OptionError
+from quadtree_attention.models.convert import (
+    check_fit,
+    convert_backbone,
+    infer_name,
+    infer_options,
+    is_official_backbone,
+    split_backbone,
+)
+from quadtree_attention.models.weights import (
+    build_model,
+    card_path,
+    check_target,
+    file_sha256,
+    read_checkpoint,
+    save_weights,
+)
+
+LICENCE = "of the source checkpoint; see its authors"
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is to be converted, as it was typed."""
+
+    checkpoint: Path
+    output: Path
+    model: str | None = None
+    act: str | None = None
+    topk: int | None = None
+    num_classes: str = "auto"
+    force: bool = False
+
+    def command(self) -> str:
+        """The command line, without the folders of this machine."""
+        options = {"--model": self.model, "--act": self.act, "--topk": self.topk}
+        if self.num_classes != "auto":
+            options["--num-classes"] = self.num_classes
+        words = ["quadtree", "convert", self.checkpoint.name, "-o", self.output.name]
+        for name, value in options.items():
+            words += [] if value is None else [name, str(value)]
+        return shlex.join(words + ["--force"] * self.force)
+
+
+@dataclass(frozen=True)
+class Converted:
+    """Tensors of one of our models, and what became of the rest of the checkpoint."""
+
+    model: str
+    kwargs: dict[str, Any]
+    tensors: dict[str, Tensor]
+    parameters: int
+    left_out: list[str]
+    has_classifier: bool
+
+
+def run(request: Request, *, as_json: bool) -> None:
+    # Before the slow part: what would stop the writing at its end.
+    check_target(request.output, overwrite=request.force)
+    state = read_checkpoint(request.checkpoint)
+    if request.output.exists() and os.path.samefile(request.checkpoint, request.output):
+        raise OptionError(f"-o must not be the checkpoint itself, got {str(request.output)!r}")
+    converted = convert(state, request)
+    card = save_weights(
+        request.output, converted.tensors, _card(converted, request), overwrite=request.force
+    )
+    print(json.dumps(card, indent=2) if as_json else as_text(converted, request))
+
+
+def convert(state: Mapping[str, Tensor], request: Request) -> Converted:
+    """The official tensors as those of our model, all checked against it."""
+    if not is_official_backbone(state):
+        raise CheckpointError(
+            f"{request.checkpoint} has no tensors of an official backbone, such as "
+            f"patch_embed1.proj.weight; it has {', '.join([*state][:3])} and so on, {len(state)} "
+            "in all; give a classification, detection or segmentation checkpoint"
+        )
+    backbone, left_out = split_backbone(state)
+    tensors = convert_backbone(backbone)
+    name = infer_name(tensors) if request.model is None else request.model
+    options = infer_options(tensors)
+    has_classifier = options["num_classes"] > 0
+    given = _given(request)
+    options |= given
+    if options["num_classes"] == 0:
+        left_out += [key for key in tensors if key.startswith("head.")]
+        tensors = {key: x for key, x in tensors.items() if not key.startswith("head.")}
+    # Without what is only assumed, so that another variant is told by its tensors.
+    model = build_model(name, device="meta", **{**given, "num_classes": options["num_classes"]})
+    check_fit(model, tensors)
+    parameters = sum(p.numel() for p in model.parameters())
+    return Converted(name, options, tensors, parameters, left_out, has_classifier)
+
+
+def _given(request: Request) -> dict[str, Any]:
+    """Options of the model that were typed."""
+    if not re.fullmatch(r"auto|\d{1,9}", request.num_classes):
+        raise OptionError(
+            f"--num-classes must be auto or a number, got {request.num_classes!r}; "
+            "0 leaves out the classifier"
+        )
+    given = {
+        "num_classes": None if request.num_classes == "auto" else int(request.num_classes),
+        "topk": request.topk,
+        "value_act": request.act,
+    }
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def _card(converted: Converted, request: Request) -> dict[str, Any]:
+    return {
+        "model": converted.model,
+        "kwargs": converted.kwargs,
+        "parameters": converted.parameters,
+        "source": {
+            "file": request.checkpoint.name,
+            "sha256": file_sha256(request.checkpoint),
+            "tensors_left_out": len(converted.left_out),
+        },
+        "command": request.command(),
+        "licence": LICENCE,
+    }
+
+
+def as_text(converted: Converted, request: Request) -> str:
+    kwargs = converted.kwargs
+    known = "" if request.model else ", by its blocks and channels"
+    rows = {
+        "model": converted.model + known,
+        "parameters": f"{converted.parameters:,} in {len(converted.tensors)} tensors",
+        "num_classes": str(kwargs["num_classes"] or "0, no classifier"),
+        "topk": f"{kwargs['topk']}, {_why(converted, request.topk, '--topk')}",
+    }
+    if "value_act" in kwargs:
+        rows["value_act"] = f"{kwargs['value_act']}, {_why(converted, request.act, '--act')}"
+    rows["left out"] = _left_out(converted.left_out)
+    rows["written"] = f"{request.output} and {card_path(request.output).name}"
+    lines = [f"{name:11}  {value}" for name, value in rows.items()]
+    return "\n".join([*lines, "", *_usage(converted, request.output)])
+
+
+def _why(converted: Converted, given: object, option: str) -> str:
+    if given is not None:
+        return f"as given by {option}"
+    kind = "with" if converted.has_classifier else "without"
+    return f"as for checkpoints {kind} a classifier; the tensors do not tell, {option} changes it"
+
+
+def _left_out(names: Sequence[str]) -> str:
+    if not names:
+        return "nothing"
+    parts = dict.fromkeys(name.split(".")[0] for name in names)
+    return f"{len(names)} tensors of {', '.join(parts)}"
+
+
+def _usage(converted: Converted, output: Path) -> list[str]:
+    result = "logits = model(images)"
+    if not converted.kwargs["num_classes"]:
+        result = "maps = model.forward_intermediates(images, intermediates_only=True)"
+    return [
+        "from quadtree_attention.models.weights import load_model",
+        f"model = load_model({str(output)!r}).eval()",
+        f"{result}  # images: (batch, 3, y, x)",
+    ]

@@ -1,0 +1,353 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`quadtree convert`: official checkpoints in, weights and a card out, mistakes on one line."""
+
+import argparse
+import hashlib
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+import quadtree_attention
+from quadtree_attention.models.convert import convert_backbone, load_official
+from tests.cli.test_info import command
+from tests.conftest import GOLDEN, Golden, golden_files
+from tests.models.test_backbone import golden_image, recipe_state
+
+timm = pytest.importorskip("timm", reason="the command needs timm")
+typer_testing = pytest.importorskip("typer.testing", reason="the command needs typer")
+
+from quadtree_attention.cli.main import app  # noqa: E402
+from quadtree_attention.models.weights import load_model, read_card, read_checkpoint  # noqa: E402
+
+pytestmark = [
+    pytest.mark.usefixtures("only_reference"),
+    pytest.mark.skipif(
+        not GOLDEN.is_dir(), reason="golden files are not at ../shared/golden beside the checkout"
+    ),
+]
+
+PARAMETERS = 3_589_468  # of the classifier b0, from its manifest
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def classifier() -> dict[str, torch.Tensor]:
+    return recipe_state("classification_quadtree_b0")
+
+
+@pytest.fixture(scope="module")
+def detector() -> dict[str, torch.Tensor]:
+    return recipe_state("detection_quadtree_b0")
+
+
+def run(*options: str):
+    return typer_testing.CliRunner().invoke(app, ["convert", *options], prog_name="quadtree")
+
+
+def converted(state: object, *options: str) -> str:
+    """What converting prints; the result is out.safetensors."""
+    torch.save(state, "official.pth")
+    result = run("official.pth", "-o", "out.safetensors", *options)
+    assert (result.exit_code, result.stderr) == (0, ""), result.stderr
+    return result.stdout
+
+
+def refused(*options: str) -> str:
+    """The one line that says why not; no file appears."""
+    before = sorted(os.listdir())
+    result = run(*options)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.startswith("quadtree: ") and result.stderr.count("\n") == 1
+    assert sorted(os.listdir()) == before
+    return result.stderr
+
+
+def holds(path: str, expected: dict[str, torch.Tensor]) -> bool:
+    got = read_checkpoint(path)
+    return got.keys() == expected.keys() and all(torch.equal(got[k], expected[k]) for k in got)
+
+
+def row(text: str, name: str) -> str:
+    (line,) = (line for line in text.splitlines() if line.startswith(f"{name:11}  "))
+    return line.removeprefix(name).strip()
+
+
+# ---- in a process
+
+
+def test_in_a_process(tmp_path, classifier):
+    torch.save({"model": classifier, "args": argparse.Namespace(lr=1.0)}, "official.pth")
+    source = hashlib.sha256(Path("official.pth").read_bytes()).hexdigest()
+    done = command(
+        "convert", str(tmp_path / "official.pth"), "-o", str(tmp_path / "b0.safetensors"), "--json"
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    card = json.loads(done.stdout)
+    assert card == read_card("b0.safetensors") == json.loads(Path("b0.json").read_text())
+    assert card == {
+        "model": "quadtree_b_b0",
+        "kwargs": {"num_classes": 1000, "topk": 8, "value_act": "gelu"},
+        "parameters": PARAMETERS,
+        "source": {"file": "official.pth", "sha256": source, "tensors_left_out": 0},
+        "command": "quadtree convert official.pth -o b0.safetensors",
+        "licence": "of the source checkpoint; see its authors",
+        "tensors": 314,
+        "sha256": hashlib.sha256(Path("b0.safetensors").read_bytes()).hexdigest(),
+        "version": quadtree_attention.__version__,
+    }
+    assert str(tmp_path) not in Path("b0.json").read_text()
+    assert holds("b0.safetensors", convert_backbone(classifier))
+
+
+def test_mistake_in_a_process(tmp_path):
+    Path("text.pth").write_text("hello, this is no checkpoint\n")
+    done = command("convert", str(tmp_path / "text.pth"), "-o", str(tmp_path / "x.safetensors"))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == (
+        f"quadtree: {tmp_path}/text.pth is not a checkpoint, or a damaged one: it cannot be read "
+        "as a file of torch.save; get it again, and compare its size or checksum with that of the "
+        "source\n"
+    )
+
+
+# ---- what comes out
+
+
+@pytest.mark.parametrize("path", golden_files("models/cls_quadtree_b0.npz"))
+def test_official_numbers_of_a_classifier(path, classifier):
+    converted({"model": classifier})
+    golden, case = Golden(path), Golden(path).meta["cases"]["224"]
+    model = load_model("out.safetensors", dtype=torch.float64).eval()
+    with torch.no_grad():
+        logits = model(golden_image(case).double())
+    expected = golden.tensor("224:logits_f64", torch.float64)
+    torch.testing.assert_close(logits, expected, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("path", golden_files("models/det_quadtree_b0_256x320.npz"))
+def test_official_numbers_of_a_detector(path, detector):
+    """K and the activation leave no trace in the tensors; the defaults must be right."""
+    converted({"state_dict": {f"backbone.{name}": x for name, x in detector.items()}})
+    golden = Golden(path)
+    model = load_model("out.safetensors", dtype=torch.float64).eval()
+    with torch.no_grad():
+        *_, last = model.forward_intermediates(
+            golden_image(golden.meta).double(), intermediates_only=True
+        )
+    expected = golden.tensor("map4_f64", torch.float64)
+    torch.testing.assert_close(last, expected, rtol=0, atol=2e-6)
+
+
+def test_same_outputs_as_loading_directly(classifier):
+    converted(classifier, "--topk", "3", "--act", "relu")
+    options = {"topk": 3, "value_act": "relu"}
+    direct = timm.create_model("quadtree_b_b0", **options).eval()
+    load_official(direct, classifier)
+    through_timm = timm.create_model(
+        "quadtree_b_b0", checkpoint_path="out.safetensors", **options
+    ).eval()
+    defaults = timm.create_model("quadtree_b_b0", checkpoint_path="out.safetensors").eval()
+    x = torch.randn(1, 3, 97, 130)
+    with torch.no_grad():
+        expected = direct(x)
+        assert torch.equal(load_model("out.safetensors").eval()(x), expected)
+        assert torch.equal(through_timm(x), expected)
+        assert not torch.allclose(defaults(x), expected, atol=1e-3)
+
+
+def test_whole_detector(detector):
+    state = {f"module.backbone.{name}": x for name, x in detector.items()}
+    state |= {f"module.neck.{i}.weight": torch.zeros(2) for i in range(3)}
+    state["module.bbox_head.fc.bias"] = torch.ones(1)
+    text = converted({"meta": {"epoch": 12, "CLASSES": ("cat", "dog")}, "state_dict": state})
+    assert row(text, "model") == "quadtree_b_b0, by its blocks and channels"
+    assert row(text, "parameters") == "3,332,468 in 312 tensors"
+    assert row(text, "num_classes") == "0, no classifier"
+    assert row(text, "left out") == "4 tensors of neck, bbox_head"
+    why = "as for checkpoints without a classifier; the tensors do not tell"
+    assert row(text, "topk") == f"32, {why}, --topk changes it"
+    assert row(text, "value_act") == f"relu, {why}, --act changes it"
+    assert row(text, "written") == "out.safetensors and out.json"
+    card = read_card("out.safetensors")
+    assert card["kwargs"] == {"num_classes": 0, "topk": 32, "value_act": "relu"}
+    assert card["source"]["tensors_left_out"] == 4
+    assert holds("out.safetensors", convert_backbone(detector))
+
+
+def test_the_printed_lines_of_python_run(classifier, detector):
+    for state, name, shape in ((classifier, "logits", (1, 1000)), (detector, "maps", None)):
+        text = converted(state, "--force")
+        scope = {"images": torch.randn(1, 3, 64, 96)}
+        exec("\n".join(text.splitlines()[-3:]), scope)
+        result = scope[name]
+        assert result.shape == shape if shape else [len(m[0]) for m in result] == [32, 64, 160, 256]
+
+
+def test_variant_a_from_safetensors():
+    from safetensors.torch import save_file
+
+    state = recipe_state("classification_quadtreeA_b0")
+    save_file(state, "official.safetensors")
+    result = run("official.safetensors", "-o", "out.safetensors")
+    assert result.exit_code == 0, result.stderr
+    assert row(result.stdout, "model") == "quadtree_a_b0, by its blocks and channels"
+    assert "value_act" not in result.stdout
+    assert read_card("out.safetensors")["kwargs"] == {"num_classes": 1000, "topk": 8}
+    assert load_model("out.safetensors").num_classes == 1000
+    message = refused("official.safetensors", "-o", "b.safetensors", "--act", "relu")
+    assert "value_act belongs to value_pyramid='conv'" in message
+
+
+def test_options_are_kept_in_the_card(classifier):
+    options = ["--model", "quadtree_b_b0", "--act", "relu", "--topk", "16", "--num-classes", "0"]
+    text = converted(classifier, *options)
+    assert row(text, "model") == "quadtree_b_b0"
+    assert row(text, "topk") == "16, as given by --topk"
+    assert row(text, "value_act") == "relu, as given by --act"
+    assert row(text, "left out") == "2 tensors of head"
+    card = read_card("out.safetensors")
+    assert card["kwargs"] == {"num_classes": 0, "topk": 16, "value_act": "relu"}
+    assert card["command"] == (
+        "quadtree convert official.pth -o out.safetensors --model quadtree_b_b0 --act relu "
+        "--topk 16 --num-classes 0"
+    )
+    assert load_model("out.safetensors").num_classes == 0
+
+
+def test_without_a_classifier_the_defaults_stay_those_of_the_checkpoint(classifier):
+    text = converted(classifier, "--num-classes", "0")
+    assert row(text, "topk").startswith("8, as for checkpoints with a classifier; ")
+    assert read_card("out.safetensors")["kwargs"]["value_act"] == "gelu"
+
+
+# ---- what is refused
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "words"),
+    [
+        (
+            lambda s: s.pop("block3.1.attn.proj.bias"),
+            [],
+            "does not fit PyramidTransformer: 1 missing: stages.2.blocks.1.attn.proj.bias; build",
+        ),
+        (
+            lambda s: s.update({"block1.0.attn.sr.weight": torch.zeros(4), "extra": torch.ones(1)}),
+            [],
+            "2 tensors are not part of an official backbone: extra, block1.0.attn.sr.weight; pass",
+        ),
+        (
+            lambda s: s.update({"block1.5.norm1.weight": torch.zeros(32)}),
+            ["--model", "quadtree_b_b0"],
+            "1 unexpected: stages.0.blocks.5.norm1.weight; build",
+        ),
+        (
+            lambda s: s.update({"norm2.weight": torch.zeros(65)}),
+            [],
+            "1 mismatched: stages.1.norm.weight is (65,), must be (64,); build",
+        ),
+        (lambda s: s.pop("head.weight"), [], "1 missing: head.weight; build"),
+        (lambda s: s, ["--num-classes", "10"], "head.weight is (1000, 256), must be (10, 256)"),
+        (lambda s: s, ["--num-classes", "ten"], "must be auto or a number, got 'ten'; 0 leaves"),
+        (lambda s: s, ["--model", "quadtree_b_b1"], "mismatched: patch_embed.proj.weight is (32,"),
+        (lambda s: s, ["--model", "quadtree_a_b0"], "144 unexpected: stages.0.blocks.0.attn.level"),
+        (lambda s: s, ["--model", "quadtree_b0"], "got 'quadtree_b0'; did you mean quadtree_b_b0"),
+        (lambda s: s, ["--model", "resnet50"], "one of quadtree_a_b0, quadtree_a_b1, quadtree_a_b"),
+        (lambda s: s, ["--act", "tanh"], "value_act must be one of gelu, relu, got 'tanh'"),
+        (lambda s: s, ["--topk", "0"], "topk must be at least 1 at every level, got topk=0"),
+        (lambda s: s.clear() or s.update(a=torch.zeros(1)), [], "no tensors of an official backb"),
+    ],
+)
+def test_checkpoints_and_options_that_do_not_fit(classifier, change, options, words):
+    state = dict(classifier)
+    change(state)
+    torch.save(state, "official.pth")
+    assert words in refused("official.pth", "-o", "out.safetensors", *options)
+
+
+class Hostile:
+    def __reduce__(self):
+        return os.mkdir, ("was_run",)
+
+
+def test_hostile_checkpoint(classifier):
+    torch.save({"model": classifier, "hook": Hostile()}, "official.pth")
+    message = refused("official.pth", "-o", "out.safetensors")
+    assert f"loading it would call {os.mkdir.__module__}.mkdir; nothing was run;" in message
+    assert not Path("was_run").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("none.pth", None, "there is no file 'none.pth'; check the path"),
+        (".", None, "'.' is not a file; name the checkpoint itself"),
+        ("empty.pth", b"", "'empty.pth' is empty; get or write it again"),
+        ("x.safetensors", b"text", "x.safetensors is not a checkpoint, or a damaged one"),
+    ],
+)
+def test_files_that_are_no_checkpoints(name, content, words):
+    if content is not None:
+        Path(name).write_bytes(content)
+    assert words in refused(name, "-o", "out.safetensors")
+
+
+def test_truncated_checkpoint(classifier):
+    torch.save(classifier, "official.pth")
+    os.truncate("official.pth", os.path.getsize("official.pth") // 2)
+    message = refused("official.pth", "-o", "out.safetensors")
+    assert "official.pth is not a checkpoint, or a damaged one" in message
+
+
+def test_nothing_is_overwritten_unasked(classifier):
+    converted(classifier)
+    before = Path("out.safetensors").read_bytes()
+    message = refused("official.pth", "-o", "out.safetensors", "--topk", "5")
+    assert "'out.safetensors' is there already; write to another name, or overwrite it" in message
+    assert Path("out.safetensors").read_bytes() == before
+    converted(classifier, "--topk", "5", "--force")
+    assert read_card("out.safetensors")["kwargs"]["topk"] == 5
+    # A checkpoint that turns out not to fit does not cost what was there.
+    before = Path("out.safetensors").read_bytes()
+    torch.save(dict(list(classifier.items())[:-1]), "official.pth")
+    assert "1 missing" in refused("official.pth", "-o", "out.safetensors", "--force")
+    assert Path("out.safetensors").read_bytes() == before
+
+
+def test_the_checkpoint_is_not_its_own_output(classifier):
+    converted(classifier)
+    message = refused("out.safetensors", "-o", "./out.safetensors", "--force")
+    assert "-o must not be the checkpoint itself, got 'out.safetensors'" in message
+
+
+def test_what_is_already_ours(classifier):
+    converted(classifier)
+    message = refused("out.safetensors", "-o", "again.safetensors")
+    assert "has no tensors of an official backbone, such as patch_embed1.proj.weight" in message
+
+
+@pytest.mark.parametrize(
+    ("output", "words"),
+    [
+        ("out.pth", "weights are written as .safetensors, got 'out.pth'; name it so"),
+        ("none/out.safetensors", "there is no directory 'none' to write to; make it first"),
+    ],
+)
+def test_outputs_that_do_not_do(output, words):
+    assert words in refused("not_even_read.pth", "-o", output)
+
+
+def test_help_and_usage():
+    text = run("--help").stdout
+    for option in ("--output", "-o", "--model", "--act", "--topk", "--num-classes", "--force"):
+        assert option in text
+    assert "gelu with a classifier, else relu" in text and "CHECKPOINT" in text
+    result = run("official.pth")
+    assert result.exit_code == 2 and "Missing option '--output'" in result.stderr

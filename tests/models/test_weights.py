@@ -1,0 +1,380 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files of weights: what is read, what is refused, and that nothing is lost in writing."""
+
+import argparse
+import hashlib
+import json
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import quadtree_attention
+from quadtree_attention import CheckpointError, OptionError
+
+timm = pytest.importorskip("timm", reason="weights need timm (extra 'models')")
+safetensors_torch = pytest.importorskip("safetensors.torch", reason="weights need safetensors")
+
+from quadtree_attention.models import weights  # noqa: E402
+from quadtree_attention.models.weights import (  # noqa: E402
+    build_model,
+    card_path,
+    known_models,
+    load_model,
+    read_card,
+    read_checkpoint,
+    save_weights,
+)
+
+pytestmark = pytest.mark.usefixtures("only_reference")
+
+KWARGS = {"num_classes": 5, "topk": 2, "value_act": "relu"}
+CARD = {"model": "test_quadtree", "kwargs": KWARGS, "source": "a test"}
+TENSORS = {"a.weight": torch.arange(6.0).view(2, 3), "b": torch.tensor(7)}
+
+
+def tiny(**options) -> torch.nn.Module:
+    return timm.create_model("test_quadtree", **KWARGS | options).eval()
+
+
+def same(got: dict, expected: dict) -> bool:
+    return got.keys() == expected.keys() and all(torch.equal(got[k], expected[k]) for k in got)
+
+
+# ---- reading
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda state: state,
+        lambda state: {"model": state, "epoch": 3, "optimizer": {"lr": 1e-4}},
+        lambda state: {"meta": {"CLASSES": ("cat",)}, "state_dict": state},
+        lambda state: {f"module.{name}": x for name, x in state.items()},
+        lambda state: {"model": {f"module._orig_mod.{name}": x for name, x in state.items()}},
+        lambda state: {"model": state, "args": argparse.Namespace(lr=1e-4, data=["a"])},
+        lambda state: {
+            "state_dict": state,
+            "best": [np.float64(0.5), np.float32(1), np.int64(3), np.bool_(True)],
+        },
+    ],
+    ids=["alone", "model", "state_dict", "module", "compiled", "arguments", "numpy"],
+)
+@pytest.mark.parametrize("zipped", [True, False])
+def test_what_torch_writes(tmp_path, wrap, zipped):
+    path = tmp_path / "weights.pth"
+    torch.save(wrap(TENSORS), path, _use_new_zipfile_serialization=zipped)
+    assert same(read_checkpoint(path), TENSORS)
+    assert same(read_checkpoint(str(path)), TENSORS)
+
+
+def test_safetensors_are_read(tmp_path):
+    safetensors_torch.save_file(TENSORS, tmp_path / "x.safetensors")
+    assert same(read_checkpoint(tmp_path / "x.safetensors"), TENSORS)
+
+
+def test_a_prefix_of_some_names_stays(tmp_path):
+    state = {"module.a": torch.zeros(1), "b": torch.ones(1)}
+    torch.save(state, tmp_path / "x.pth")
+    assert same(read_checkpoint(tmp_path / "x.pth"), state)
+
+
+class Hostile:
+    """Asks whoever unpickles it to make a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+@pytest.mark.parametrize("kind", ["zip", "legacy", "pickle0", "pickle2", "pickle5"])
+def test_code_in_a_pickle_is_not_run(tmp_path, kind):
+    trap, path = tmp_path / "was_run", tmp_path / "hostile.pth"
+    content = {"model": TENSORS, "extra": Hostile(trap)}
+    if kind.startswith("pickle"):
+        path.write_bytes(pickle.dumps({"extra": Hostile(trap)}, protocol=int(kind[-1])))
+    else:
+        torch.save(content, path, _use_new_zipfile_serialization=kind == "zip")
+    with pytest.raises(CheckpointError) as caught:
+        read_checkpoint(path)
+    assert not trap.exists()
+    message = str(caught.value)
+    if kind in ("zip", "legacy", "pickle2"):
+        assert f"loading it would call {os.mkdir.__module__}.mkdir; nothing was run" in message
+    else:  # torch reads no such pickle far enough to see
+        assert "is not a checkpoint, or a damaged one" in message
+    assert "weights_only" not in message  # torch's advice to run it
+    if kind != "zip":
+        pickle.loads(pickle.dumps(Hostile(trap)))
+        assert trap.exists()  # it would have been
+
+
+def written(path: Path, content: object) -> Path:
+    torch.save(content, path)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda d: d / "none.pth", "there is no file '{path}'; check the path"),
+        (lambda d: d, "'{path}' is not a file; name the checkpoint itself"),
+        (lambda d: written(d / "x.pth", [1]), "alone or under 'state_dict' or 'model', got a list"),
+        (lambda d: written(d / "x.pth", torch.zeros(2)), "got a Tensor"),
+        (lambda d: written(d / "x.pth", {}), "got nothing"),
+        (lambda d: written(d / "x.pth", {"model": {}}), "got nothing"),
+        (
+            lambda d: written(d / "x.pth", {"epoch": 1, "lr": 2, "a": torch.zeros(1)}),
+            "got 2 entries that are none, such as epoch, lr; save its state dict",
+        ),
+        (
+            lambda d: written(d / "x.pth", {"a": torch.eye(3).to_sparse()}),
+            "got 1 entries that are none, such as a;",
+        ),
+        (lambda d: written(d / "x.pth", {1: torch.zeros(1)}), "got 1 entries that are none"),
+    ],
+)
+def test_what_holds_no_weights(tmp_path, make, words):
+    path = make(tmp_path)
+    with pytest.raises(CheckpointError) as caught:
+        read_checkpoint(path)
+    assert words.format(path=path) in str(caught.value)
+
+
+@pytest.mark.parametrize("suffix", [".pth", ".safetensors"])
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"\x80", b"hello, no checkpoint\n", b"<!DOCTYPE html>404", b"PK\x03\x04", bytes(100)],
+)
+def test_files_of_something_else(tmp_path, content, suffix):
+    path = tmp_path / f"x{suffix}"
+    path.write_bytes(content)
+    message = "is empty; get" if not content else "is not a checkpoint, or a damaged one: it cannot"
+    with pytest.raises(CheckpointError, match=message):
+        read_checkpoint(path)
+
+
+@pytest.mark.parametrize("kind", ["zip", "legacy", "safetensors"])
+def test_truncated_files(tmp_path, kind):
+    path = tmp_path / ("x.safetensors" if kind == "safetensors" else "x.pth")
+    state = {"a": torch.randn(500), "b": torch.randn(20, 30)}
+    if kind == "safetensors":
+        safetensors_torch.save_file(state, path)
+    else:
+        torch.save(state, path, _use_new_zipfile_serialization=kind == "zip")
+    whole = path.read_bytes()
+    for length in (1, 9, 60, len(whole) // 3, len(whole) // 2, len(whole) - 1):
+        path.write_bytes(whole[:length])
+        with pytest.raises(CheckpointError, match="not a checkpoint, or a damaged one"):
+            read_checkpoint(path)
+    path.write_bytes(whole)
+    assert same(read_checkpoint(path), state)
+
+
+# ---- writing
+
+
+def test_round_trip(tmp_path):
+    model, path = tiny(), tmp_path / "tiny.safetensors"
+    card = save_weights(path, model.state_dict(), CARD)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["tiny.json", "tiny.safetensors"]
+    assert card == read_card(path) == json.loads((tmp_path / "tiny.json").read_text())
+    assert card == CARD | {
+        "tensors": len(model.state_dict()),
+        "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
+        "version": quadtree_attention.__version__,
+    }
+    x = torch.randn(1, 3, 130, 97)
+    loaded = load_model(path)
+    assert loaded.training and same(loaded.state_dict(), model.state_dict())
+    assert torch.equal(loaded.eval()(x), model(x))
+    other = load_model(path, topk=1, value_act="gelu").eval()  # both change what it computes
+    assert not torch.allclose(other(x), model(x))
+    assert {p.dtype for p in load_model(path, dtype=torch.float64).parameters()} == {torch.float64}
+
+
+def test_the_same_weights_have_the_same_checksum(tmp_path):
+    cards = [save_weights(tmp_path / f"{i}.safetensors", TENSORS, CARD) for i in range(8)]
+    assert len({card["sha256"] for card in cards}) == 1
+
+
+def test_one_file_is_enough(tmp_path):
+    path = tmp_path / "tiny.safetensors"
+    save_weights(path, tiny().state_dict(), CARD)
+    card_path(path).unlink()
+    assert read_card(path) == {"model": "test_quadtree", "kwargs": KWARGS}
+    moved = path.rename(tmp_path / "elsewhere.safetensors")
+    assert load_model(moved).num_classes == 5
+
+
+def test_timm_takes_the_file(tmp_path):
+    model, path = tiny(), tmp_path / "tiny.safetensors"
+    save_weights(path, model.state_dict(), CARD)
+    loaded = timm.create_model("test_quadtree", checkpoint_path=str(path), **KWARGS).eval()
+    x = torch.randn(1, 3, 70, 97)
+    assert torch.equal(loaded(x), model(x))
+
+
+def test_views_and_shared_tensors(tmp_path):
+    base = torch.randn(6, 4)
+    tensors = {"a": base, "b": base, "c": base.T, "d": base[1:3], "e": torch.nn.Parameter(base)}
+    save_weights(tmp_path / "x.safetensors", tensors, CARD)
+    assert same(read_checkpoint(tmp_path / "x.safetensors"), tensors)
+
+
+def test_others_may_read_what_the_umask_lets_them(tmp_path):
+    before = os.umask(0o022)
+    try:
+        save_weights(tmp_path / "x.safetensors", TENSORS, CARD)
+    finally:
+        os.umask(before)
+    assert {p.stat().st_mode & 0o777 for p in tmp_path.iterdir()} == {0o644}
+
+
+@pytest.mark.parametrize("there", ["x.safetensors", "x.json"])
+def test_nothing_is_overwritten_unasked(tmp_path, there):
+    path = tmp_path / "x.safetensors"
+    (tmp_path / there).write_text("precious")
+    with pytest.raises(OptionError, match=rf"{there}' is there already; write to another name, or"):
+        save_weights(path, TENSORS, CARD)
+    assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [(there, "precious")]
+    save_weights(path, TENSORS, CARD, overwrite=True)
+    assert same(read_checkpoint(path), TENSORS) and read_card(path)["source"] == "a test"
+
+
+def test_targets_that_do_not_do(tmp_path):
+    with pytest.raises(OptionError, match=r"written as \.safetensors, got 'x\.pth'; name it so"):
+        save_weights("x.pth", TENSORS, CARD)
+    with pytest.raises(OptionError, match=r"there is no directory '.*none' to write to; make it"):
+        save_weights(tmp_path / "none" / "x.safetensors", TENSORS, CARD)
+    (tmp_path / "x.json").mkdir()
+    with pytest.raises(OptionError, match=r"x\.json' is a directory; write to another name"):
+        save_weights(tmp_path / "x.safetensors", TENSORS, CARD, overwrite=True)
+
+
+FULL_DISK = """
+import resource, sys, torch
+from quadtree_attention import CheckpointError
+from quadtree_attention.models.weights import save_weights
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]),) * 2)
+card = {"model": "test_quadtree", "kwargs": {}, "long": "x" * 40_000}
+try:
+    save_weights(sys.argv[1], {"a": torch.zeros(5_000)}, card, overwrite=True)
+except CheckpointError as error:
+    print(error)
+"""
+
+
+# 20 kB of weights and 40 kB of card: the first limit stops the one, the second the other.
+@pytest.mark.skipif(sys.platform == "win32", reason="limits of a process are a Unix matter")
+@pytest.mark.parametrize("limit", [10_000, 30_000])
+def test_a_full_disk_leaves_everything_as_it_was(tmp_path, limit):
+    path = tmp_path / "x.safetensors"
+    save_weights(path, TENSORS, CARD)
+    before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
+    done = subprocess.run(
+        [sys.executable, "-c", FULL_DISK, str(path), str(limit)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert f"{path} cannot be written: File too large; what was there before is" in done.stdout
+    assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root may do all")
+def test_a_folder_without_permission(tmp_path):
+    tmp_path.chmod(0o555)
+    with pytest.raises(CheckpointError, match="cannot be written: Permission denied"):
+        save_weights(tmp_path / "x.safetensors", TENSORS, CARD)
+
+
+# ---- cards and models
+
+
+def test_a_card_of_other_weights(tmp_path):
+    path = tmp_path / "x.safetensors"
+    save_weights(path, TENSORS, CARD)
+    mine = card_path(path).read_text()
+    save_weights(path, {"a": torch.zeros(1)}, CARD, overwrite=True)
+    card_path(path).write_text(mine)
+    with pytest.raises(CheckpointError, match=r"x\.json is the card of other weights: it has sha"):
+        read_card(path)
+    card_path(path).write_text("[1, 2]")
+    with pytest.raises(CheckpointError, match=r"x\.json is not a card"):
+        read_card(path)
+
+
+@pytest.mark.parametrize(
+    ("metadata", "words"),
+    [
+        (None, "must have a card with model and kwargs, got no card; write it with save_weights"),
+        ({"format": "pt"}, "got no card;"),
+        ({"card": "{"}, "got {;"),
+        ({"card": "[" * 100_000}, "got [[[["),
+        ({"card": '{"model": "test_quadtree"}'}, 'got {"model": "test_quadtree"};'),
+        ({"card": '{"model": "test_quadtree", "kwargs": [1]}'}, '"kwargs": [1]};'),
+    ],
+)
+def test_weights_without_a_card(tmp_path, metadata, words):
+    path = tmp_path / "x.safetensors"
+    safetensors_torch.save_file(TENSORS, path, metadata)
+    for read in (read_card, load_model):
+        with pytest.raises(CheckpointError) as caught:
+            read(path)
+        assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("model", "kwargs", "words"),
+    [
+        ("resnet18", {}, "the model must be one of quadtree_a_b0, "),
+        ("hf-hub:someone/something", {}, "got 'hf-hub:someone/something'; take one of them"),
+        ("quadtre_b_b2", {}, "did you mean quadtree_b_b2"),
+        ("test_quadtree", {"pretrained": True}, "of the model test_quadtree, got pretrained; call"),
+        ("test_quadtree", {"checkpoint_path": "/etc/passwd"}, "got checkpoint_path; call timm"),
+        ("test_quadtree", {"colour": "red"}, "unexpected keyword argument 'colour'; leave out"),
+    ],
+)
+def test_cards_that_are_not_followed(tmp_path, model, kwargs, words):
+    path = tmp_path / "x.safetensors"
+    save_weights(path, TENSORS, {"model": model, "kwargs": kwargs})
+    with pytest.raises(OptionError) as caught:
+        load_model(path)
+    assert words in str(caught.value)
+
+
+def test_loading_is_strict(tmp_path):
+    path, state = tmp_path / "x.safetensors", tiny().state_dict()
+    state["extra"] = state.pop("head.bias")
+    state["head.weight"] = torch.zeros(6, 32)
+    save_weights(path, state, CARD)
+    message = (
+        r"1 missing: head\.bias; 1 unexpected: extra; "
+        r"1 mismatched: head\.weight is \(6, 32\), must be \(5, 32\)"
+    )
+    with pytest.raises(CheckpointError, match=message):
+        load_model(path)
+    torch.save(state, tmp_path / "x.pth")
+    with pytest.raises(CheckpointError, match="cannot be read as a file of safetensors"):
+        load_model(tmp_path / "x.pth")
+
+
+def test_known_models_are_ours():
+    names = known_models()
+    assert {"quadtree_a_b0", "quadtree_b_b4", "test_quadtree"} <= set(names)
+    assert not any(name.startswith(("resnet", "vit_")) for name in names)
+    assert build_model("test_quadtree", num_classes=3).num_classes == 3
+
+
+def test_only_public_names_of_timm():
+    source = Path(weights.__file__).read_text()
+    assert "timm.models._" not in source
