@@ -2,7 +2,8 @@
 """Tables from result files: `python -m benchmarks.tables` brings those in the docs up to date.
 
 A target file holds blocks between `<!-- generated: NAME -->` and `<!-- end generated -->`. NAME is
-the name of a result file without its ending, or "results" for all of them.
+the name of a result file without its ending, "results" for all files about attention alone, or
+"model-times" for all times of whole models.
 """
 
 import argparse
@@ -16,8 +17,13 @@ from typing import Any
 SCHEMA = 1
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-TARGETS = (ROOT / "docs" / "benchmarks.md",)
+TARGETS = (ROOT / "docs" / "benchmarks.md", ROOT / "docs" / "models.md")
 PASSES = ("forward", "forward+backward")
+COUNTS, TIMES = "model-counts", "model-times"  # kinds of result files about whole models
+TASKS = ("classification", "backbone")
+MODEL_PASSES = ("forward", "training")
+FIGURES = ("code_params", "params_m", "gmacs", "score")  # what may be published of a model
+LARGEST_UNEXPLAINED = 0.05  # deviation from a published figure
 
 Row = dict[str, Any]
 
@@ -45,6 +51,20 @@ _MEASURED_FIELDS = {
     "median_ms": float, "q25_ms": float, "q75_ms": float, "repeats": int,
     "peak_mib": float | None,
 }  # fmt: skip
+_COUNT_FIELDS = {
+    "model": str, "rival": str | None, "task": str, "image": list, "topk": int | None,
+    "params": int, "macs": int, "attention_macs": int, "detector": dict | None,
+    "published": dict, "note": str | None,
+}  # fmt: skip
+_DETECTOR_FIELDS = {
+    "params": int, "macs": int, "published_image": list | None,
+    "macs_at_published_image": int | None,
+}  # fmt: skip
+_UNITS = {"params": 1e6, "macs": 1e9}
+_TIME_FIELDS = {
+    "model": str, "rival": str | None, "task": str, "images": list, "pass": str, "mode": str,
+    "precision": str,
+}  # fmt: skip
 
 
 def check_result(result: dict[str, Any]) -> None:
@@ -53,16 +73,56 @@ def check_result(result: dict[str, Any]) -> None:
     Raises:
         ValueError: A field is missing, unknown, or not of its type.
     """
-    _check_fields(result, _RESULT_FIELDS, "result")
+    kind = result.get("kind")
+    fields, versions, check_row = _RESULT_FIELDS, _VERSION_FIELDS, _check_row
+    if kind is not None:
+        fields = {"kind": str} | {key: fields[key] for key in fields if key != "variant"}
+        versions = versions | {"timm": str}
+        check_row = _check_count if kind == COUNTS else _check_time
+    _check_fields(result, fields, "result")
+    if kind not in (None, COUNTS, TIMES):
+        raise ValueError(f"kind is {kind!r}, expected {COUNTS!r} or {TIMES!r}")
     if result["schema"] != SCHEMA:
         raise ValueError(f"schema is {result['schema']}, this version reads {SCHEMA}")
     _check_fields(result["machine"], _MACHINE_FIELDS, "machine")
-    _check_fields(result["versions"], _VERSION_FIELDS, "versions")
+    _check_fields(result["versions"], versions, "versions")
     for number, row in enumerate(result["rows"]):
-        outcome = next(({key: str} for key in ("skipped", "error") if key in row), _MEASURED_FIELDS)
-        _check_fields(row, _ROW_FIELDS | outcome, f"rows[{number}]")
-        if row["pass"] not in PASSES:
-            raise ValueError(f"rows[{number}].pass is {row['pass']!r}, expected one of {PASSES}")
+        check_row(row, f"rows[{number}]")
+
+
+def _check_row(row: Row, where: str) -> None:
+    _check_fields(row, _ROW_FIELDS | _outcome_fields(row), where)
+    _check_choice(row, "pass", PASSES, where)
+
+
+def _check_time(row: Row, where: str) -> None:
+    _check_fields(row, _TIME_FIELDS | _outcome_fields(row), where)
+    _check_choice(row, "pass", MODEL_PASSES, where)
+    _check_choice(row, "task", TASKS, where)
+
+
+def _check_count(row: Row, where: str) -> None:
+    _check_fields(row, _COUNT_FIELDS, where)
+    _check_choice(row, "task", TASKS, where)
+    if row["detector"] is not None:
+        _check_fields(row["detector"], _DETECTOR_FIELDS, f"{where}.detector")
+    _check_fields(row["published"], dict.fromkeys(FIGURES, dict | None), f"{where}.published")
+    for name, figure in row["published"].items():
+        if figure is not None:
+            fields = {"value": int | float, "source": str}
+            _check_fields(figure, fields, f"{where}.published.{name}")
+            far = abs(deviation(row, name) or 0) > LARGEST_UNEXPLAINED
+            if far and row["note"] is None:
+                raise ValueError(f"{where}.published.{name} is far from ours: a note must say why")
+
+
+def _outcome_fields(row: Row) -> dict[str, Any]:
+    return next(({key: str} for key in ("skipped", "error") if key in row), _MEASURED_FIELDS)
+
+
+def _check_choice(row: Row, name: str, choices: Sequence[str], where: str) -> None:
+    if row[name] not in choices:
+        raise ValueError(f"{where}.{name} is {row[name]!r}, expected one of {choices}")
 
 
 def read_results(folder: Path = RESULTS) -> dict[str, dict[str, Any]]:
@@ -101,27 +161,39 @@ def text_table(rows: Sequence[Row]) -> str:
 
 def markdown_section(name: str, result: dict[str, Any]) -> str:
     """Heading, circumstances, table and what was not measured, of one result file."""
+    kind, rows = result.get("kind"), result["rows"]
+    if kind == COUNTS:
+        body = count_tables(rows)
+    elif kind == TIMES:
+        body = [*time_table(rows), *_not_measured(rows, ("task", "model", "pass", "mode"))]
+    else:
+        keys = ("case", "implementation", "dtype", "pass", "mode")
+        body = [*markdown_table(rows), *_not_measured(rows, keys)]
+    return "\n".join([*_circumstances(name, result), "", *body])
+
+
+def _circumstances(name: str, result: dict[str, Any]) -> list[str]:
     machine, versions = result["machine"], result["versions"]
     software = ", ".join(f"{key} {value}" for key, value in versions.items() if value)
     commit = f", commit {result['commit'][:12]}" if result["commit"] else ""
-    lines = [
+    variant = f"Variant {result['variant']}. " if "variant" in result else ""
+    return [
         f"### {machine['device_name']}: `{name}.json`",
         "",
-        f"Variant {result['variant']}. CPU {machine['cpu']}, {machine['cores']} cores, "
+        f"{variant}CPU {machine['cpu']}, {machine['cores']} cores, "
         f"{machine['threads']} used, load {number(machine['load'])} before the run. "
         f"{software}. {result['date'][:10]}{commit}.",
         "",
         f"    {result['command']}",
-        "",
-        *markdown_table(result["rows"]),
     ]
-    missing = [row for row in result["rows"] if "median_ms" not in row]
-    if missing:
-        lines += ["", "Not measured:", ""]
+
+
+def _not_measured(rows: Sequence[Row], keys: Sequence[str]) -> list[str]:
+    missing = [row for row in rows if "median_ms" not in row]
+    lines = ["", "Not measured:", ""] if missing else []
     for row in missing:
-        who = f"{row['implementation']}, {row['dtype']}, {row['pass']}, {row['mode']}"
-        lines.append(f"- {row['case']}, {who}: {outcome_text(row)}")
-    return "\n".join(lines)
+        lines.append(f"- {', '.join(row[key] for key in keys)}: {outcome_text(row)}")
+    return lines
 
 
 def markdown_table(rows: Sequence[Row]) -> list[str]:
@@ -143,6 +215,121 @@ def markdown_table(rows: Sequence[Row]) -> list[str]:
             cells.append(_per_pass(speed_up(mine, row) for row in _passes(mine, name)))
         lines.append(_line(cells))
     return lines
+
+
+def count_tables(rows: Sequence[Row]) -> list[str]:
+    """A table of classifiers, one of backbones, what is to be said of them, and the sources."""
+    figures = [figure for row in rows for figure in row["published"].values() if figure]
+    sources = list(dict.fromkeys(figure["source"] for figure in figures))
+    lines = []
+    for task in TASKS:
+        mine = [row for row in rows if row["task"] == task]
+        if mine:
+            image = " x ".join(map(str, mine[0]["image"]))
+            lines += [f"#### {task.capitalize()}, {image}", "", *_count_table(mine, sources)]
+            lines += ["", *_notes(mine), ""]
+    lines += ["Published figures are from:", ""]
+    return lines + [f"{i}. {source}" for i, source in enumerate(sources, 1)]
+
+
+def _count_table(rows: Sequence[Row], sources: Sequence[str]) -> list[str]:
+    whole = rows[0]["task"] == "backbone"
+    head = ["model", "K", "params M", "official code", "GMACs", "of it attention", "vs rival"]
+    head += ["RetinaNet params M", "published M", "GMACs", "published G", "box AP"] if whole else []
+    head += [] if whole else ["published M", "published G", "top-1"]
+    lines = [_line(head), _line(["---"] + ["---:"] * (len(head) - 1))]
+    for row in rows:
+        cells = [row["model"], str(row["topk"] or "-"), number(row["params"] / 1e6)]
+        cells += [_code_params(row), number(row["macs"] / 1e9), number(row["attention_macs"] / 1e9)]
+        cells.append(_times_rival(rows, row, "macs"))
+        params, macs, score = (_published(row, name, sources) for name in FIGURES[1:])
+        if whole:
+            detector = [number(row["detector"][key] / unit) for key, unit in _UNITS.items()]
+            cells += [detector[0], params, detector[1], macs, score]
+        else:
+            cells += [params, macs, score]
+        lines.append(_line(cells))
+    return lines
+
+
+def _code_params(row: Row) -> str:
+    figure = row["published"]["code_params"]
+    if figure is None:
+        return "not found" if row["rival"] else "-"
+    same = figure["value"] == row["params"]
+    return "the same" if same else number(figure["value"] / 1e6)
+
+
+def _published(row: Row, name: str, sources: Sequence[str]) -> str:
+    figure = row["published"][name]
+    if figure is None:
+        return "not found"
+    away = deviation(row, name)
+    text = str(figure["value"]) if away is None else f"{figure['value']} ({100 * away:+.1f} %)"
+    return f"{text} [{sources.index(figure['source']) + 1}]"
+
+
+def deviation(row: Row, name: str) -> float | None:
+    """How far our count is above the published one, as a part of that; None for a score."""
+    whole = row["detector"] or row
+    counted = {
+        "code_params": row["params"],
+        "params_m": whole["params"] / 1e6,
+        "gmacs": whole["macs"] / 1e9,
+    }
+    return counted[name] / row["published"][name]["value"] - 1 if name in counted else None
+
+
+def _notes(rows: Sequence[Row]) -> list[str]:
+    lines = []
+    for row in rows:
+        found = (row["detector"] or {}).get("macs_at_published_image")
+        text = row["note"] or ""
+        if found is not None:
+            image = " x ".join(map(str, row["detector"]["published_image"]))
+            text += f" Counted at {image}: {number(found / 1e9)} GMACs."
+        if text:
+            lines.append(f"- {row['model']}: {text.strip()}")
+    return lines
+
+
+def _times_rival(rows: Sequence[Row], row: Row, field: str, *, inverse: bool = False) -> str:
+    """The value as a multiple of the rival's in the same rows, or the other way round."""
+    rival = next((other for other in rows if other["model"] == row.get("rival")), {})
+    ours, theirs = row.get(field), rival.get(field)
+    if ours is None or theirs is None:
+        return "-"
+    return f"{number(theirs / ours if inverse else ours / theirs)}x"
+
+
+def time_table(rows: Sequence[Row]) -> list[str]:
+    """One line per task, mode and model; each cell says forward / training."""
+    head = ["images", "mode", "precision", "model", "ms", "MiB", "rival", "speed", "memory"]
+    lines = [_line(head), _line(["---"] * 4 + ["---:"] * 2 + ["---"] + ["---:"] * 2)]
+    for key in dict.fromkeys((row["task"], row["mode"]) for row in rows):
+        same = [row for row in rows if (row["task"], row["mode"]) == key]
+        for model in dict.fromkeys(row["model"] for row in same):
+            lines.append(_line(_time_cells(same, model)))
+    return lines
+
+
+def _time_cells(rows: Sequence[Row], model: str) -> list[str]:
+    """The line of one model among the rows of its task and mode."""
+    passes = [[row for row in rows if row["pass"] == name] for name in MODEL_PASSES]
+    mine = [next((row for row in group if row["model"] == model), {}) for group in passes]
+    both = list(zip(passes, mine, strict=True))
+    first = next(row for row in mine if row)
+    return [
+        " x ".join(map(str, first["images"])),
+        first["mode"],
+        _per_pass(row.get("precision", "-") for row in mine),
+        model,
+        _per_pass(_cell(row, "median_ms") for row in mine),
+        _per_pass(_cell(row, "peak_mib") for row in mine),
+        first["rival"] or "-",
+        _per_pass(_times_rival(group, row, "median_ms", inverse=True) for group, row in both),
+        _per_pass(_times_rival(group, row, "peak_mib") for group, row in both),
+    ]
 
 
 def speed_up(rows: Sequence[Row], row: Row | None) -> str:
@@ -170,7 +357,12 @@ def outcome_text(row: Row) -> str:
 def updated(text: str, results: dict[str, dict[str, Any]]) -> str:
     """The text of a target file with all its blocks generated anew."""
     sections = {name: markdown_section(name, result) for name, result in results.items()}
-    blocks = sections | {"results": "\n\n".join(sections.values())}
+    kinds = {name: result.get("kind") for name, result in results.items()}
+
+    def of_kind(kind: str | None) -> str:
+        return "\n\n".join(sections[name] for name in sections if kinds[name] == kind)
+
+    blocks = sections | {"results": of_kind(None), TIMES: of_kind(TIMES) or "Not measured yet."}
 
     def block(match: re.Match[str]) -> str:
         if match[2] not in blocks:

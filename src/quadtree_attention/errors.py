@@ -36,5 +36,9 @@ class CheckpointError(QuadtreeAttentionError, RuntimeError):
     """A checkpoint does not fit the model it is loaded into."""
 
 
+class DataError(QuadtreeAttentionError, ValueError):
+    """A file of a data set is missing, unreadable, or not what it should be."""
+
+
 class MissingDependencyError(QuadtreeAttentionError, ImportError):
     """An optional dependency is not installed; the message names the extra that brings it."""

@@ -87,8 +87,8 @@ class VisibleNorm(nn.Module):
             mean = torch.where(shown, wide, 0).sum(dim=axes, keepdim=True) / count
             variance = torch.where(shown, wide - mean, 0).square().sum(dim=axes, keepdim=True)
             variance = variance / count
-        normed = (wide - mean) * (variance + self.eps).rsqrt()
-        return (normed * self.weight + self.bias).to(x.dtype)
+        scale = (variance + self.eps).rsqrt() * self.weight  # (B, ..., C): one pass over the map
+        return torch.addcmul(self.bias - mean * scale, wide, scale).to(x.dtype)
 
 
 class ValueBranch(nn.Module):

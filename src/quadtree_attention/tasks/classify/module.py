@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training of a classifier."""
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+import pytorch_lightning as pl
+import torch
+import torch.nn.functional as F
+from timm.data import Mixup
+from timm.loss import SoftTargetCrossEntropy
+from timm.optim import create_optimizer_v2
+from timm.scheduler import CosineLRScheduler
+from torch import Tensor, nn
+
+import quadtree_attention.models  # noqa: F401 (registers the backbones)
+from quadtree_attention.errors import OptionError
+from quadtree_attention.models.weights import build_model
+from quadtree_attention.tasks.classify.metrics import ranks
+from quadtree_attention.tasks.training.loader import seed_from, set_seed
+from quadtree_attention.tasks.training.steps import total_steps
+
+BATCH_OF_LR = 1024
+CHECK_EVERY = 20  # batches; looking at the loss makes a GPU wait
+
+
+class ClassifyModule(pl.LightningModule):
+    """A backbone with a classifier, and how it is trained: AdamW, warm-up, cosine decay.
+
+    Args:
+        model: Name of a model in timm; ours start with `quadtree_`.
+        options: Keyword arguments of that model.
+        num_classes: Classes; comes from the data.
+        lr: Learning rate at a batch of 1024 images on all processes together; scaled linearly.
+        min_lr: Where the cosine ends, at that batch size too.
+        warmup_epochs: Epochs in which the learning rate rises to `lr`.
+        weight_decay: Of AdamW; norms, biases and level weights have none.
+        drop_path: Stochastic depth of the last block.
+        label_smoothing: Share of the target spread over all classes.
+        mixup: Strength of mixup; 0 turns it off.
+        cutmix: Strength of cutmix; 0 turns it off.
+        grad_checkpointing: Recompute blocks in backward to save memory.
+        compile: Compile the model with `torch.compile`.
+        seed: Decides weights, dropout and mixing.
+    """
+
+    def __init__(
+        self,
+        model: str = "quadtree_b_b0",
+        options: dict[str, Any] | None = None,
+        num_classes: int = 1000,
+        lr: float = 1e-3,
+        min_lr: float = 1e-5,
+        warmup_epochs: float = 5,
+        weight_decay: float = 0.05,
+        drop_path: float = 0.1,
+        label_smoothing: float = 0.1,
+        mixup: float = 0.8,
+        cutmix: float = 1.0,
+        grad_checkpointing: bool = False,
+        compile: bool = False,  # noqa: A002 (what users call it)
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        set_seed(seed_from(seed))  # the same first weights on every process
+        self.kwargs = {"num_classes": num_classes, **(options or {})}
+        self.model: nn.Module = build_model(model, drop_path_rate=drop_path, **self.kwargs)
+        if grad_checkpointing:
+            cast(Any, self.model).set_grad_checkpointing(True)
+        if compile:
+            self.model.compile()  # in place: the names of the weights stay
+        self.mix = None
+        if mixup > 0 or cutmix > 0:
+            self.mix = Mixup(
+                mixup_alpha=mixup,
+                cutmix_alpha=cutmix,
+                label_smoothing=label_smoothing,
+                num_classes=num_classes,
+            )
+        self.soft_loss = SoftTargetCrossEntropy()
+        self.skipped: dict[str, None] = {}  # unreadable files, in the order they were met
+
+    def forward(self, images: Tensor) -> Tensor:
+        """(B, 3, H, W) -> (B, num_classes)"""
+        return self.model(images)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        # Dropout and mixing depend on the number of the batch alone, so that a run that was
+        # stopped goes on as if it had not been.
+        numbers = (self.hparams["seed"], self.current_epoch, batch_idx, self.global_rank)
+        set_seed(seed_from(*numbers))
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
+        images, labels = batch["images"], batch["labels"]
+        if self.mix is not None and len(labels) % 2 == 0:
+            images, targets = self.mix(images, labels)
+            loss: Tensor = self.soft_loss(self(images).float(), targets)
+        else:
+            smoothing = self.hparams["label_smoothing"]
+            loss = F.cross_entropy(self(images).float(), labels, label_smoothing=smoothing)
+        if batch_idx % CHECK_EVERY == 0 and not torch.isfinite(loss.detach()):
+            raise _diverged(loss, self.global_step)
+        self._log("train/loss", loss.detach(), len(labels), prog_bar=True)
+        self.skipped |= dict.fromkeys(batch["skipped"])
+        return loss
+
+    def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
+        labels = batch["labels"]
+        logits = self(batch["images"]).float()
+        place = ranks(logits, labels)
+        count = len(labels)
+        self._log("val/loss", F.cross_entropy(logits, labels), count)
+        self._log("val/top1", (place < 1).float().mean() * 100, count, prog_bar=True)
+        self._log("val/top5", (place < 5).float().mean() * 100, count)
+        self.skipped |= dict.fromkeys(batch["skipped"])
+
+    def configure_optimizers(self) -> Any:
+        trainer = self.trainer
+        data = cast(Any, trainer).datamodule
+        images = data.batch_size * trainer.world_size * trainer.accumulate_grad_batches
+        scale = images / BATCH_OF_LR
+        h = self.hparams
+        optimizer = create_optimizer_v2(
+            self.model, opt="adamw", lr=h["lr"] * scale, weight_decay=h["weight_decay"]
+        )
+        steps = total_steps(trainer, data.batches_per_epoch)
+        epochs = max(1, trainer.max_epochs or 1)
+        scheduler = CosineLRScheduler(
+            optimizer,
+            t_initial=steps,
+            lr_min=h["min_lr"] * scale,
+            warmup_t=min(steps, round(h["warmup_epochs"] * steps / epochs)),
+            warmup_lr_init=1e-6 * scale,
+            warmup_prefix=False,
+            t_in_epochs=False,
+        )
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+    def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
+        scheduler.step_update(self.global_step)
+
+    def weights(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The model's own tensors out of the state dict of this module."""
+        return {
+            name.removeprefix("model."): tensor
+            for name, tensor in state.items()
+            if name.startswith("model.")
+        }
+
+    def card(self) -> dict[str, Any]:
+        """What the weights need beside them to be used."""
+        data = cast(Any, self.trainer).datamodule
+        return {
+            "model": self.hparams["model"],
+            "kwargs": self.kwargs,
+            "task": "classify",
+            "classes": data.classes,
+            "image_size": data.image_size,
+            "eval_crop": data.eval_crop,
+        }
+
+    def _log(self, name: str, value: Tensor, count: int, **options: Any) -> None:
+        options = {"sync_dist": True, "on_step": False, "on_epoch": True, **options}
+        self.log(name, value, batch_size=count, **options)
+
+
+def _diverged(loss: Tensor, step: int) -> Exception:
+    return OptionError(
+        f"the loss is {loss.item()} at step {step}; training cannot go on: lower --model.lr, clip "
+        "gradients with --trainer.gradient_clip_val, or use --trainer.precision bf16-mixed"
+    )

@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run shows and writes while it goes: progress, a table of its epochs, and their curves."""
+
+import csv
+import time
+from pathlib import Path
+from typing import Any, cast
+
+import pytorch_lightning as pl
+from pytorch_lightning.callbacks import Callback, TQDMProgressBar
+
+Row = dict[str, float]
+
+
+class Progress(TQDMProgressBar):
+    """Progress bar that also shows samples per second and the time left until the last epoch."""
+
+    def __init__(self, refresh_rate: int = 1) -> None:
+        super().__init__(refresh_rate=refresh_rate)
+        self._began = 0.0
+        self._steps = 0
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, *args: Any) -> None:
+        super().on_train_epoch_start(trainer, *args)
+        self._began, self._steps = time.monotonic(), 0
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        self._steps += 1
+        super().on_train_batch_end(trainer, *args)
+
+    def get_metrics(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> dict[str, Any]:
+        metrics: dict[str, Any] = super().get_metrics(trainer, pl_module)
+        metrics.pop("v_num", None)
+        if trainer.training and self._steps:
+            seconds = (time.monotonic() - self._began) / self._steps
+            samples = cast(Any, trainer).datamodule.batch_size * trainer.world_size
+            metrics["images/s"] = f"{samples / seconds:.0f}"
+            if trainer.max_epochs and trainer.max_epochs > 0:
+                done = trainer.current_epoch * trainer.num_training_batches + self._steps
+                total = trainer.max_epochs * trainer.num_training_batches
+                metrics["left"] = _duration((total - done) * seconds)
+        return metrics
+
+
+class History(Callback):
+    """Writes `history.csv`, one row per epoch, and `curves.png` beside it.
+
+    The rows are part of the checkpoint: a run that goes on keeps those of before. Metrics named
+    `train/x` and `val/x` share the picture of `x`.
+    """
+
+    def __init__(self) -> None:
+        self.rows: list[Row] = []
+        self._began = 0.0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"rows": self.rows}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.rows = [dict(row) for row in state["rows"]]
+
+    def on_train_epoch_start(self, *_: Any) -> None:
+        self._began = time.monotonic()
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        metrics = {
+            name: float(value)
+            for name, value in trainer.callback_metrics.items()
+            if name.startswith(("train/", "val/"))
+        }
+        epoch = trainer.current_epoch + 1
+        seconds = time.monotonic() - self._began
+        self.rows = [row for row in self.rows if row["epoch"] < epoch]
+        self.rows.append({"epoch": epoch, "seconds": round(seconds, 3), **metrics})
+        if trainer.is_global_zero:
+            folder = Path(trainer.default_root_dir)
+            folder.mkdir(parents=True, exist_ok=True)
+            write_table(self.rows, folder / "history.csv")
+            draw_curves(self.rows, folder / "curves.png")
+
+
+def write_table(rows: list[Row], path: Path) -> None:
+    unfinished = path.with_name(path.name + ".unfinished")
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    with unfinished.open("w", newline="") as file:
+        writer = csv.DictWriter(file, names)
+        writer.writeheader()
+        writer.writerows(rows)
+    unfinished.replace(path)
+
+
+def draw_curves(rows: list[Row], path: Path) -> None:
+    """One picture per metric, over epochs, training and validation in one."""
+    from matplotlib.figure import Figure
+
+    names = {name for row in rows for name in row if "/" in name}
+    metrics = sorted({name.split("/", 1)[1] for name in names} - {"lr"})
+    if not metrics:
+        return
+    figure = Figure(figsize=(4.5 * len(metrics), 3.4), layout="constrained")
+    places = figure.subplots(1, len(metrics), squeeze=False)[0]
+    for axes, metric in zip(places, metrics, strict=True):
+        for part, colour in (("train", "tab:gray"), ("val", "tab:blue")):
+            points = [(r["epoch"], r[f"{part}/{metric}"]) for r in rows if f"{part}/{metric}" in r]
+            if points:
+                axes.plot(*zip(*points, strict=True), color=colour, label=part, marker=".", ms=3)
+        axes.set(title=metric, xlabel="epoch")
+        axes.grid(alpha=0.3)
+        axes.legend(frameon=False)
+    unfinished = path.with_name(path.name + ".unfinished")
+    figure.savefig(unfinished, dpi=120, format="png")
+    unfinished.replace(path)
+
+
+def _duration(seconds: float) -> str:
+    minutes, seconds = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}h{minutes:02d}m" if hours else f"{minutes}m{seconds:02d}s"

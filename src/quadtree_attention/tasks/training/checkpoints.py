@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints that are whole or not there, and that never run code when they are read."""
+
+import os
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.callbacks import Callback
+from pytorch_lightning.plugins.io import TorchCheckpointIO
+
+from quadtree_attention.errors import CheckpointError
+
+LAST = "last.ckpt"
+BEST = "best.ckpt"
+
+
+class SafeCheckpointIO(TorchCheckpointIO):
+    """Writes beside the old file and then replaces it; reads tensors and plain values only."""
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
+    ) -> None:
+        target = Path(path)
+        unfinished = target.with_name(target.name + ".unfinished")
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with unfinished.open("wb") as file:
+                torch.save(checkpoint, file)
+                file.flush()
+                os.fsync(file.fileno())
+            unfinished.replace(target)
+        except (OSError, RuntimeError) as error:  # torch's writer turns a full disk into the latter
+            unfinished.unlink(missing_ok=True)
+            kept = "the previous one is kept" if target.exists() else "there is none before it"
+            raise CheckpointError(
+                f"cannot save the checkpoint {target}: {str(error).splitlines()[0]}; {kept}; make "
+                "room there and go on with --resume"
+            ) from error
+
+    def load_checkpoint(
+        self,
+        path: Any,
+        map_location: Callable[..., Any] | None = None,
+        weights_only: bool | None = None,
+    ) -> dict[str, Any]:
+        return read_training_checkpoint(path)
+
+
+def read_training_checkpoint(path: Any) -> dict[str, Any]:
+    """What a training run stored in `path`.
+
+    Raises:
+        CheckpointError: There is no such file, or it is damaged, or would run code.
+    """
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"there is no checkpoint {path}; pass one that a run has written, such as its {LAST}"
+        ) from None
+    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError) as error:
+        raise CheckpointError(
+            f"cannot read the checkpoint {path}: {str(error).splitlines()[0]}; it is damaged or "
+            "was not written by a training run; nothing in it was executed"
+        ) from error
+    if not isinstance(state, dict) or "state_dict" not in state or "loops" not in state:
+        raise CheckpointError(
+            f"{path} is not the checkpoint of a training run; pass one that a run has written, "
+            f"such as its {LAST}"
+        )
+    return state
+
+
+class LastCheckpoint(Callback):
+    """Keeps `last.ckpt` up to date: every so many steps, and after every epoch.
+
+    Args:
+        every_n_steps: Optimizer steps between two checkpoints inside an epoch.
+    """
+
+    def __init__(self, every_n_steps: int = 500) -> None:
+        self.every_n_steps = every_n_steps
+        self.saved_step = -1
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        step = trainer.global_step
+        inside = not trainer.is_last_batch
+        if inside and step % self.every_n_steps == 0 and step != self.saved_step:
+            self.saved_step = step
+            self._save(trainer)
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        self._save(trainer)
+
+    def _save(self, trainer: pl.Trainer) -> None:
+        assert trainer.default_root_dir is not None
+        trainer.save_checkpoint(Path(trainer.default_root_dir) / LAST)

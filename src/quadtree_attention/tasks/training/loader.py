@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Batches that depend on nothing but the seed, the epoch and their number.
+
+Every random choice about a sample is drawn from `(seed, epoch, index)`, whichever worker or process
+makes it. So a run can stop after any batch and go on, and several processes together see the same
+batches as one process with the batch size of all of them.
+"""
+
+import random
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+
+class Draw(NamedTuple):
+    """One sample, and the epoch it is drawn for."""
+
+    epoch: int
+    sample: int
+
+
+def seed_from(*numbers: int) -> int:
+    """One seed of 32 bits from several numbers; none of their sums or shifts collide."""
+    return int(np.random.SeedSequence(numbers).generate_state(1)[0])
+
+
+def set_seed(seed: int) -> None:
+    """Seeds Python, NumPy and torch, all devices included."""
+    random.seed(seed)
+    np.random.seed(seed)  # transforms of libraries draw from it
+    torch.manual_seed(seed)
+
+
+class EpochSampler(Sampler[Draw]):
+    """The share of one process in the batches of an epoch.
+
+    Args:
+        size: Samples of the data set.
+        batch_size: Samples of a batch on one process.
+        seed: Decides the order of every epoch.
+        shuffle: Training: a new order every epoch, and only batches that are whole on all
+            processes. Otherwise every sample once, in order.
+        rank: This process.
+        world_size: Processes.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        batch_size: int,
+        *,
+        seed: int = 0,
+        shuffle: bool = False,
+        rank: int = 0,
+        world_size: int = 1,
+    ) -> None:
+        self.size = size
+        self.batch_size = batch_size
+        self.seed = seed
+        self.shuffle = shuffle
+        self.rank = rank
+        self.world_size = world_size
+        self.epoch = 0
+        self.skip_batches = 0  # of the next pass only
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        if not self.shuffle:
+            return len(range(self.rank, self.size, self.world_size))
+        return self.size // (self.batch_size * self.world_size) * self.batch_size
+
+    def __iter__(self) -> Iterator[Draw]:
+        skipped, self.skip_batches = self.skip_batches, 0
+        mine = self._order()[skipped * self.batch_size :]
+        return iter([Draw(self.epoch, sample) for sample in mine])
+
+    def _order(self) -> list[int]:
+        if not self.shuffle:
+            return list(range(self.rank, self.size, self.world_size))
+        rng = torch.Generator().manual_seed(seed_from(self.seed, self.epoch))
+        together = self.batch_size * self.world_size
+        order = torch.randperm(self.size, generator=rng)
+        whole = order[: self.size // together * together]
+        batches = whole.view(-1, self.world_size, self.batch_size)
+        return batches[:, self.rank].flatten().tolist()
+
+
+class SeededDataset(Dataset[Any]):
+    """Reads samples with every generator seeded from `(seed, epoch, index)`.
+
+    Args:
+        size: Number of samples.
+        read: Sample by index.
+        seed: The run's.
+    """
+
+    def __init__(self, size: int, read: Callable[[int], Any], seed: int = 0) -> None:
+        self.size = size
+        self.read = read
+        self.seed = seed
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, draw: Draw) -> Any:
+        set_seed(seed_from(self.seed, draw.epoch, draw.sample))
+        return self.read(draw.sample)
+
+
+class ResumableLoader(DataLoader[Any]):
+    """A `DataLoader` that knows how many batches of the epoch it has given out.
+
+    Lightning stores `state_dict()` in every checkpoint and gives it back before the first batch.
+    """
+
+    sampler: EpochSampler
+
+    def __init__(self, dataset: Dataset[Any], sampler: EpochSampler, **options: Any) -> None:
+        super().__init__(dataset, batch_size=sampler.batch_size, sampler=sampler, **options)
+        self.given = 0
+
+    def __iter__(self) -> Any:
+        self.given = self.sampler.skip_batches
+        for batch in super().__iter__():
+            self.given += 1
+            yield batch
+
+    def state_dict(self) -> dict[str, int]:
+        return {"epoch": self.sampler.epoch, "batches": self.given}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        finished = state["batches"] >= len(self)
+        self.sampler.set_epoch(state["epoch"] + finished)
+        self.sampler.skip_batches = 0 if finished else state["batches"]

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs that are killed and go on, and runs on several processes: the same weights in the end."""
+
+import csv
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+pytest.importorskip("pytorch_lightning", reason="training needs the extra 'train'")
+
+# 3 epochs of 8 steps, with all that draws random numbers in training
+RECIPE = """
+seed_everything: 3
+save_every: 3
+model:
+  model: test_quadtree
+  options: {backend: reference}
+  lr: 0.05
+  warmup_epochs: 1
+  drop_path: 0.2
+  mixup: 0.5
+  cutmix: 0.5
+data:
+  source: generated
+  generated_count: 64
+  image_size: 32
+  stored_size: 32
+  batch_size: 8
+  workers: 2
+trainer:
+  max_epochs: 3
+  accelerator: cpu
+  enable_progress_bar: false
+"""
+PLAIN = ("--model.drop_path=0", "--model.mixup=0", "--model.cutmix=0", "--data.workers=0")
+
+
+def start(folder, *options):
+    recipe = folder.parent / "recipe.yaml"
+    recipe.write_text(RECIPE)
+    command = [sys.executable, "-m", "quadtree_attention.cli", "train", "classify"]
+    command += ["--config", str(recipe), "--run_dir", str(folder), *options]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+def run(folder, *options):
+    process = start(folder, *options)
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, output
+    return torch.load(folder / "last.ckpt", weights_only=True)
+
+
+def kill_after_step(folder, step):
+    """Kills a run as soon as a checkpoint of this step or a later one is there."""
+    process = start(folder)
+    deadline = time.monotonic() + 300
+    while time.monotonic() < deadline:
+        assert process.poll() is None, process.communicate()[0]
+        checkpoint = folder / "last.ckpt"
+        if checkpoint.exists():
+            found = torch.load(checkpoint, weights_only=True)["global_step"]
+            if found >= step:
+                process.send_signal(signal.SIGKILL)
+                process.communicate()
+                return found
+        time.sleep(0.02)
+    process.kill()
+    raise AssertionError(f"no checkpoint of step {step} in time")
+
+
+def assert_same_run(resumed, whole, atol=0.0):
+    assert resumed["global_step"] == whole["global_step"] == 24
+    for name, tensor in whole["state_dict"].items():
+        torch.testing.assert_close(resumed["state_dict"][name], tensor, rtol=0, atol=atol)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    return run(folder), folder
+
+
+@pytest.mark.parametrize("step", [3, 8, 11])
+def test_killed_run_goes_on_as_if_it_had_not_been(whole, tmp_path, step):
+    folder = tmp_path / "run"
+    found = kill_after_step(folder, step)
+    assert found < 24, "killed too late to show anything"
+    before = torch.load(folder / "last.ckpt", weights_only=True)["state_dict"]
+    resumed = run(folder, "--resume")
+    assert_same_run(resumed, whole[0])
+    assert any(not torch.equal(before[name], x) for name, x in resumed["state_dict"].items())
+    epochs = [row["epoch"] for row in csv.DictReader((folder / "history.csv").open())]
+    assert epochs == ["1", "2", "3"]
+
+
+def test_two_processes_train_like_one(tmp_path):
+    one = run(tmp_path / "one", *PLAIN, "--data.batch_size=8")
+    two = run(
+        tmp_path / "two", *PLAIN, "--data.batch_size=4", "--trainer.devices=2",
+        "--trainer.strategy=ddp",
+    )  # fmt: skip
+    assert_same_run(two, one, atol=1e-5)
