@@ -2,24 +2,29 @@
 """Tables from result files: `python -m benchmarks.tables` brings those in the docs up to date.
 
 A target file holds blocks between `<!-- generated: NAME -->` and `<!-- end generated -->`. NAME is
-the name of a result file without its ending, "results" for all files about attention alone, or
-"model-times" for all times of whole models.
+the name of a result file without its ending, "results" for all files about attention alone,
+"model-times" for all times of whole models, or "attentions" for all trainings with them.
 """
 
 import argparse
 import json
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 SCHEMA = 1
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-TARGETS = (ROOT / "docs" / "benchmarks.md", ROOT / "docs" / "models.md")
+TARGETS = (
+    ROOT / "docs" / "benchmarks.md",
+    ROOT / "docs" / "models.md",
+    ROOT / "docs" / "results" / "attentions.md",
+)
 PASSES = ("forward", "forward+backward")
 COUNTS, TIMES = "model-counts", "model-times"  # kinds of result files about whole models
+ATTENTIONS = "attentions"  # how names of files begin that `benchmarks.attention_tables` reads
 TASKS = ("classification", "backbone")
 MODEL_PASSES = ("forward", "training")
 FIGURES = ("code_params", "params_m", "gmacs", "score")  # what may be published of a model
@@ -129,6 +134,8 @@ def read_results(folder: Path = RESULTS) -> dict[str, dict[str, Any]]:
     """Every result file of a folder by its name, checked."""
     results = {}
     for path in sorted(folder.glob("*.json")):
+        if path.stem.startswith(ATTENTIONS):
+            continue
         results[path.stem] = json.loads(path.read_text())
         try:
             check_result(results[path.stem])
@@ -354,8 +361,10 @@ def outcome_text(row: Row) -> str:
     return f"skipped: {row['skipped']}" if "skipped" in row else f"failed: {row['error']}"
 
 
-def updated(text: str, results: dict[str, dict[str, Any]]) -> str:
-    """The text of a target file with all its blocks generated anew."""
+def updated(
+    text: str, results: dict[str, dict[str, Any]], more: Mapping[str, str] | None = None
+) -> str:
+    """The text of a target file with all its blocks generated anew; `more` blocks by name."""
     sections = {name: markdown_section(name, result) for name, result in results.items()}
     kinds = {name: result.get("kind") for name, result in results.items()}
 
@@ -363,6 +372,7 @@ def updated(text: str, results: dict[str, dict[str, Any]]) -> str:
         return "\n\n".join(sections[name] for name in sections if kinds[name] == kind)
 
     blocks = sections | {"results": of_kind(None), TIMES: of_kind(TIMES) or "Not measured yet."}
+    blocks |= more or {}
 
     def block(match: re.Match[str]) -> str:
         if match[2] not in blocks:
@@ -377,12 +387,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.tables", description=main.__doc__)
     parser.add_argument("--check", action="store_true", help="change nothing, exit 1 if outdated")
     check = parser.parse_args(argv).check
+    from benchmarks import attention_tables  # built on this module
+
     outdated = []
     try:
         results = read_results()
+        more = {ATTENTIONS: attention_tables.markdown(attention_tables.read_results(RESULTS))}
         for path in TARGETS:
             text = path.read_text()
-            new = updated(text, results)
+            new = updated(text, results, more)
             if new != text:
                 outdated.append(path.relative_to(ROOT))
                 if not check:

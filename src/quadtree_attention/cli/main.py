@@ -40,17 +40,71 @@ Examples:
   quadtree convert quadtree_b2.pth -o b2_features.safetensors --num-classes 0 --force
 """
 
+TRAIN_HELP = """Train a model from a recipe file.
+
+TASK is classify. All options of a recipe can be given on the command line as well, and override it:
+quadtree train classify --help lists them. Ctrl-C or a kill loses at most --save_every steps; go on
+with --resume. Writes last.ckpt, best.ckpt, best.safetensors, history.csv and curves.png to
+--run_dir.
+
+\b
+Examples:
+  quadtree train classify --config recipes/classify/generated-debug.yaml
+  quadtree train classify --config recipes/classify/imagenet-b2.yaml --data.root imagenet
+  quadtree train classify --config recipes/classify/imagenet-b2.yaml --resume
+  quadtree train classify --config my.yaml --trainer.devices 8 --trainer.num_nodes 2
+"""
+
+CLASSIFY_HELP = """Tell what images show, with a trained classifier.
+
+An IMAGE is a file, a folder, which stands for the images in it, or - for a file on standard input.
+WEIGHTS are best.safetensors of a training run, or what quadtree convert has written; the names of
+the classes come from their card. An image that cannot be read gets a line on standard error, the
+others are classified, and the exit code is 1.
+
+\b
+Examples:
+  quadtree classify cat.jpg --weights runs/imagenet-b2/best.safetensors
+  quadtree classify photos/ --weights b2.safetensors --top 1
+  quadtree classify photos/*.png --weights b2.safetensors --json > answers.json
+  curl -s https://example.org/cat.jpg | quadtree classify - --weights b2.safetensors
+"""
+
+EVALUATE_HELP = """Measure how well trained models do.
+
+The model runs once and its answers are kept in a file; the numbers are worked out from that file,
+and can be again without the model. quadtree evaluate TASK --help tells more.
+"""
+
+EVALUATE_CLASSIFY_HELP = """Measure the accuracy of a classifier on labelled images.
+
+ROOT holds a folder per split and in it one per class (val/cat/1.jpg), or an npz file per split.
+Classes are matched with those of WEIGHTS by name. The answers go to --out; if that file is there
+and was made from the same weights, images and settings, it is used and the model does not run.
+With --predictions such a file is scored, and nothing else is needed. Images that cannot be read are
+named on standard error, counted and left out.
+
+\b
+Examples:
+  quadtree evaluate classify runs/imagenet-b2/best.safetensors --data imagenet
+  quadtree evaluate classify b2.safetensors --data imagenet --size 288 --dtype bfloat16 --force
+  quadtree evaluate classify b2.safetensors --data pets --split test --out pets.npz --strict
+  quadtree evaluate classify --predictions pets.npz --json
+"""
+
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,  # plain text reads the same in a terminal, in a pipe and in a log
     pretty_exceptions_enable=False,
 )
+evaluate_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
+app.add_typer(evaluate_app, name="evaluate", help=EVALUATE_HELP)
 
 
 @app.callback()
 def _quadtree() -> None:
-    """QuadTree attention: what can run here, and what a call costs."""
+    """QuadTree attention: train and use models, and see what attention costs."""
 
 
 @contextmanager
@@ -152,6 +206,106 @@ def convert(
                 act=act,
                 topk=topk,
                 num_classes=num_classes,
+                force=force,
+            ),
+            as_json=json,
+        )
+
+
+@app.command(
+    help=TRAIN_HELP,
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    add_help_option=False,  # the options of a task are listed by the task
+)
+def train(
+    context: typer.Context,
+    task: Annotated[str, typer.Argument(metavar="TASK", help="What to train: classify.")] = "",
+) -> None:
+    if not task or task in ("--help", "-h"):
+        print(context.get_help())
+        raise typer.Exit(0 if task else 2)
+    with mistakes_on_one_line():
+        from quadtree_attention.tasks.training.command import train
+
+        train(task, context.args)
+
+
+@app.command(help=CLASSIFY_HELP)
+def classify(
+    images: Annotated[list[str], typer.Argument(metavar="IMAGE", help="Files, folders, or -.")],
+    weights: Annotated[
+        Path | None, typer.Option(help="Weights of a classifier, .safetensors.", show_default=False)
+    ] = None,
+    top: Annotated[int, typer.Option(help="Answers per image.")] = 5,
+    device: Annotated[
+        str | None, typer.Option(help="cpu or cuda.", show_default="cuda if there is one")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print a list as JSON.")] = False,
+) -> None:
+    with mistakes_on_one_line():
+        from quadtree_attention.cli.classify import run
+
+        all_read = run(images, weights, topk=top, device=device, as_json=json)
+    if not all_read:
+        raise typer.Exit(1)
+
+
+@evaluate_app.command("classify", help=EVALUATE_CLASSIFY_HELP)
+def evaluate_classify(
+    weights: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="WEIGHTS", help="Weights of a classifier, .safetensors.", show_default=False
+        ),
+    ] = None,
+    data: Annotated[
+        Path | None, typer.Option(metavar="ROOT", help="Folder of the images.", show_default=False)
+    ] = None,
+    split: Annotated[str, typer.Option(help="Folder or npz file in ROOT.")] = "val",
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Predictions to write, .npz.", show_default="predictions.npz"),
+    ] = None,
+    predictions: Annotated[
+        Path | None, typer.Option(help="Only score this file.", show_default=False)
+    ] = None,
+    batch_size: Annotated[int, typer.Option(help="Images per call of the model.")] = 64,
+    size: Annotated[
+        int | None,
+        typer.Option(help="Pixels of a side the model sees.", show_default="as in training"),
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option(help="cpu or cuda.", show_default="cuda if there is one")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
+    workers: Annotated[
+        int | None,
+        typer.Option(help="Processes that read images.", show_default="one per core, at most 8"),
+    ] = None,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Fail at the first image that cannot be read.")
+    ] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Replace predictions that are there.")
+    ] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    with mistakes_on_one_line():
+        from quadtree_attention.cli.evaluate import ClassifyRequest, classify
+
+        classify(
+            ClassifyRequest(
+                weights=weights,
+                predictions=predictions,
+                data=data,
+                split=split,
+                out=out,
+                batch_size=batch_size,
+                size=size,
+                device=device,
+                dtype=dtype,
+                workers=workers,
+                strict=strict,
                 force=force,
             ),
             as_json=json,

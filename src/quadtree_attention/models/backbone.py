@@ -34,6 +34,7 @@ from quadtree_attention.models.pvt import convert_pvt_v2, is_pvt_v2
 from quadtree_attention.nn.attention import QuadtreeAttention, ValuePyramid
 from quadtree_attention.nn.baselines import MapAttention
 from quadtree_attention.nn.block import Block, ConvMlp
+from quadtree_attention.nn.norm import TokenNorm
 from quadtree_attention.nn.value_pyramid import Activation, VisibleNorm
 from quadtree_attention.ops.problem import Variant
 
@@ -186,7 +187,7 @@ class PyramidTransformer(nn.Module):
             ]
             downsample = _downsample(layout, embed_dims[i - 1], dim, **dd) if i else nn.Identity()
             closed = not swin or i == len(depths) - 1
-            norm = nn.LayerNorm(dim, eps=norm_eps, **dd) if closed else nn.Identity()
+            norm = TokenNorm(dim, norm_eps, **dd) if closed else nn.Identity()
             stages.append(Stage(downsample, blocks, norm))
             self.feature_info.append(
                 {"num_chs": dim, "reduction": 4 * 2**i, "module": f"stages.{i}"}

@@ -192,7 +192,7 @@ class QuadtreeAttention(nn.Module):
         weights = self.level_logits.softmax(dim=0)
         total: Tensor | None = None
         for conv, level, visible, weight in zip(self.lepe, values, shown, weights, strict=True):
-            local = conv(hide(level, visible)) * weight
+            local = conv(hide(level, visible), weight)
             total = local if total is None else to_children(total, level.shape[1:-1]) + local
         assert total is not None
         return total

@@ -3,9 +3,14 @@
 
 from typing import Any
 
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-_CONVOLUTIONS = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
+_CONVOLUTIONS: dict[int, tuple[Any, Any]] = {
+    1: (nn.Conv1d, F.conv1d),
+    2: (nn.Conv2d, F.conv2d),
+    3: (nn.Conv3d, F.conv3d),
+}
 
 
 class DepthwiseConv(nn.Module):
@@ -21,10 +26,15 @@ class DepthwiseConv(nn.Module):
 
     def __init__(self, dim: int, ndim: int = 2, *, device: Any = None, dtype: Any = None) -> None:
         super().__init__()
-        self.conv = _CONVOLUTIONS[ndim](
+        module, self._function = _CONVOLUTIONS[ndim]
+        self.conv = module(
             dim, dim, kernel_size=3, padding=1, groups=dim, device=device, dtype=dtype
         )
 
-    def forward(self, x: Tensor) -> Tensor:
-        """(B, *grid, C) -> (B, *grid, C)"""
-        return self.conv(x.movedim(-1, 1)).movedim(1, -1)
+    def forward(self, x: Tensor, gain: Tensor | None = None) -> Tensor:
+        """(B, *grid, C) -> (B, *grid, C), times a number `gain`."""
+        weight, bias = self.conv.weight, self.conv.bias
+        if gain is not None:  # on the few weights, not on the whole map
+            weight, bias = weight * gain, bias * gain
+        x = x.movedim(-1, 1)
+        return self._function(x, weight, bias, padding=1, groups=x.shape[1]).movedim(1, -1)

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quadtree_attention.errors import OptionError
+from quadtree_attention.ops.norms import can_fuse, map_norm
 from quadtree_attention.ops.tree import Tree, accumulation_dtype, hide, is_known
 
 Activation = Literal["gelu", "relu"]
@@ -117,6 +118,7 @@ class ValueBranch(nn.Module):
                 f"value_act must be one of {', '.join(_ACTIVATIONS)}, got {activation!r}; "
                 "classification uses gelu, detection and segmentation use relu"
             )
+        self.activation = activation
         self.norm1 = VisibleNorm(dim, device=device, dtype=dtype)
         self.reduce = nn.Linear(num_children * dim, dim, device=device, dtype=dtype)
         self.norm2 = VisibleNorm(dim, device=device, dtype=dtype)
@@ -131,7 +133,13 @@ class ValueBranch(nn.Module):
         visible_above: Tensor | None,
     ) -> Tensor:
         """(B, *grid, C) -> (B, *parents, C); the masks are those of x and of the result."""
+        if visible is None and len(parents) == 2 and can_fuse(x):
+            x = self.reduce(self._fused(self.norm1, x, by_parent=True))
+            return self.mix(self._fused(self.norm2, x, by_parent=False))
         x = hide(self.act(self.norm1(x, visible)), visible)
         x = self.reduce(by_parent(x, parents).flatten(-2))
         x = self.mix(self.act(self.norm2(x, visible_above)))
         return hide(x, visible_above)
+
+    def _fused(self, norm: VisibleNorm, x: Tensor, *, by_parent: bool) -> Tensor:
+        return map_norm(x, norm.weight, norm.bias, norm.eps, self.activation, by_parent=by_parent)

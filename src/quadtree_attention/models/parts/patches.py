@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quadtree_attention.errors import ShapeError
+from quadtree_attention.nn.norm import TokenNorm
 
 
 class PatchEmbed(nn.Module):
@@ -42,7 +43,7 @@ class PatchEmbed(nn.Module):
             padding=kernel_size // 2 if self.overlap else 0,
             **dd,
         )
-        self.norm = nn.LayerNorm(dim, eps=1e-5, **dd)
+        self.norm = TokenNorm(dim, 1e-5, **dd)
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, in_chans, H, W) -> (B, C, ceil(H / stride), ceil(W / stride))"""
@@ -63,7 +64,7 @@ class PatchMerging(nn.Module):
     def __init__(self, dim: int, dim_out: int, *, device: Any = None, dtype: Any = None) -> None:
         super().__init__()
         dd = {"device": device, "dtype": dtype}
-        self.norm = nn.LayerNorm(4 * dim, **dd)
+        self.norm = TokenNorm(4 * dim, before_linear=True, **dd)
         self.reduction = nn.Linear(4 * dim, dim_out, bias=False, **dd)
 
     def forward(self, x: Tensor) -> Tensor:

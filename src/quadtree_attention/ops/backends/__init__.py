@@ -25,6 +25,7 @@ __all__ = [
     "Backend",
     "Kept",
     "choose_backend",
+    "default_backend",
     "explain_backends",
     "use_backend",
 ]
@@ -64,7 +65,7 @@ def choose_backend(name: str, problem: Problem) -> Backend:
     """
     _check_name(name, "backend")
     if name == "auto":
-        name = _default_name()
+        name = default_backend()
     candidates = [backend for backend in BACKENDS if name in ("auto", backend.name)]
     for backend in candidates:
         if not backend.reasons(problem):
@@ -75,7 +76,7 @@ def choose_backend(name: str, problem: Problem) -> Backend:
     raise BackendUnsupportedError(_unsupported(name, problem, reasons), reasons)
 
 
-def _default_name() -> str:
+def default_backend() -> str:
     """What "auto" means here and now; a compiled program keeps what it meant when compiled."""
     name = _scoped.get()
     if name == "auto":
@@ -85,7 +86,7 @@ def _default_name() -> str:
 
 
 # What `torch.compiler.assume_constant_result` does, without importing the whole compiler.
-_default_name._dynamo_marked_constant = True  # type: ignore[attr-defined]
+default_backend._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def explain_backends(problem: Problem) -> dict[str, list[str]]:

@@ -7,6 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+DRAWS = 5  # numbers that decide about one image: area, ratio, place (x, y), flip
+
 
 class BatchAugment(nn.Module):
     """Random crops, resized, and horizontal flips, another one for every image of the batch.
@@ -35,22 +37,32 @@ class BatchAugment(nn.Module):
         self.ratio = ratio
         self.flip = flip
 
-    def forward(self, images: Tensor) -> Tensor:
-        """(B, C, H, W) -> (B, C, size, size); unchanged crops, only resized, in evaluation."""
+    def forward(self, images: Tensor, draws: Tensor | None = None) -> Tensor:
+        """(B, C, H, W) -> (B, C, size, size); in evaluation whole images, only resized.
+
+        Args:
+            images: Batch of images.
+            draws: (B, `DRAWS`) from [0, 1), which decide about every image; None draws them.
+        """
         if not self.training:
             return F.interpolate(
                 images, (self.size, self.size), mode="bilinear", align_corners=False, antialias=True
             )
         batch, device = images.shape[0], images.device
-        area = torch.empty(batch, device=device).uniform_(*self.scale)
-        log_ratio = torch.empty(batch, device=device).uniform_(*map(math.log, self.ratio))
-        sides = torch.stack([(area / log_ratio.exp()).sqrt(), (area * log_ratio.exp()).sqrt()])
-        height, width = sides.clamp(max=1.0)
-        centre = torch.rand(2, batch, device=device) * 2 - 1  # of the places a crop can have
-        mirrored = torch.where(torch.rand(batch, device=device) < self.flip, -1.0, 1.0)
+        if draws is None:
+            draws = torch.rand(batch, DRAWS, device=device)
+        of_area, of_ratio, of_x, of_y, of_flip = draws.unbind(1)
+        area = _between(*self.scale, of_area)
+        ratio = _between(math.log(self.ratio[0]), math.log(self.ratio[1]), of_ratio).exp()
+        height, width = (area / ratio).sqrt().clamp(max=1.0), (area * ratio).sqrt().clamp(max=1.0)
+        mirrored = torch.where(of_flip < self.flip, -1.0, 1.0)
         theta = torch.zeros(batch, 2, 3, device=device)
-        theta[:, 0, 0], theta[:, 0, 2] = width * mirrored, centre[0] * (1 - width)
-        theta[:, 1, 1], theta[:, 1, 2] = height, centre[1] * (1 - height)
+        theta[:, 0, 0], theta[:, 0, 2] = width * mirrored, (2 * of_x - 1) * (1 - width)
+        theta[:, 1, 1], theta[:, 1, 2] = height, (2 * of_y - 1) * (1 - height)
         shape = [batch, images.shape[1], self.size, self.size]
         grid = F.affine_grid(theta, shape, align_corners=False)
         return F.grid_sample(images, grid, padding_mode="border", align_corners=False)
+
+
+def _between(least: float, greatest: float, share: Tensor) -> Tensor:
+    return least + (greatest - least) * share

@@ -15,13 +15,14 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from quadtree_attention.errors import DataError, OptionError
-from quadtree_attention.tasks.classify.augment import BatchAugment
+from quadtree_attention.tasks.classify.augment import DRAWS, BatchAugment
 from quadtree_attention.tasks.classify.sources import ImageSource, Kind, Split, open_source, summary
 from quadtree_attention.tasks.training.loader import (
     Draw,
     EpochSampler,
     ResumableLoader,
     SeededDataset,
+    seed_from,
 )
 
 Augment = Literal["timm", "batch", "none"]
@@ -76,9 +77,20 @@ class ClassifyData(pl.LightningDataModule):
         super().__init__()
         if augment not in ("timm", "batch", "none"):
             raise OptionError(f"augment must be timm, batch or none, got {augment!r}; choose one")
-        for name, value in (("image_size", image_size), ("batch_size", batch_size)):
-            if value < 1:
-                raise OptionError(f"{name} must be at least 1, got {value}; pass a larger one")
+        for name, value, least in (
+            ("image_size", image_size, 1),
+            ("batch_size", batch_size, 1),
+            ("stored_size", stored_size, 1),
+            ("workers", workers, 0),
+            ("generated_count", generated_count, 4),
+            ("generated_classes", generated_classes, 1),
+            ("limit_images", limit_images, 1),
+        ):
+            if value is not None and value < least:
+                raise OptionError(f"{name} must be at least {least}, got {value}; pass more")
+        for name, share in (("crop_scale", crop_scale), ("eval_crop", eval_crop)):
+            if not 0 < share <= 1:
+                raise OptionError(f"{name} must be above 0 and at most 1, got {share}; pass such")
         self.root = root
         self.kind = source
         self.image_size = image_size
@@ -99,6 +111,8 @@ class ClassifyData(pl.LightningDataModule):
         self.generated_classes = generated_classes
         self.limit_images = limit_images
         self.batch_augment = BatchAugment(image_size, scale=(crop_scale, 1.0))
+        if augment == "timm":
+            self._check_policy()
         self._sources: dict[str, ImageSource] = {}
         self._stored: dict[str, StoredImages] = {}
 
@@ -137,7 +151,8 @@ class ClassifyData(pl.LightningDataModule):
         if batch["images"].dtype == torch.uint8:
             trainer = self.trainer
             training = trainer is not None and trainer.training
-            images = self.batch_augment.train(training)(batch["images"].float() / 255)
+            images = batch["images"].float() / 255
+            images = self.batch_augment.train(training)(images, batch["draws"])
             mean, std = (images.new_tensor(x).view(1, 3, 1, 1) for x in (MEAN, STD))
             batch["images"] = (images - mean) / std
         return batch
@@ -164,6 +179,11 @@ class ClassifyData(pl.LightningDataModule):
                 raise DataError(
                     f"train has the classes {', '.join(train.classes)}, val has "
                     f"{', '.join(source.classes)}; both need the same"
+                )
+            if unlabelled := sum(source.label(i) < 0 for i in range(len(source))):
+                raise DataError(
+                    f"{unlabelled} of {len(source)} images of {split} have no label (a negative "
+                    "one); training needs one for every image"
                 )
             self._sources[split] = source
         return self._sources[split]
@@ -201,6 +221,15 @@ class ClassifyData(pl.LightningDataModule):
             return create_transform(self.image_size, is_training=True, **policy, **common)
         return create_transform(self.image_size, crop_pct=self.eval_crop, **common)
 
+    def _check_policy(self) -> None:
+        try:
+            self._transform(training=True)
+        except Exception as error:  # timm asserts, and parses the name of a policy in passing
+            raise OptionError(
+                f"timm cannot augment with {self.policy}: {error}; see its documentation of "
+                "create_transform"
+            ) from error
+
     def _store(self, source: ImageSource, split: Split) -> "StoredImages":
         from tqdm import tqdm
 
@@ -216,16 +245,22 @@ class ClassifyData(pl.LightningDataModule):
         if skipped:
             _tell(f"{split}: replaced {len(skipped)} unreadable images: {summary(skipped)}")
         labels = torch.tensor([source.label(place) for place in places])
-        return StoredImages(images, labels, torch.tensor(places))
+        return StoredImages(images, labels, torch.tensor(places), self.seed)
 
 
 class StoredImages(Dataset[Batch]):
-    """Decoded images in memory, given out a batch at a time; (N, 3, S, S) uint8."""
+    """Decoded images in memory, given out a batch at a time; (N, 3, S, S) uint8.
 
-    def __init__(self, images: Tensor, labels: Tensor, places: Tensor) -> None:
+    With them go the random numbers of their augmentation, drawn from the seed and the epoch:
+    those at hand when a batch reaches its device would differ in a run that goes on.
+    """
+
+    def __init__(self, images: Tensor, labels: Tensor, places: Tensor, seed: int = 0) -> None:
         self.images = images
         self.labels = labels
         self.places = places
+        self.seed = seed
+        self._draws: tuple[int, Tensor] | None = None  # of the latest epoch
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -234,10 +269,17 @@ class StoredImages(Dataset[Batch]):
         at = torch.tensor([draw.sample for draw in draws])
         return {
             "images": self.images[at],
+            "draws": self._draws_of(draws[0].epoch)[at],
             "labels": self.labels[at],
             "indices": self.places[at],
             "skipped": [],
         }
+
+    def _draws_of(self, epoch: int) -> Tensor:
+        if self._draws is None or self._draws[0] != epoch:
+            rng = torch.Generator().manual_seed(seed_from(self.seed, epoch, 0, len(self)))
+            self._draws = epoch, torch.rand(len(self), DRAWS, generator=rng)
+        return self._draws[1]
 
 
 def read_or_replace(
@@ -285,7 +327,7 @@ def _square(image: Image.Image, side: int) -> np.ndarray[Any, Any]:
         width, height = (max(side, round(length * scale)) for length in image.size)
         image = image.resize((width, height), Image.Resampling.BICUBIC)
     left, top = (image.width - side) // 2, (image.height - side) // 2
-    return np.asarray(image.crop((left, top, left + side, top + side)))
+    return np.array(image.crop((left, top, left + side, top + side)))
 
 
 def _tell(message: str) -> None:

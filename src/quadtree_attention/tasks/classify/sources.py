@@ -3,13 +3,12 @@
 
 import io
 import json
-import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol, get_args
 
 import numpy as np
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 
 from quadtree_attention.errors import DataError, OptionError
 
@@ -104,24 +103,35 @@ class NpzSource:
                 self._names = arrays["names"].tolist() if "names" in arrays else None
         except FileNotFoundError:
             raise DataError(f"there is no file {path}; pass the folder that holds it") from None
-        except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
+        except Exception as error:  # damaged files fail in every possible way
             raise DataError(
                 f"cannot read {path}: {error}; it must be an npz file with the arrays data, "
-                "offsets and labels"
+                "offsets and labels, and no Python objects"
             ) from error
         self.path = path
         self.skipped: list[str] = []
-        self.classes = _class_names(root / "classes.json", int(self._labels.max(initial=-1)) + 1)
         self._check()
+        self.classes = _class_names(root / "classes.json", int(self._labels.max()) + 1)
 
     def _check(self) -> None:
-        counts = len(self._labels) + 1 == len(self._offsets)
+        arrays = {"data": self._data, "offsets": self._offsets, "labels": self._labels}
+        for name, array in arrays.items():
+            if array.ndim != 1 or array.dtype.kind not in ("u" if name == "data" else "iu"):
+                raise DataError(
+                    f"{name} of {self.path} must be a list of "
+                    f"{'bytes (uint8)' if name == 'data' else 'integers'}, got {array.dtype} of "
+                    f"shape {array.shape}; write the file anew"
+                )
+        count = len(self._labels)
+        counts = count > 0 and len(self._offsets) == count + 1
+        named = self._names is None or len(self._names) == count
         inside = (self._offsets >= 0).all() and (self._offsets <= len(self._data)).all()
-        if not (counts and inside and (np.diff(self._offsets) >= 0).all() and len(self._labels)):
+        ascending = (self._offsets[1:] >= self._offsets[:-1]).all()
+        if not (counts and named and inside and ascending):
             raise DataError(
                 f"the arrays of {self.path} do not belong together: {len(self._labels)} labels, "
                 f"{len(self._offsets)} offsets into {len(self._data)} bytes; offsets must be one "
-                "more than labels, ascending, and end inside the data"
+                "more than labels, ascending, and end inside the data, and names as many as labels"
             )
 
     def __len__(self) -> int:
@@ -209,7 +219,7 @@ def decode(data: bytes, name: str) -> Image.Image:
     try:
         with Image.open(io.BytesIO(data)) as image:
             return image.convert("RGB")
-    except (UnidentifiedImageError, OSError, SyntaxError, ValueError) as error:
+    except Exception as error:  # damaged files fail in every possible way
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise DataError(f"cannot decode {name}: {reason}") from error
 

@@ -36,7 +36,8 @@ class Progress(TQDMProgressBar):
             samples = cast(Any, trainer).datamodule.batch_size * trainer.world_size
             metrics["images/s"] = f"{samples / seconds:.0f}"
             if trainer.max_epochs and trainer.max_epochs > 0:
-                done = trainer.current_epoch * trainer.num_training_batches + self._steps
+                done = trainer.current_epoch * trainer.num_training_batches
+                done += trainer.fit_loop.batch_idx + 1  # more than steps after a resume
                 total = trainer.max_epochs * trainer.num_training_batches
                 metrics["left"] = _duration((total - done) * seconds)
         return metrics
@@ -91,7 +92,10 @@ def write_table(rows: list[Row], path: Path) -> None:
 
 def draw_curves(rows: list[Row], path: Path) -> None:
     """One picture per metric, over epochs, training and validation in one."""
-    from matplotlib.figure import Figure
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError:  # the table has it all; training goes on without pictures
+        return
 
     names = {name for row in rows for name in row if "/" in name}
     metrics = sorted({name.split("/", 1)[1] for name in names} - {"lr"})

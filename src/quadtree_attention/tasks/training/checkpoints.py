@@ -2,8 +2,8 @@
 """Checkpoints that are whole or not there, and that never run code when they are read."""
 
 import os
-import pickle
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from pytorch_lightning.callbacks import Callback
 from pytorch_lightning.plugins.io import TorchCheckpointIO
 
-from quadtree_attention.errors import CheckpointError
+from quadtree_attention.errors import CheckpointError, OptionError
 
 LAST = "last.ckpt"
 BEST = "best.ckpt"
@@ -34,7 +34,8 @@ class SafeCheckpointIO(TorchCheckpointIO):
                 os.fsync(file.fileno())
             unfinished.replace(target)
         except (OSError, RuntimeError) as error:  # torch's writer turns a full disk into the latter
-            unfinished.unlink(missing_ok=True)
+            with suppress(OSError):
+                unfinished.unlink()
             kept = "the previous one is kept" if target.exists() else "there is none before it"
             raise CheckpointError(
                 f"cannot save the checkpoint {target}: {str(error).splitlines()[0]}; {kept}; make "
@@ -62,10 +63,11 @@ def read_training_checkpoint(path: Any) -> dict[str, Any]:
         raise CheckpointError(
             f"there is no checkpoint {path}; pass one that a run has written, such as its {LAST}"
         ) from None
-    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError) as error:
+    except Exception as error:  # damaged files fail in every possible way
+        reason = f" ({error.strerror})" if isinstance(error, OSError) and error.strerror else ""
         raise CheckpointError(
-            f"cannot read the checkpoint {path}: {str(error).splitlines()[0]}; it is damaged or "
-            "was not written by a training run; nothing in it was executed"
+            f"cannot read the checkpoint {path}{reason}: it is damaged, or no training run wrote "
+            f"it; nothing in it was executed; pass one that a run has written, such as its {LAST}"
         ) from error
     if not isinstance(state, dict) or "state_dict" not in state or "loops" not in state:
         raise CheckpointError(
@@ -83,6 +85,8 @@ class LastCheckpoint(Callback):
     """
 
     def __init__(self, every_n_steps: int = 500) -> None:
+        if every_n_steps < 1:
+            raise OptionError(f"--save_every must be at least 1, got {every_n_steps}; pass more")
         self.every_n_steps = every_n_steps
         self.saved_step = -1
 

@@ -23,8 +23,9 @@ class Draw(NamedTuple):
 
 
 def seed_from(*numbers: int) -> int:
-    """One seed of 32 bits from several numbers; none of their sums or shifts collide."""
-    return int(np.random.SeedSequence(numbers).generate_state(1)[0])
+    """One seed of 32 bits from several numbers, well mixed."""
+    entropy = (len(numbers), *numbers)  # NumPy takes (3, 0) for (3,)
+    return int(np.random.SeedSequence(entropy).generate_state(1)[0])
 
 
 def set_seed(seed: int) -> None:

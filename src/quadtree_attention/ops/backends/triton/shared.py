@@ -19,8 +19,8 @@ import triton.language as tl
 # Numbers that differ from map to map: kernels are not compiled anew for multiples of 16 and for 1.
 SIZES = {
     "above_0", "above_1", "above_2", "batch_heads", "cells", "entries", "heads",
-    "key_0", "key_1", "key_2", "keys", "level", "per_head", "query_1", "query_2", "rows",
-    "size_0", "size_1", "size_2", "spans",
+    "key_0", "key_1", "key_2", "keys", "level", "per_head", "per_span", "query_1", "query_2",
+    "rows", "rows_out", "size_0", "size_1", "size_2", "spans",
 }  # fmt: skip
 
 

@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Norms."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from quadtree_attention.ops.norms import can_fuse, layer_norm
+
+
+class TokenNorm(nn.LayerNorm):
+    """`LayerNorm` over channels, by a fused kernel where there is one.
+
+    Torch's own spends most of its threads on nothing where tokens are as narrow as in a backbone.
+
+    Args:
+        dim: Channels.
+        eps: Added to the variance.
+        before_linear: Under autocast, give out its dtype at once: a linear layer would cast to it.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        eps: float = 1e-5,
+        *,
+        before_linear: bool = False,
+        device: Any = None,
+        dtype: Any = None,
+    ) -> None:
+        super().__init__(dim, eps=eps, device=device, dtype=dtype)
+        self.before_linear = before_linear
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., C) -> (..., C)"""
+        if not can_fuse(x):
+            return super().forward(x)
+        dtype, device = x.dtype, x.device.type
+        if torch.is_autocast_enabled(device):
+            dtype = torch.get_autocast_dtype(device) if self.before_linear else torch.float32
+        return layer_norm(x, self.weight, self.bias, self.eps, dtype)

@@ -1,0 +1,412 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What images show, by a trained classifier.
+
+Example:
+    >>> import tempfile, timm
+    >>> from pathlib import Path
+    >>> from quadtree_attention.models.weights import save_weights
+    >>> path = Path(tempfile.mkdtemp()) / "tiny.safetensors"
+    >>> card = {"model": "test_quadtree", "kwargs": {"num_classes": 2}, "classes": ["cat", "dog"]}
+    >>> model = timm.create_model("test_quadtree", num_classes=2)
+    >>> _ = save_weights(path, model.state_dict(), card)
+    >>> best, other = Classifier(path)(np.zeros((70, 45, 3)))
+    >>> {best.name, other.name} == {"cat", "dog"}
+    True
+"""
+
+import io
+import os
+from collections.abc import Iterable, Iterator, Sized
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal, TypeAlias, cast, get_args, overload
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from quadtree_attention.errors import (
+    CheckpointError,
+    DataError,
+    DTypeError,
+    MissingDependencyError,
+    OptionError,
+    QuadtreeAttentionError,
+    ShapeError,
+)
+from quadtree_attention.models.convert import check_fit
+from quadtree_attention.models.weights import build_model, load_model, read_card, read_checkpoint
+
+try:
+    from PIL import Image, ImageOps, UnidentifiedImageError
+    from timm.data import create_transform
+    from timm.data.constants import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
+except ModuleNotFoundError as error:
+    raise MissingDependencyError(
+        f"classifying needs timm, torchvision and pillow, got {error}; "
+        "pip install 'quadtree-attention[models]'"
+    ) from error
+
+Array: TypeAlias = np.ndarray[Any, Any]
+ImageLike: TypeAlias = str | os.PathLike[str] | bytes | Image.Image | Array | Tensor
+Precision = Literal["float32", "bfloat16"]
+CHANNELS = (1, 3, 4)  # grey, RGB, RGBA
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """One answer: the class by number and by name, and how sure the model is, from 0 to 1."""
+
+    label: int
+    name: str
+    probability: float
+
+
+class Classifier:
+    """Names what images show, with the preprocessing that evaluation in training uses.
+
+    Args:
+        path: Weights with their card, as training (`best.safetensors`) and `quadtree convert` write
+            them. Without names of classes in the card, names are numbers. `last.ckpt` and
+            `best.ckpt` of a run are read if the run's `best.safetensors` lies beside them.
+        device: Where to run; None takes a GPU if there is one.
+        topk: Answers per image, best first.
+        image_size: Pixels of a side of what the model sees; None takes that of the card.
+        batch_size: Images that go through the model together.
+        dtype: "float32", or "bfloat16" for automatic mixed precision.
+
+    Raises:
+        CheckpointError: The weights cannot be read, or are none of a classifier.
+        OptionError: An option has a value that is not accepted.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        device: str | torch.device | None = None,
+        topk: int = 5,
+        image_size: int | None = None,
+        batch_size: int = 16,
+        dtype: Precision = "float32",
+    ) -> None:
+        for name, value in (("topk", topk), ("image_size", image_size), ("batch_size", batch_size)):
+            if value is not None and value < 1:
+                raise OptionError(f"{name} must be at least 1, got {value}; pass a larger one")
+        if dtype not in get_args(Precision):
+            raise OptionError(f"dtype must be float32 or bfloat16, got {dtype!r}; take one")
+        self.path = Path(path)
+        self.topk = topk
+        self.batch_size = batch_size
+        self.dtype = dtype
+        self.device = _device(device)
+        self.card, model = _load(self.path)
+        self.model = model.to(self.device).eval()
+        self.names = _class_names(self.card, _outputs(model, self.path), self.path)
+        config = cast(Any, model).pretrained_cfg  # for weights whose card is silent
+        self.image_size = image_size or _positive(
+            self.card, "image_size", config["input_size"][-1], self.path
+        )
+        self.crop = _positive(self.card, "eval_crop", config["crop_pct"], self.path)
+        self.transform = create_transform(
+            self.image_size,
+            crop_pct=self.crop,
+            mean=IMAGENET_DEFAULT_MEAN,
+            std=IMAGENET_DEFAULT_STD,
+            interpolation="bicubic",
+        )
+
+    @overload  # a str is also an iterable of str: the first that fits is meant
+    def __call__(self, images: ImageLike) -> list[Prediction]: ...  # type: ignore[overload-overlap]
+    @overload
+    def __call__(self, images: Iterable[ImageLike]) -> list[list[Prediction]]: ...
+    def __call__(
+        self, images: ImageLike | Iterable[ImageLike]
+    ) -> list[Prediction] | list[list[Prediction]]:
+        """The best answers for an image, or a list of them for each of many.
+
+        Args:
+            images: A path, the bytes of a file, a PIL image, an array (H, W), (H, W, 3) or
+                (H, W, 4), a tensor (3, H, W), or many of these. Numbers are uint8, uint16, or
+                floats from 0 to 1. Photos are turned as their EXIF tag says; what is transparent
+                becomes white.
+
+        Raises:
+            DataError: A file cannot be read as an image.
+            ShapeError: An array or tensor is no image.
+            DTypeError: It holds other numbers.
+        """
+        if _is_one(images):
+            return self._answers([cast(ImageLike, images)])[0]
+        return self._answers(cast(Iterable[ImageLike], images))
+
+    def each(
+        self, images: Iterable[ImageLike]
+    ) -> Iterator[list[Prediction] | QuadtreeAttentionError]:
+        """Answers one after another; where an image cannot be read, the error in their place."""
+        remaining = iter(images)
+        while batch := list(islice(remaining, self.batch_size)):
+            prepared = [self._try(image) for image in batch]
+            readable = [x for x in prepared if isinstance(x, Tensor)]
+            answers = iter(self._rank(self.logits(torch.stack(readable))) if readable else [])
+            for x in prepared:
+                yield next(answers) if isinstance(x, Tensor) else x
+
+    def prepare(self, image: ImageLike) -> Tensor:
+        """What the model sees of an image: (3, S, S), normalised."""
+        return self.transform(to_image(image))
+
+    def logits(self, images: Tensor) -> Tensor:
+        """Scores of all classes for prepared images: (B, 3, S, S) -> (B, classes), float32, CPU."""
+        mixed = self.dtype != "float32"
+        precision = torch.autocast(self.device.type, torch.bfloat16) if mixed else nullcontext()
+        try:
+            with torch.inference_mode(), precision:
+                return self.model(images.to(self.device)).float().cpu()
+        except torch.OutOfMemoryError as error:
+            raise OptionError(
+                f"{self.device} has no room for {len(images)} images of {self.image_size} pixels; "
+                "pass a smaller batch size"
+            ) from error
+
+    def _answers(self, images: Iterable[ImageLike]) -> list[list[Prediction]]:
+        from tqdm import tqdm
+
+        total = len(images) if isinstance(images, Sized) else None
+        few = total is not None and total <= self.batch_size
+        bar = tqdm(
+            self.each(images),
+            desc="classifying",
+            total=total,
+            unit="image",
+            leave=False,
+            disable=True if few else None,  # None: shown in a terminal only
+        )
+        answers = []
+        for outcome in bar:
+            if isinstance(outcome, QuadtreeAttentionError):
+                bar.close()
+                raise outcome
+            answers.append(outcome)
+        return answers
+
+    def _try(self, image: ImageLike) -> Tensor | QuadtreeAttentionError:
+        try:
+            return self.prepare(image)
+        except QuadtreeAttentionError as error:
+            return error
+
+    def _rank(self, logits: Tensor) -> list[list[Prediction]]:
+        if logits.isnan().any():
+            raise CheckpointError(
+                f"the model of {self.path} answers nan; its weights are damaged, or training "
+                "diverged; take other weights"
+            )
+        # Stable: of equal scores the lower label comes first, on every device
+        ordered = logits.softmax(dim=1).sort(dim=1, descending=True, stable=True)
+        probabilities = ordered.values[:, : self.topk].tolist()  # (B, topk)
+        labels = ordered.indices[:, : self.topk].tolist()
+        return [
+            [Prediction(i, self.names[i], p) for i, p in zip(*row, strict=True)]
+            for row in zip(labels, probabilities, strict=True)
+        ]
+
+
+def to_image(image: ImageLike) -> Image.Image:
+    """An upright RGB image of 8 bits from whatever `Classifier` takes.
+
+    Raises:
+        DataError: A file cannot be read as an image.
+        ShapeError: An array or tensor is no image.
+        DTypeError: It holds other numbers.
+    """
+    if isinstance(image, str | os.PathLike):
+        return _decode(_read(Path(image)), str(image))
+    if isinstance(image, bytes):
+        return _decode(image, f"the {len(image)} bytes")
+    if isinstance(image, Image.Image):
+        with _failures_named(getattr(image, "filename", "") or "the image"):
+            return _rgb(ImageOps.exif_transpose(image))
+    if isinstance(image, Tensor):
+        return _rgb(Image.fromarray(_pixels(_channels_last(image), "(3, H, W)", image.shape)))
+    if isinstance(image, np.ndarray):
+        return _rgb(Image.fromarray(_pixels(image, "(H, W), (H, W, 3) or (H, W, 4)", image.shape)))
+    raise DTypeError(
+        "an image must be a path, bytes, a PIL image, an array or a tensor, got "
+        f"{type(image).__name__}; pass one of them, or a list of them"
+    )
+
+
+# ---- images
+
+
+def _is_one(images: object) -> bool:
+    if isinstance(images, Tensor | np.ndarray):
+        return images.ndim < 4  # more axes: a batch
+    one = isinstance(images, str | os.PathLike | bytes | Image.Image)
+    return one or not isinstance(images, Iterable)
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except (OSError, ValueError) as error:  # ValueError: a zero byte in the path
+        reason = getattr(error, "strerror", None) or error
+        raise DataError(f"cannot read {path}: {reason}; check the path") from error
+
+
+def _decode(data: bytes, name: str) -> Image.Image:
+    with _failures_named(name), Image.open(io.BytesIO(data)) as image:
+        return _rgb(ImageOps.exif_transpose(image))
+
+
+@contextmanager
+def _failures_named(name: str) -> Iterator[None]:
+    """Turns what a decoder raises into a `DataError` that names the image."""
+    try:
+        yield
+    except QuadtreeAttentionError:
+        raise
+    except UnidentifiedImageError as error:
+        raise DataError(
+            f"cannot decode {name}: it is not an image, or of a kind that Pillow does not read; "
+            "save it as PNG or JPEG"
+        ) from error
+    except Image.DecompressionBombError as error:
+        raise DataError(f"cannot decode {name}: {error}; make it smaller first") from error
+    except Exception as error:  # damaged files fail in every possible way
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise DataError(
+            f"cannot decode {name}: {reason}; the file is damaged, get it again"
+        ) from error
+
+
+def _rgb(image: Image.Image) -> Image.Image:
+    if image.mode.startswith("I"):  # Pillow would cut off all above 255
+        values = np.asarray(image).clip(0, 2**16 - 1).astype(np.uint16)
+        return Image.fromarray(_pixels(values, "(H, W)", values.shape)).convert("RGB")
+    if image.mode == "F":
+        values = np.asarray(image)
+        return Image.fromarray(_pixels(values, "(H, W)", values.shape)).convert("RGB")
+    if image.has_transparency_data:
+        # What lies under transparent pixels is seen by nobody, and often noise
+        image = image.convert("RGBA")
+        return Image.alpha_composite(Image.new("RGBA", image.size, "white"), image).convert("RGB")
+    return image.convert("RGB")
+
+
+def _channels_last(image: Tensor) -> Array:
+    image = image.detach().cpu()
+    if image.is_floating_point():
+        image = image.float()  # numpy knows no bfloat16
+    return (image.permute(1, 2, 0) if image.ndim == 3 else image).numpy()
+
+
+def _pixels(values: Array, accepted: str, shape: Iterable[int]) -> Array:
+    """The same image in uint8, (H, W) or (H, W, 3 or 4)."""
+    colours = values.ndim == 3 and values.shape[2] in CHANNELS
+    if not (values.ndim == 2 or colours) or values.size == 0:
+        raise ShapeError(f"an image must be {accepted}, got {tuple(shape)}; move its axes")
+    if values.ndim == 3 and values.shape[2] == 1:
+        values = values[..., 0]
+    if values.dtype == np.uint8:
+        return np.ascontiguousarray(values)
+    if values.dtype == np.uint16:
+        return (values / 257).round().astype(np.uint8)
+    if values.dtype.kind != "f":
+        raise DTypeError(
+            f"an image must be uint8, uint16 or float, got {values.dtype}; convert it to one"
+        )
+    low, high = float(values.min()), float(values.max())
+    if not (low >= -1e-3 and high <= 1 + 1e-3):  # what resizing leaves is no mistake; NaN is
+        raise DataError(
+            f"an image of floats must lie between 0 and 1, got {low:g} to {high:g}; divide by 255, "
+            "and leave normalising to the classifier"
+        )
+    return (values.clip(0, 1) * 255).round().astype(np.uint8)
+
+
+# ---- weights
+
+
+def _device(device: str | torch.device | None) -> torch.device:
+    try:
+        chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        torch.zeros(1, device=chosen).cpu()
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise OptionError(
+            f"there is no device {str(device)!r} here: {str(error).splitlines()[0]}; pass cpu, or "
+            "leave it out"
+        ) from error
+    return chosen
+
+
+def _load(path: Path) -> tuple[dict[str, Any], nn.Module]:
+    if os.path.isfile(path) and path.suffix == ".ckpt":
+        return _load_training_checkpoint(path)
+    if os.path.isfile(path) and path.suffix != ".safetensors":
+        raise CheckpointError(
+            f"weights must be a .safetensors file, got {str(path)!r}; training writes "
+            f"best.safetensors, and official checkpoints become one with quadtree convert "
+            f"{path.name} -o {path.stem}.safetensors"
+        )
+    card = read_card(path)
+    if (task := card.get("task", "classify")) != "classify":
+        raise CheckpointError(f"{path} are weights for the task {task}, not for classify")
+    return card, load_model(path)
+
+
+def _load_training_checkpoint(path: Path) -> tuple[dict[str, Any], nn.Module]:
+    """The model of a run: its tensors from the checkpoint, the rest from the run's card."""
+    best = path.with_name("best.safetensors")
+    if not best.is_file():
+        raise CheckpointError(
+            f"{path} does not say which classes it knows; pass the run's best.safetensors, which "
+            "training writes when it ends"
+        )
+    card = read_card(best)
+    model = build_model(card["model"], **card["kwargs"])
+    tensors = {
+        name.removeprefix("model."): tensor
+        for name, tensor in read_checkpoint(path).items()
+        if name.startswith("model.")
+    }
+    check_fit(model, tensors)
+    model.load_state_dict(tensors)
+    return card, model
+
+
+def _outputs(model: nn.Module, path: Path) -> int:
+    count = int(cast(Any, model).num_classes)
+    if count < 1:
+        raise CheckpointError(
+            f"{path} has no classifier, only a backbone; take weights of a classifier, or train "
+            "one on top of it"
+        )
+    return count
+
+
+def _class_names(card: dict[str, Any], outputs: int, path: Path) -> list[str]:
+    names = card.get("classes")
+    if names is None:
+        return [str(label) for label in range(outputs)]
+    if not isinstance(names, list) or len(names) != outputs:
+        count = len(names) if isinstance(names, list) else "no list"
+        raise CheckpointError(
+            f"the card of {path} must name the {outputs} classes of the model, got {count} names; "
+            "restore the card, or delete it to go on with numbers"
+        )
+    return [str(name) for name in names]
+
+
+def _positive(card: dict[str, Any], key: str, otherwise: Any, path: Path) -> Any:
+    value = card.get(key, otherwise)
+    accepted = int if isinstance(otherwise, int) else (int, float)  # a JSON 1.0 may come as 1
+    if isinstance(value, bool) or not isinstance(value, accepted) or value <= 0:
+        raise CheckpointError(
+            f"{key} in the card of {path} must be a {type(otherwise).__name__} above 0, got "
+            f"{value!r}; restore the card, or delete it to go on with {otherwise}"
+        )
+    return value
