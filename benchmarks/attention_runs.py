@@ -369,8 +369,9 @@ def _outcome(run: Running) -> dict[str, Any]:
         RunFailedError: It has none.
     """
     lines = [line for line in run.log.read_text(errors="replace").splitlines() if line.strip()]
-    if run.process.returncode != 0:
-        raise RunFailedError(*lines[-PRINTED_LINES:], f"exit code {run.process.returncode}")
+    if (code := run.process.returncode) != 0:
+        said = code > 0 and lines  # one that was killed did not get to say why
+        raise RunFailedError(*lines[-PRINTED_LINES:], *([] if said else [f"exit code {code}"]))
     try:
         history = read_history(run.folder / "history.csv", run.job.epochs)
     except (OSError, ValueError) as error:

@@ -37,8 +37,14 @@ LABELS = {  # in the order of the table
 }
 TOPK = {1: "quadtree-b-k1", 4: "quadtree-b-k4", 8: "quadtree-b", 16: "quadtree-b-k16"}
 OURS = "quadtree-b"
-# What the paper compares with it; other K are another question.
+LEPE = {  # without: with
+    "sr": "sr-lepe",
+    "window": "window-lepe",
+    "focal": "focal-lepe",
+    "quadtree-b-no-lepe": OURS,
+}
 COMPARED = tuple(name for name in LABELS if name == OURS or name not in TOPK.values())
+RIVALS = tuple(name for name in COMPARED if not name.startswith(OURS))
 METRICS = ("train/loss", "val/loss", "val/top1", "val/top5")
 ORDER = (  # in which they are trained: the most important first
     "quadtree-b", "sr", "window", "quadtree-a", "focal", "linear", "sr-lepe", "window-lepe",
@@ -142,7 +148,7 @@ def markdown(results: dict[str, Result]) -> str:
 def _section(name: str, result: Result) -> str:
     runs = compared_runs(result)
     lines = [f"### {_machine(result)}: `{name}.json`", "", *_summary(runs), ""]
-    lines += [*_table(result, runs), "", *_order(runs), *_growth(runs)]
+    lines += [*_table(result, runs), "", *_order(runs), *_lepe(runs), *_growth(runs)]
     lines += [*_missing(result, runs), *_pictures(runs)]
     return "\n".join([*lines, *_sources(name, result)])
 
@@ -226,8 +232,8 @@ def _spread(runs: Sequence[Result], when: str) -> str:
 
 def _order(runs: dict[str, list[Result]]) -> list[str]:
     """What the runs say about the paper's order, and no more than that."""
-    scores = {name: score for name in COMPARED if (score := top1(runs[name])) is not None}
-    ours = scores.pop(OURS, None)
+    scores = {name: score for name in RIVALS if (score := top1(runs[name])) is not None}
+    ours = top1(runs[OURS])
     claim = "The paper finds QuadTree-B ahead of the other attentions."
     if ours is None or not scores:
         return [f"{claim} Whether that holds here cannot be told yet.", ""]
@@ -240,7 +246,7 @@ def _order(runs: dict[str, list[Result]]) -> list[str]:
         verdict = f"That holds here: it has {ours:.1f}, the next is {next_best}."
     near = [name for name in rivals if abs(scores[name] - ours) <= NOISE]
     noise = f"Within {NOISE} points of it, too close to call: {_list(near, scores)}."
-    absent = [label(name) for name in COMPARED if not runs[name]]
+    absent = [label(name) for name in RIVALS if not runs[name]]
     missing = f"Not yet compared: {', '.join(absent)}."
     said = [claim, verdict, *([noise] if near else []), *([missing] if absent else [])]
     return [" ".join(said), ""]
@@ -248,6 +254,17 @@ def _order(runs: dict[str, list[Result]]) -> list[str]:
 
 def _list(names: Iterable[str], scores: dict[str, float]) -> str:
     return ", ".join(f"{label(name)} ({scores[name]:.1f})" for name in names)
+
+
+def _lepe(runs: dict[str, list[Result]]) -> list[str]:
+    """What the position encoding brings to each attention that was trained with and without."""
+    gains = []
+    for without, with_ in LEPE.items():
+        before, after = top1(runs[without]), top1(runs[with_])
+        if before is not None and after is not None:
+            name = label(without).removesuffix(" without LePE")
+            gains.append(f"{name} {after - before:+.1f}")
+    return [f"Points of top-1 that LePE adds: {', '.join(gains)}.", ""] if gains else []
 
 
 def _growth(runs: dict[str, list[Result]]) -> list[str]:

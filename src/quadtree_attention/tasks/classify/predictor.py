@@ -14,14 +14,13 @@ Example:
     True
 """
 
-import io
 import os
 from collections.abc import Iterable, Iterator, Sized
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, cast, get_args, overload
+from typing import Any, Literal, cast, get_args, overload
 
 import numpy as np
 import torch
@@ -29,18 +28,16 @@ from torch import Tensor, nn
 
 from quadtree_attention.errors import (
     CheckpointError,
-    DataError,
-    DTypeError,
     MissingDependencyError,
     OptionError,
     QuadtreeAttentionError,
-    ShapeError,
 )
 from quadtree_attention.models.convert import check_fit
 from quadtree_attention.models.weights import build_model, load_model, read_card, read_checkpoint
+from quadtree_attention.tasks.images import ImageLike, to_image
 
 try:
-    from PIL import Image, ImageOps, UnidentifiedImageError
+    from PIL import Image
     from timm.data import create_transform
     from timm.data.constants import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 except ModuleNotFoundError as error:
@@ -49,10 +46,7 @@ except ModuleNotFoundError as error:
         "pip install 'quadtree-attention[models]'"
     ) from error
 
-Array: TypeAlias = np.ndarray[Any, Any]
-ImageLike: TypeAlias = str | os.PathLike[str] | bytes | Image.Image | Array | Tensor
 Precision = Literal["float32", "bfloat16"]
-CHANNELS = (1, 3, 4)  # grey, RGB, RGBA
 
 
 @dataclass(frozen=True)
@@ -214,121 +208,11 @@ class Classifier:
         ]
 
 
-def to_image(image: ImageLike) -> Image.Image:
-    """An upright RGB image of 8 bits from whatever `Classifier` takes.
-
-    Raises:
-        DataError: A file cannot be read as an image.
-        ShapeError: An array or tensor is no image.
-        DTypeError: It holds other numbers.
-    """
-    if isinstance(image, str | os.PathLike):
-        return _decode(_read(Path(image)), str(image))
-    if isinstance(image, bytes):
-        return _decode(image, f"the {len(image)} bytes")
-    if isinstance(image, Image.Image):
-        with _failures_named(getattr(image, "filename", "") or "the image"):
-            return _rgb(ImageOps.exif_transpose(image))
-    if isinstance(image, Tensor):
-        return _rgb(Image.fromarray(_pixels(_channels_last(image), "(3, H, W)", image.shape)))
-    if isinstance(image, np.ndarray):
-        return _rgb(Image.fromarray(_pixels(image, "(H, W), (H, W, 3) or (H, W, 4)", image.shape)))
-    raise DTypeError(
-        "an image must be a path, bytes, a PIL image, an array or a tensor, got "
-        f"{type(image).__name__}; pass one of them, or a list of them"
-    )
-
-
-# ---- images
-
-
 def _is_one(images: object) -> bool:
     if isinstance(images, Tensor | np.ndarray):
         return images.ndim < 4  # more axes: a batch
     one = isinstance(images, str | os.PathLike | bytes | Image.Image)
     return one or not isinstance(images, Iterable)
-
-
-def _read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except (OSError, ValueError) as error:  # ValueError: a zero byte in the path
-        reason = getattr(error, "strerror", None) or error
-        raise DataError(f"cannot read {path}: {reason}; check the path") from error
-
-
-def _decode(data: bytes, name: str) -> Image.Image:
-    with _failures_named(name), Image.open(io.BytesIO(data)) as image:
-        return _rgb(ImageOps.exif_transpose(image))
-
-
-@contextmanager
-def _failures_named(name: str) -> Iterator[None]:
-    """Turns what a decoder raises into a `DataError` that names the image."""
-    try:
-        yield
-    except QuadtreeAttentionError:
-        raise
-    except UnidentifiedImageError as error:
-        raise DataError(
-            f"cannot decode {name}: it is not an image, or of a kind that Pillow does not read; "
-            "save it as PNG or JPEG"
-        ) from error
-    except Image.DecompressionBombError as error:
-        raise DataError(f"cannot decode {name}: {error}; make it smaller first") from error
-    except Exception as error:  # damaged files fail in every possible way
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise DataError(
-            f"cannot decode {name}: {reason}; the file is damaged, get it again"
-        ) from error
-
-
-def _rgb(image: Image.Image) -> Image.Image:
-    if image.mode.startswith("I"):  # Pillow would cut off all above 255
-        values = np.asarray(image).clip(0, 2**16 - 1).astype(np.uint16)
-        return Image.fromarray(_pixels(values, "(H, W)", values.shape)).convert("RGB")
-    if image.mode == "F":
-        values = np.asarray(image)
-        return Image.fromarray(_pixels(values, "(H, W)", values.shape)).convert("RGB")
-    if image.has_transparency_data:
-        # What lies under transparent pixels is seen by nobody, and often noise
-        image = image.convert("RGBA")
-        return Image.alpha_composite(Image.new("RGBA", image.size, "white"), image).convert("RGB")
-    return image.convert("RGB")
-
-
-def _channels_last(image: Tensor) -> Array:
-    image = image.detach().cpu()
-    if image.is_floating_point():
-        image = image.float()  # numpy knows no bfloat16
-    return (image.permute(1, 2, 0) if image.ndim == 3 else image).numpy()
-
-
-def _pixels(values: Array, accepted: str, shape: Iterable[int]) -> Array:
-    """The same image in uint8, (H, W) or (H, W, 3 or 4)."""
-    colours = values.ndim == 3 and values.shape[2] in CHANNELS
-    if not (values.ndim == 2 or colours) or values.size == 0:
-        raise ShapeError(f"an image must be {accepted}, got {tuple(shape)}; move its axes")
-    if values.ndim == 3 and values.shape[2] == 1:
-        values = values[..., 0]
-    if values.dtype == np.uint8:
-        return np.ascontiguousarray(values)
-    if values.dtype == np.uint16:
-        return (values / 257).round().astype(np.uint8)
-    if values.dtype.kind != "f":
-        raise DTypeError(
-            f"an image must be uint8, uint16 or float, got {values.dtype}; convert it to one"
-        )
-    low, high = float(values.min()), float(values.max())
-    if not (low >= -1e-3 and high <= 1 + 1e-3):  # what resizing leaves is no mistake; NaN is
-        raise DataError(
-            f"an image of floats must lie between 0 and 1, got {low:g} to {high:g}; divide by 255, "
-            "and leave normalising to the classifier"
-        )
-    return (values.clip(0, 1) * 255).round().astype(np.uint8)
-
-
-# ---- weights
 
 
 def _device(device: str | torch.device | None) -> torch.device:

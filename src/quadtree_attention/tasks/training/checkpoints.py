@@ -80,6 +80,8 @@ def read_training_checkpoint(path: Any) -> dict[str, Any]:
 class LastCheckpoint(Callback):
     """Keeps `last.ckpt` up to date: every so many steps, and after every epoch.
 
+    A run that ends inside an epoch, by `max_steps` or `max_time`, can go on from there.
+
     Args:
         every_n_steps: Optimizer steps between two checkpoints inside an epoch.
     """
@@ -91,14 +93,17 @@ class LastCheckpoint(Callback):
         self.saved_step = -1
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.is_last_batch:
+            return  # the epoch ends, and is validated first
         step = trainer.global_step
-        inside = not trainer.is_last_batch
-        if inside and step % self.every_n_steps == 0 and step != self.saved_step:
+        due = step % self.every_n_steps == 0 or step == trainer.max_steps or trainer.should_stop
+        if due and step != self.saved_step:
             self.saved_step = step
             self._save(trainer)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        self._save(trainer)
+        if trainer.is_last_batch:  # else it was cut short, and would count as whole
+            self._save(trainer)
 
     def _save(self, trainer: pl.Trainer) -> None:
         assert trainer.default_root_dir is not None

@@ -1,0 +1,460 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The predictor: all kinds of images and weights, against the model called directly."""
+
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+timm = pytest.importorskip("timm", reason="models need timm")
+
+from PIL import Image  # noqa: E402
+
+import quadtree_attention  # noqa: E402
+from quadtree_attention.errors import (  # noqa: E402
+    CheckpointError,
+    DataError,
+    DTypeError,
+    OptionError,
+    ShapeError,
+)
+from quadtree_attention.models.weights import load_model, save_weights  # noqa: E402
+from quadtree_attention.tasks.classify.predictor import (  # noqa: E402
+    Classifier,
+    Prediction,
+    to_image,
+)
+
+pytestmark = pytest.mark.usefixtures("only_reference")
+
+CLASSES = ["ant", "bee", "cat", "dog"]
+SIZE, CROP = 48, 0.9
+MEAN, STD = np.array([0.485, 0.456, 0.406]), np.array([0.229, 0.224, 0.225])
+
+
+def random_model(classes: int = len(CLASSES), seed: int = 0) -> torch.nn.Module:
+    """A tiny model that was not trained, but has opinions."""
+    torch.manual_seed(seed)
+    model = timm.create_model("test_quadtree", num_classes=classes).eval()
+    for name, parameter in model.named_parameters():
+        if name.startswith("head."):
+            parameter.data = torch.randn(parameter.shape)
+    return model
+
+
+def write_weights(path: Path, model: torch.nn.Module | None = None, **card: object) -> Path:
+    """Weights as training writes them; entries of the card that are None are left out."""
+    model = random_model() if model is None else model
+    full = {
+        "model": "test_quadtree",
+        "kwargs": {"num_classes": model.num_classes},
+        "task": "classify",
+        "classes": CLASSES,
+        "image_size": SIZE,
+        "eval_crop": CROP,
+        **card,
+    }
+    kept = {key: value for key, value in full.items() if value is not None}
+    save_weights(path, model.state_dict(), kept)
+    return path
+
+
+def pixels(height: int = 70, width: int = 45, channels: int = 3, seed: int = 0) -> np.ndarray:
+    """Coarse blocks of colour, as noise would be all the same once it is resized."""
+    shape = (height // 10 + 1, width // 10 + 1, channels)
+    blocks = np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8)
+    return blocks.repeat(10, 0).repeat(10, 1)[:height, :width]
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory) -> Path:
+    return write_weights(tmp_path_factory.mktemp("weights") / "best.safetensors")
+
+
+@pytest.fixture(scope="module")
+def classifier(weights) -> Classifier:
+    return Classifier(weights, device="cpu")
+
+
+def saved(path: Path, image: Image.Image, **options: object) -> Path:
+    image.save(path, **options)
+    return path
+
+
+# ---- the same as calling the model
+
+
+def prepared_by_hand(image: Image.Image) -> torch.Tensor:
+    """Short side to 53 = floor(48 / 0.9) pixels, the middle of it, normalised."""
+    short = 53
+    scale = short / min(image.size)
+    width, height = (max(short, int(side * scale)) for side in image.size)
+    image = image.resize((width, height), Image.Resampling.BICUBIC)
+    left, top = round((width - SIZE) / 2), round((height - SIZE) / 2)
+    image = image.crop((left, top, left + SIZE, top + SIZE))
+    values = (np.asarray(image) / 255 - MEAN) / STD
+    return torch.from_numpy(values).permute(2, 0, 1).float()
+
+
+@pytest.mark.parametrize("size", [(70, 45), (45, 70), (30, 41), (60, 60)])
+def test_equals_the_model_called_directly(weights, classifier, size):
+    image = Image.fromarray(pixels(*size))
+    x = prepared_by_hand(image)
+    torch.testing.assert_close(classifier.prepare(image), x, rtol=0, atol=1e-5)
+    with torch.no_grad():
+        expected = load_model(weights).eval()(x[None]).softmax(dim=1)[0]
+    got = classifier(image)
+    probabilities = sorted(expected.tolist(), reverse=True)
+    assert [p.probability for p in got] == pytest.approx(probabilities, abs=1e-5)
+    for prediction in got:
+        assert prediction.name == CLASSES[prediction.label]
+        assert prediction.probability == pytest.approx(expected[prediction.label].item(), abs=1e-5)
+
+
+def test_prepares_as_evaluation_in_training_does(classifier):
+    pytest.importorskip("pytorch_lightning", reason="training needs the extra 'train'")
+    from quadtree_attention.tasks.classify.data import ClassifyData
+
+    data = ClassifyData(source="generated", image_size=SIZE, eval_crop=CROP, augment="none")
+    image = Image.fromarray(pixels())
+    assert torch.equal(classifier.prepare(image), data._transform(training=False)(image))
+
+
+def test_images_are_told_apart(classifier):
+    answers = {tuple(p.label for p in classifier(pixels(seed=seed))) for seed in range(12)}
+    assert len(answers) > 1
+
+
+def test_batches_do_not_matter(weights, classifier):
+    images = [pixels(60 + i, 45, seed=i) for i in range(5)]
+    one_by_one = [classifier(image) for image in images]
+    for together in (Classifier(weights, device="cpu", batch_size=2)(images), classifier(images)):
+        assert [[p.label for p in row] for row in together] == [
+            [p.label for p in row] for row in one_by_one
+        ]
+        flat = [p.probability for row in together for p in row]
+        assert flat == pytest.approx([p.probability for row in one_by_one for p in row], abs=1e-5)
+
+
+def test_best_first_and_no_more_than_asked(weights):
+    two = Classifier(weights, device="cpu", topk=2)(pixels())
+    assert len(two) == 2 and two[0].probability >= two[1].probability
+    everything = Classifier(weights, device="cpu", topk=50)(pixels())
+    assert everything[:2] == two and len(everything) == len(CLASSES)
+    assert sum(p.probability for p in everything) == pytest.approx(1, abs=1e-5)
+
+
+def test_equal_scores_come_in_the_order_of_labels(tmp_path):
+    model = random_model()
+    for name, parameter in model.named_parameters():
+        if name.startswith("head."):
+            parameter.data.zero_()
+    path = write_weights(tmp_path / "even.safetensors", model)
+    assert Classifier(path, device="cpu", topk=3)(pixels()) == [
+        Prediction(0, "ant", 0.25),
+        Prediction(1, "bee", 0.25),
+        Prediction(2, "cat", 0.25),
+    ]
+
+
+def test_mixed_precision_is_near(weights, classifier):
+    x = classifier.prepare(pixels())[None]
+    mixed = Classifier(weights, device="cpu", dtype="bfloat16").logits(x)
+    exact = classifier.logits(x)
+    assert mixed.dtype == torch.float32 and not torch.equal(mixed, exact)
+    torch.testing.assert_close(mixed, exact, rtol=0.1, atol=0.1 * exact.abs().max().item())
+
+
+# ---- kinds of images
+
+
+def test_every_way_to_pass_an_image(tmp_path, classifier):
+    array = pixels()
+    image = Image.fromarray(array)
+    path = saved(tmp_path / "a.png", image)
+    tensor = torch.from_numpy(array).permute(2, 0, 1)
+    expected = classifier(image)
+    ways = [str(path), path, path.read_bytes(), array, array / 255, (array / 255).astype("f4")]
+    ways += [array.astype(np.uint16) * 257, tensor, tensor / 255, (tensor / 255).double()]
+    ways += [np.dstack([array, np.full((70, 45), 255, np.uint8)])]
+    for way in ways:
+        assert classifier(way) == expected
+    for many in (ways[:3], tuple(ways[:3]), iter(ways[:3]), np.stack([array] * 3), tensor[None]):
+        for row in (answers := classifier(many)):
+            assert [p.label for p in row] == [p.label for p in expected]
+        assert len(answers) in (1, 3)
+    assert classifier([]) == []
+
+
+def test_photos_are_turned_upright(tmp_path, classifier):
+    image = Image.fromarray(pixels())
+    exif = Image.Exif()
+    exif[0x0112] = 6  # the camera was turned: show it a quarter clockwise
+    path = saved(tmp_path / "turned.png", image, exif=exif)
+    upright = np.rot90(pixels(), k=-1)
+    assert np.array_equal(np.asarray(to_image(path)), upright)
+    with Image.open(path) as opened:
+        assert np.array_equal(np.asarray(to_image(opened)), upright)
+    assert classifier(path) == classifier(np.ascontiguousarray(upright)) != classifier(image)
+
+
+def test_grey(tmp_path):
+    grey = pixels(channels=1)[..., 0]
+    expected = np.stack([grey] * 3, axis=2)
+    path = saved(tmp_path / "grey.png", Image.fromarray(grey))
+    for way in (path, grey, grey[..., None], torch.from_numpy(grey), torch.from_numpy(grey)[None]):
+        assert np.array_equal(np.asarray(to_image(way)), expected)
+
+
+def test_sixteen_bits(tmp_path):
+    grey = pixels(channels=1)[..., 0]
+    deep = grey.astype(np.uint16) * 257
+    path = saved(tmp_path / "deep.png", Image.fromarray(deep))
+    with Image.open(path) as opened:
+        assert opened.mode.startswith("I")
+    expected = np.stack([grey] * 3, axis=2)
+    assert np.array_equal(np.asarray(to_image(path)), expected)
+    wide = saved(tmp_path / "wide.tiff", Image.fromarray(deep.astype(np.int32)))
+    assert np.array_equal(np.asarray(to_image(wide)), expected)
+
+
+def test_floats_in_a_file(tmp_path):
+    grey = pixels(channels=1)[..., 0]
+    path = saved(tmp_path / "floats.tiff", Image.fromarray((grey / 255).astype(np.float32)))
+    assert np.array_equal(np.asarray(to_image(path))[..., 1], grey)
+    bright = saved(tmp_path / "bright.tiff", Image.fromarray(grey.astype(np.float32)))
+    with pytest.raises(DataError, match=r"between 0 and 1, got 0|between 0 and 1, got \d"):
+        to_image(bright)
+
+
+def test_transparent_becomes_white(tmp_path):
+    colours = pixels(20, 30)
+    alpha = np.zeros((20, 30), np.uint8)
+    alpha[:, :10], alpha[:, 10:20] = 255, 128
+    path = saved(tmp_path / "alpha.png", Image.fromarray(np.dstack([colours, alpha])))
+    got = np.asarray(to_image(path)).astype(int)
+    assert np.array_equal(got[:, :10], colours[:, :10])
+    half = (colours[:, 10:20] * 128.0 + 255 * 127) / 255
+    assert np.abs(got[:, 10:20] - half).max() <= 1
+    assert (got[:, 20:] == 255).all()
+    assert np.array_equal(np.asarray(to_image(np.dstack([colours, alpha]))), got)
+
+
+def test_palette(tmp_path):
+    image = Image.fromarray(pixels()).quantize(16)
+    plain = saved(tmp_path / "plain.png", image)
+    assert np.array_equal(np.asarray(to_image(plain)), np.asarray(image.convert("RGB")))
+    first = image.getpixel((0, 0))
+    holes = saved(tmp_path / "holes.png", image, transparency=first)
+    got = np.asarray(to_image(holes))
+    assert (got[np.asarray(image) == first] == 255).all()
+    assert np.array_equal(
+        got[np.asarray(image) != first],
+        np.asarray(image.convert("RGB"))[np.asarray(image) != first],
+    )
+
+
+@pytest.mark.parametrize("mode", ["1", "CMYK", "YCbCr", "LA"])
+def test_other_modes(mode):
+    image = Image.fromarray(pixels()).convert(mode)
+    assert to_image(image).mode == "RGB"
+
+
+@pytest.mark.parametrize(
+    ("image", "error", "message"),
+    [
+        (np.zeros((3, 20, 30), np.uint8), ShapeError, r"\(H, W\), .*got \(3, 20, 30\)"),
+        (torch.zeros(20, 30, 3), ShapeError, r"\(3, H, W\), got \(20, 30, 3\)"),
+        (np.zeros(5, np.uint8), ShapeError, r"got \(5,\)"),
+        (np.zeros((0, 4, 3), np.uint8), ShapeError, r"got \(0, 4, 3\)"),
+        (np.zeros((5, 4, 3), np.int64), DTypeError, "uint8, uint16 or float, got int64"),
+        (np.full((5, 4, 3), 255.0), DataError, "got 255 to 255; divide by 255"),
+        (np.full((5, 4, 3), -0.5), DataError, "got -0.5 to -0.5"),
+        (np.full((5, 4, 3), np.nan), DataError, "got nan to nan"),
+        (7, DTypeError, "a path, bytes, a PIL image, an array or a tensor, got int"),
+        ([None], DTypeError, "got NoneType"),
+    ],
+)
+def test_what_is_no_image(classifier, image, error, message):
+    with pytest.raises(error, match=message):
+        classifier(image)
+
+
+def jpeg() -> bytes:
+    buffer = io.BytesIO()
+    Image.fromarray(pixels(200, 300)).save(buffer, "JPEG")
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"", "it is not an image"),
+        (b"hello, this is no image\n", "it is not an image"),
+        (jpeg()[:600], "damaged"),
+        (jpeg()[:20], "it is not an image|damaged"),
+    ],
+)
+def test_damaged_files_are_named(tmp_path, classifier, data, message):
+    path = tmp_path / "bad.jpg"
+    path.write_bytes(data)
+    with pytest.raises(DataError, match=message) as caught:
+        classifier(path)
+    assert str(path) in str(caught.value) and "0x" not in str(caught.value)
+
+
+def test_huge_images_are_refused(tmp_path, monkeypatch):
+    path = saved(tmp_path / "huge.png", Image.fromarray(pixels()))
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)
+    with pytest.raises(DataError, match="make it smaller first"):
+        to_image(path)
+
+
+def test_files_that_are_not_there(tmp_path, classifier):
+    with pytest.raises(DataError, match=r"none\.png: No such file"):
+        classifier(tmp_path / "none.png")
+    with pytest.raises(DataError, match="Is a directory"):
+        classifier(tmp_path)
+
+
+def test_one_by_one_with_errors_in_their_place(tmp_path, classifier):
+    outcomes = list(classifier.each([pixels(), tmp_path / "none.png", pixels(seed=1)]))
+    assert outcomes[0] == classifier([pixels(), pixels(seed=1)])[0]
+    assert isinstance(outcomes[1], DataError)
+    assert outcomes[2] == classifier([pixels(), pixels(seed=1)])[1]
+    assert [type(x) for x in classifier.each([tmp_path / "none.png"])] == [DataError]
+
+
+# ---- kinds of weights
+
+
+def test_weights_without_names_or_size(tmp_path):
+    silent = {"classes": None, "image_size": None, "eval_crop": None, "task": None}
+    path = write_weights(tmp_path / "converted.safetensors", **silent)
+    classifier = Classifier(path, device="cpu")
+    assert (classifier.image_size, classifier.crop) == (96, 0.95)  # as the model's in timm
+    assert sorted(p.name for p in classifier(pixels())) == ["0", "1", "2", "3"]
+    path.with_suffix(".json").unlink()
+    assert Classifier(path, device="cpu")(pixels()) == classifier(pixels())
+
+
+def test_another_size(weights):
+    assert Classifier(weights, device="cpu", image_size=33).prepare(pixels()).shape == (3, 33, 33)
+
+
+def write_checkpoint(path: Path, model: torch.nn.Module) -> Path:
+    state = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
+    torch.save({"state_dict": state, "loops": {}, "epoch": 1}, path)
+    return path
+
+
+def test_checkpoint_of_a_run(tmp_path):
+    later = random_model(seed=1)
+    path = write_checkpoint(tmp_path / "last.ckpt", later)
+    with pytest.raises(CheckpointError, match=r"pass the run's best\.safetensors"):
+        Classifier(path)
+    best = write_weights(tmp_path / "best.safetensors")
+    direct = write_weights(tmp_path / "later.safetensors", later)
+    classifier = Classifier(path, device="cpu")
+    assert classifier.names == CLASSES
+    assert classifier(pixels()) == Classifier(direct, device="cpu")(pixels())
+    assert classifier(pixels()) != Classifier(best, device="cpu")(pixels())
+
+
+def test_checkpoint_of_another_model(tmp_path):
+    write_weights(tmp_path / "best.safetensors")
+    with pytest.raises(CheckpointError, match="head"):
+        Classifier(write_checkpoint(tmp_path / "last.ckpt", random_model(7)))
+
+
+def test_weights_that_do_not_do(tmp_path):
+    with pytest.raises(CheckpointError, match="there is no file"):
+        Classifier(tmp_path / "none.safetensors")
+    torch.save({}, tmp_path / "official.pth")
+    with pytest.raises(CheckpointError, match=r"quadtree convert official\.pth -o official\.safe"):
+        Classifier(tmp_path / "official.pth")
+    (tmp_path / "text.safetensors").write_text("hello, no weights\n")
+    with pytest.raises(CheckpointError, match="damaged"):
+        Classifier(tmp_path / "text.safetensors")
+    path = write_weights(tmp_path / "m.safetensors", task="match")
+    with pytest.raises(CheckpointError, match="for the task match, not for classify"):
+        Classifier(path)
+    path = write_weights(tmp_path / "b.safetensors", random_model(0), classes=None)
+    with pytest.raises(CheckpointError, match="no classifier, only a backbone"):
+        Classifier(path)
+
+
+@pytest.mark.parametrize(
+    ("card", "message"),
+    [
+        ({"classes": ["ant", "bee"]}, "must name the 4 classes of the model, got 2 names"),
+        ({"classes": 4}, "got no list names"),
+        ({"image_size": 0}, "image_size .* must be a int above 0, got 0"),
+        ({"image_size": "48"}, "got '48'"),
+        ({"eval_crop": True}, "eval_crop .* got True"),
+    ],
+)
+def test_cards_that_do_not_fit(tmp_path, card, message):
+    path = write_weights(tmp_path / "odd.safetensors", **card)
+    with pytest.raises(CheckpointError, match=message):
+        Classifier(path)
+
+
+def test_weights_that_are_no_numbers(tmp_path):
+    model = random_model()
+    next(iter(model.parameters())).data.fill_(float("nan"))
+    path = write_weights(tmp_path / "nan.safetensors", model)
+    with pytest.raises(CheckpointError, match="answers nan"):
+        Classifier(path, device="cpu")(pixels())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"topk": 0}, "topk must be at least 1, got 0"),
+        ({"image_size": -1}, "image_size must be at least 1, got -1"),
+        ({"batch_size": 0}, "batch_size must be at least 1, got 0"),
+        ({"dtype": "float16"}, "float32 or bfloat16, got 'float16'"),
+        ({"device": "abacus"}, "there is no device 'abacus'"),
+        ({"device": "cuda:99"}, "there is no device 'cuda:99'"),
+    ],
+)
+def test_options_that_are_not_accepted(weights, options, message):
+    with pytest.raises(OptionError, match=message):
+        Classifier(weights, **options)
+
+
+def test_needs_nothing_of_training(weights, tmp_path):
+    image = saved(tmp_path / "a.png", Image.fromarray(pixels()))
+    code = f"""
+import sys
+for name in ("pytorch_lightning", "lightning", "jsonargparse", "torchmetrics"):
+    sys.modules[name] = None  # an import of it fails
+from quadtree_attention.tasks.classify.predictor import Classifier
+print(Classifier({str(weights)!r}, device="cpu")({str(image)!r})[0].name)
+"""
+    source = str(Path(quadtree_attention.__file__).parents[1])
+    environment = {"PYTHONPATH": source, "QUADTREE_BACKEND": "reference"}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() in CLASSES
+
+
+def test_predictions_are_plain_records():
+    prediction = Prediction(1, "bee", 0.5)
+    with pytest.raises(AttributeError):
+        prediction.label = 2  # type: ignore[misc]
+    assert json.dumps(vars(prediction)) == '{"label": 1, "name": "bee", "probability": 0.5}'
