@@ -214,9 +214,12 @@ def measure_recipe(recipe: Recipe, options: Namespace) -> dict[str, Any]:
     try:
         counted = count(build(recipe, counted=True), (options.image, options.image))
         row |= {"params": counted.params, "macs": counted.macs}
-        step, peak = training_step(recipe, options), None
+        step, record = training_step(recipe, options)
+        peak = None
         if options.device == "cuda":
             peak = peak_mib(step)
+            if recipe.content["model"].get("cuda_graph", False):
+                record()
         timing = measure(step, options.device, seconds=options.seconds_per_row)
         return row | asdict(timing) | {"peak_mib": peak}
     except Exception as error:  # whatever happens to one row, the others are still wanted
@@ -233,8 +236,11 @@ def build(recipe: Recipe, *, counted: bool = False) -> nn.Module:
     return build_model(settings["model"], drop_path_rate=settings.get("drop_path", 0.0), **options)
 
 
-def training_step(recipe: Recipe, options: Namespace) -> Call:
-    """Forward, loss, backward and a step of AdamW, on random images that are there already."""
+def training_step(recipe: Recipe, options: Namespace) -> tuple[Call, Call]:
+    """Forward, loss, backward and a step of AdamW, on random images that are there already.
+
+    The second call makes the first replay forward and backward from a CUDA graph.
+    """
     device = options.device
     model = build(recipe).to(device).train()
     optimizer = create_optimizer_v2(model, opt="adamw", lr=1e-4, weight_decay=0.05)
@@ -250,7 +256,11 @@ def training_step(recipe: Recipe, options: Namespace) -> Call:
         F.cross_entropy(logits.float(), labels).backward()
         optimizer.step()
 
-    return step
+    def record() -> None:
+        with torch.autocast(device, torch.bfloat16, cache_enabled=False):
+            torch.cuda.make_graphed_callables(model, (images,))
+
+    return step, record
 
 
 def peak_mib(step: Call) -> float:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Training of a classifier."""
 
+import sys
 from collections.abc import Mapping
 from typing import Any, cast
 
@@ -17,11 +18,22 @@ import quadtree_attention.models  # noqa: F401 (registers the backbones)
 from quadtree_attention.errors import OptionError
 from quadtree_attention.models.weights import build_model
 from quadtree_attention.tasks.classify.metrics import ranks
+from quadtree_attention.tasks.classify.sources import summary
 from quadtree_attention.tasks.training.loader import seed_from, set_seed
 from quadtree_attention.tasks.training.steps import total_steps
 
 BATCH_OF_LR = 1024
 CHECK_EVERY = 20  # batches; looking at the loss makes a GPU wait
+
+
+class StepSchedule(CosineLRScheduler):
+    """A schedule that follows from the step alone, so that a longer run has a longer one."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        pass
 
 
 class ClassifyModule(pl.LightningModule):
@@ -84,6 +96,7 @@ class ClassifyModule(pl.LightningModule):
             )
         self.soft_loss = SoftTargetCrossEntropy()
         self.skipped: dict[str, None] = {}  # unreadable files, in the order they were met
+        self.told = 0
 
     def forward(self, images: Tensor) -> Tensor:
         """(B, 3, H, W) -> (B, num_classes)"""
@@ -137,6 +150,14 @@ class ClassifyModule(pl.LightningModule):
         self._log("val/top5", (place < 5).float().mean() * 100, count)
         self.skipped |= dict.fromkeys(batch["skipped"])
 
+    def on_train_epoch_end(self) -> None:
+        if new := list(self.skipped)[self.told :]:
+            self.told = len(self.skipped)
+            print(
+                f"quadtree: replaced {self.told} unreadable images so far: {summary(new)}",
+                file=sys.stderr,
+            )
+
     def configure_optimizers(self) -> Any:
         trainer = self.trainer
         data = cast(Any, trainer).datamodule
@@ -148,7 +169,7 @@ class ClassifyModule(pl.LightningModule):
         )
         steps = total_steps(trainer, data.batches_per_epoch)
         epochs = max(1, trainer.max_epochs or 1)
-        scheduler = CosineLRScheduler(
+        scheduler = StepSchedule(
             optimizer,
             t_initial=steps,
             lr_min=h["min_lr"] * scale,

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where labelled images come from: folders, npz files, or a generator."""
 
-import io
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,6 +10,7 @@ import numpy as np
 from PIL import Image
 
 from quadtree_attention.errors import DataError, OptionError
+from quadtree_attention.tasks.images import decode
 
 Split = Literal["train", "val"]
 Kind = Literal["auto", "folder", "npz", "generated"]
@@ -212,16 +212,6 @@ def open_source(
     if kind == "auto":
         kind = "npz" if (root / f"{split}.npz").exists() else "folder"
     return NpzSource(root, split) if kind == "npz" else FolderSource(root, split)
-
-
-def decode(data: bytes, name: str) -> Image.Image:
-    """An RGB image from the bytes of a file; `DataError` with the name where they are none."""
-    try:
-        with Image.open(io.BytesIO(data)) as image:
-            return image.convert("RGB")
-    except Exception as error:  # damaged files fail in every possible way
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise DataError(f"cannot decode {name}: {reason}") from error
 
 
 def summary(skipped: Sequence[str]) -> str:

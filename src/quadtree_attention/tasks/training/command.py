@@ -7,14 +7,21 @@ import logging
 import re
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-from quadtree_attention.errors import CheckpointError, MissingDependencyError, OptionError
+from quadtree_attention.errors import (
+    CheckpointError,
+    MissingDependencyError,
+    OptionError,
+    QuadtreeAttentionError,
+)
+from quadtree_attention.models.convert import check_fit
 from quadtree_attention.models.weights import save_weights
 
 try:
     import pytorch_lightning as pl
     from jsonargparse import ArgumentError, Namespace
+    from lightning_fabric.utilities.exceptions import MisconfigurationException
     from pytorch_lightning.callbacks import Callback, ModelCheckpoint
     from pytorch_lightning.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 except ModuleNotFoundError as error:
@@ -39,6 +46,7 @@ _UNKNOWN = (  # the ways in which the parser speaks of a name it does not know
     re.compile(r"""[Kk]ey ["']?(?P<name>[\w.]+)["']? is not expected"""),
     re.compile(r"nrecognized arguments: --(?P<name>[\w.]+)"),
     re.compile(r"Group '(?P<group>[\w.]+)' does not accept option '(?P<name>[\w.]+)'"),
+    re.compile(r"Option '(?P<name>[\w.]+)' is not accepted"),
 )
 
 
@@ -102,6 +110,7 @@ class RunConfig(SaveConfigCallback):
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         self.overwrite = True
+        self.config.resume = None  # belongs to this start, not to the recipe
         super().setup(trainer, pl_module, stage)
 
 
@@ -129,8 +138,8 @@ def train(task: str, args: list[str]) -> None:
     )
     folder = run_dir(cli.config)
     checkpoint = _checkpoint(cli.config.resume, folder)
-    if checkpoint:
-        read_training_checkpoint(checkpoint)  # before any work
+    if checkpoint:  # looked at before any work
+        check_fit(cli.model, read_training_checkpoint(checkpoint)["state_dict"])
     cli.trainer.fit(cli.model, datamodule=cli.datamodule, ckpt_path=checkpoint)
     if cli.trainer.is_global_zero and cli.trainer.state.finished:
         _finish(cli.trainer, cli.model, folder, command=["quadtree", "train", task, *args])
@@ -139,7 +148,10 @@ def train(task: str, args: list[str]) -> None:
 def run_dir(config: Namespace) -> Path:
     """Where a run writes: as asked for, or named after its last recipe."""
     if config.run_dir is not None:
-        return Path(config.run_dir)
+        folder = Path(config.run_dir)
+        if folder.exists() and not folder.is_dir():
+            raise OptionError(f"--run_dir must be a folder, got the file {folder}; pass another")
+        return folder
     recipes = [str(recipe) for recipe in config.config or []]
     return Path("runs") / (Path(recipes[-1]).stem if recipes else "run")
 
@@ -162,10 +174,14 @@ def _parse(module: type, data: type, args: list[str], monitor: str) -> TrainCLI:
             auto_configure_optimizers=False,
             seed_everything_default=0,
             save_config_callback=RunConfig,
-            parser_kwargs={"exit_on_error": False, "prog": "quadtree train"},
+            parser_kwargs={"exit_on_error": False, "prog": "quadtree train", "allow_abbrev": False},
             trainer_defaults={"enable_model_summary": False},
         )
+    except QuadtreeAttentionError:
+        raise
     except ArgumentError as error:
+        raise OptionError(_explain(str(error), known)) from error
+    except (ValueError, TypeError, MisconfigurationException) as error:  # what Trainer refuses
         raise OptionError(_explain(str(error), known)) from error
 
 
@@ -206,12 +222,10 @@ def _finish(trainer: pl.Trainer, module: Any, folder: Path, command: list[str]) 
     if not best.exists():  # no validation, no best
         return
     state = read_training_checkpoint(best)
-    metrics = {
-        name: round(float(value), 4)
-        for name, value in trainer.callback_metrics.items()
-        if name.startswith("val/")
-    }
-    card = {**module.card(), "command": command, "epoch": state["epoch"], "last_metrics": metrics}
+    epoch = state["epoch"] + 1  # as the history counts
+    rows = [row for c in cast(Any, trainer).callbacks if isinstance(c, History) for row in c.rows]
+    metrics = next((row for row in rows if row["epoch"] == epoch), {})
+    card = {**module.card(), "command": command, "epoch": epoch, "metrics": metrics}
     weights = folder / "best.safetensors"
     save_weights(weights, module.weights(state["state_dict"]), card, overwrite=True)
     print(f"weights  {weights}\nhistory  {folder / 'history.csv'}, {folder / 'curves.png'}")
@@ -221,5 +235,6 @@ def _quiet() -> None:
     """Hides advice of libraries that a user of a recipe can do nothing about."""
     for name in ("pytorch_lightning", "lightning_fabric", "lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)
-    for text in (".*does not have many workers.*", ".*LeafSpec.*", ".*lr_scheduler.step.*"):
-        warnings.filterwarnings("ignore", message=text)
+    for text in ("does not have many workers", "LeafSpec", "lr_scheduler.step", "is not empty"):
+        warnings.filterwarnings("ignore", message=f".*{text}")
+    logging.getLogger("timm.scheduler").setLevel(logging.ERROR)

@@ -1,0 +1,252 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`quadtree train`: mistakes are told on one line, and leave nothing behind."""
+
+import os
+import shutil
+
+import pytest
+import torch
+
+from tests.cli.test_info import command
+
+pytest.importorskip("pytorch_lightning", reason="training needs the extra 'train'")
+typer_testing = pytest.importorskip("typer.testing", reason="the command needs typer")
+resource = pytest.importorskip("resource", reason="limits of a process are those of Unix")
+
+from quadtree_attention.cli.main import app  # noqa: E402
+from tests.tasks.training.test_command import RECIPE  # noqa: E402
+
+LIMITED = """
+import resource
+resource.setrlimit(resource.RLIMIT_FSIZE, (400_000, resource.RLIM_INFINITY))
+from quadtree_attention.cli import main
+main()
+"""
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """The folder of a run of one epoch."""
+    folder = tmp_path_factory.mktemp("train")
+    (folder / "tiny.yaml").write_text(RECIPE)
+    options = ["--config", str(folder / "tiny.yaml"), "--run_dir", str(folder / "run")]
+    result = run("classify", *options, "--trainer.max_epochs", "1")
+    assert result.exit_code == 0, result.stderr
+    assert result.stdout.splitlines() == [
+        f"weights  {folder}/run/best.safetensors",
+        f"history  {folder}/run/history.csv, {folder}/run/curves.png",
+    ]
+    return folder / "run"
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tiny.yaml").write_text(RECIPE)
+
+
+def run(*options):
+    return typer_testing.CliRunner().invoke(app, ["train", *options], prog_name="quadtree")
+
+
+def files():
+    return {
+        os.path.join(folder, name): os.stat(os.path.join(folder, name)).st_mtime_ns
+        for folder, _, names in os.walk(".")
+        for name in names
+    }
+
+
+def refused(*options):
+    """The one line that says why not; no file appears or changes."""
+    before = files()
+    result = run(*options)
+    assert isinstance(result.exception, SystemExit | None), result.exception
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.startswith("quadtree: ") and result.stderr.count("\n") == 1
+    assert files() == before and not os.path.exists("runs")
+    return result.stderr.removeprefix("quadtree: ").rstrip("\n")
+
+
+def changed(old, new):
+    assert RECIPE.count(old) == 1
+    with open("changed.yaml", "w") as file:
+        file.write(RECIPE.replace(old, new))
+    return refused("classify", "--config", "changed.yaml")
+
+
+def test_unknown_task():
+    assert refused("clasify") == "the task must be one of classify, got 'clasify'; take one"
+
+
+def test_no_task():
+    result = run()
+    assert result.exit_code == 2 and "Usage: quadtree train" in result.stdout
+
+
+def test_help():
+    result = run("--help")
+    assert result.exit_code == 0
+    assert "quadtree train classify --config recipes/classify/" in result.stdout
+
+
+def test_help_of_a_task_lists_its_options():
+    result = run("classify", "--help")
+    assert result.exit_code == 0
+    for option in ("--model.lr", "--data.root", "--run_dir", "--resume", "--trainer.max_epochs"):
+        assert option in result.stdout
+    assert "Learning rate at a batch of 1024 images" in result.stdout
+
+
+def test_unknown_model():
+    told = refused("classify", "--config", "tiny.yaml", "--model.model", "quadtree_c_b0")
+    assert "got 'quadtree_c_b0'; did you mean quadtree_b_b0" in told
+
+
+def test_unknown_attention():
+    told = changed("{backend: reference}", "{attention: windw}")
+    assert told.endswith("got 'windw'; did you mean 'window'?")
+
+
+def test_unknown_option_of_the_model():
+    assert "'topkk'" in changed("{backend: reference}", "{topkk: 3}")
+
+
+def test_misspelt_key_on_the_command_line():
+    assert refused("classify", "--config", "tiny.yaml", "--model.drop_pth", "0.2") == (
+        "there is no option model.drop_pth, in the recipe or on the command line; "
+        "did you mean model.drop_path?"
+    )
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "meant"),
+    [
+        ("warmup_epochs", "warmup_epoch", "model.warmup_epochs"),
+        ("batch_size", "bacth_size", "data.batch_size"),
+        ("accelerator", "acelerator", "trainer.accelerator"),
+    ],
+)
+def test_misspelt_key_in_the_recipe(old, new, meant):
+    assert changed(old, new).endswith(f"did you mean {meant}?")
+
+
+def test_missing_recipe():
+    assert "nowhere.yaml" in refused("classify", "--config", "nowhere.yaml")
+
+
+def test_recipe_that_is_no_yaml():
+    with open("broken.yaml", "w") as file:
+        file.write("model: [1,\n lr: }")
+    assert "line 2" in refused("classify", "--config", "broken.yaml")
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("--model.lr", "fast"),
+        ("--data.batch_size", "2.5"),
+        ("--data.augment", "everything"),
+        ("--trainer.max_epochs", "many"),
+    ],
+)
+def test_wrong_type(option, value):
+    told = refused("classify", "--config", "tiny.yaml", option, value)
+    assert option.removeprefix("--") in told and value in told
+
+
+def test_values_out_of_range():
+    told = refused("classify", "--config", "tiny.yaml", "--data.batch_size", "0")
+    assert told == "batch_size must be at least 1, got 0; pass more"
+    told = refused("classify", "--config", "tiny.yaml", "--save_every", "0")
+    assert told == "--save_every must be at least 1, got 0; pass more"
+
+
+def test_no_data():
+    told = changed("source: generated", "source: npz")
+    assert told.startswith("data from a 'npz' source need a root, got none; pass --data.root")
+    told = changed("source: generated", "root: nowhere")
+    assert told == "there is no folder nowhere; pass the one that holds train and val"
+
+
+def test_existing_run_without_resume(finished):
+    shutil.copytree(finished, "run")
+    assert refused("classify", "--config", "tiny.yaml", "--run_dir", "run") == (
+        "run holds a run already (last.ckpt); go on with it by --resume, or write elsewhere "
+        "with --run_dir"
+    )
+
+
+def test_resume_without_a_checkpoint():
+    assert refused("classify", "--config", "tiny.yaml", "--resume") == (
+        "there is no checkpoint runs/tiny/last.ckpt to go on with; leave out --resume for a new run"
+    )
+    told = refused("classify", "--config", "tiny.yaml", "--resume", "other.ckpt")
+    assert told.startswith("there is no checkpoint other.ckpt to go on with")
+
+
+@pytest.mark.parametrize("content", [b"", b"garbage\n" * 9, b"PK\x03\x04 and more"])
+def test_resume_from_garbage(content):
+    os.mkdir("run")
+    with open("run/last.ckpt", "wb") as file:
+        file.write(content)
+    told = refused("classify", "--config", "tiny.yaml", "--run_dir", "run", "--resume")
+    assert told.startswith("cannot read the checkpoint run/last.ckpt: it is damaged")
+
+
+def test_resume_from_weights_alone():
+    torch.save({"head.weight": torch.zeros(3)}, "weights.pth")
+    told = refused("classify", "--config", "tiny.yaml", "--resume", "weights.pth")
+    assert told.startswith("weights.pth is not the checkpoint of a training run")
+
+
+def test_full_disk_keeps_the_checkpoint_and_says_so(finished):
+    shutil.copytree(finished, "run")
+    before = (finished / "last.ckpt").read_bytes()
+    options = ["--config", "tiny.yaml", "--run_dir", "run", "--resume"]
+    done = command("train", "classify", *options, code=LIMITED)
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    told = done.stderr.splitlines()[-1]
+    assert told.startswith("quadtree: cannot save the checkpoint ")
+    assert told.endswith("; the previous one is kept; make room there and go on with --resume")
+    with open("run/last.ckpt", "rb") as file:
+        assert file.read() == before
+    assert not [name for name in os.listdir("run") if name.endswith(".unfinished")]
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("--trainer.accelerator", "abacus"),
+        ("--trainer.devices", "-5"),
+        ("--trainer.max_epochs", "-3"),
+        ("--seed_everything", "-1"),
+    ],
+)
+def test_value_that_the_trainer_refuses(option, value):
+    assert refused("classify", "--config", "tiny.yaml", option, value)
+
+
+def test_recipe_of_bytes():
+    with open("bytes.yaml", "wb") as file:
+        file.write(bytes(range(256)))
+    assert refused("classify", "--config", "bytes.yaml")
+
+
+def test_run_dir_that_is_a_file():
+    told = refused("classify", "--config", "tiny.yaml", "--run_dir", "tiny.yaml")
+    assert told == "--run_dir must be a folder, got the file tiny.yaml; pass another"
+
+
+def test_misspelt_group_in_the_recipe():
+    assert changed("trainer:", "trianer:").endswith("?")
+
+
+def test_going_on_with_another_number_of_classes(finished, tmp_path):
+    shutil.copytree(finished, tmp_path / "run")
+    told = refused(
+        "classify", "--config", "tiny.yaml", "--run_dir", "run", "--resume",
+        "--data.generated_classes", "7",
+    )  # fmt: skip
+    assert "model.head.weight is (4, 32), must be (7, 32)" in told

@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The classifier in training: its optimizer and schedule, its losses, its weights."""
+
+import math
+import re
+
+import pytest
+import torch
+
+pl = pytest.importorskip("pytorch_lightning", reason="training needs the extra 'train'")
+
+from quadtree_attention.errors import OptionError  # noqa: E402
+from quadtree_attention.nn.block import DropPath  # noqa: E402
+from quadtree_attention.tasks.classify.data import ClassifyData  # noqa: E402
+from quadtree_attention.tasks.classify.module import ClassifyModule  # noqa: E402
+
+EPOCHS, STEPS = 5, 4  # per epoch
+
+
+def build(**options):
+    options = {"num_classes": 4, "mixup": 0.0, "cutmix": 0.0, "seed": 2} | options
+    return ClassifyModule("test_quadtree", {"backend": "reference"}, **options)
+
+
+class Rates(pl.Callback):
+    """The learning rate that every step is made with."""
+
+    def __init__(self):
+        self.seen = []
+
+    def on_before_optimizer_step(self, trainer, module, optimizer):
+        self.seen.append(optimizer.param_groups[0]["lr"])
+
+
+def fit(folder, module, *callbacks, batch_size=8, **options):
+    data = ClassifyData(
+        source="generated",
+        generated_count=batch_size * STEPS,
+        image_size=32,
+        stored_size=32,
+        batch_size=batch_size,
+        augment="batch",
+    )
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=list(callbacks),
+        default_root_dir=folder,
+        **{"max_epochs": 1} | options,
+    )
+    trainer.fit(module, datamodule=data)
+    return trainer
+
+
+def test_schedule(tmp_path):
+    """Warm-up from nearly nothing, then half a cosine; at 1/128 of the batch of 1024."""
+    rates = Rates()
+    fit(tmp_path, build(lr=0.128, min_lr=0.0128, warmup_epochs=2), rates, max_epochs=EPOCHS)
+    scale = 8 / 1024
+    steps, warm = EPOCHS * STEPS, 2 * STEPS
+    expected = []
+    for step in range(steps):
+        if step < warm:
+            rate = 1e-6 + (0.128 - 1e-6) * step / warm
+        else:
+            rate = 0.0128 + (0.128 - 0.0128) * (1 + math.cos(math.pi * step / steps)) / 2
+        expected.append(rate * scale)
+    assert rates.seen == pytest.approx(expected, rel=1e-6)
+
+
+def test_rate_follows_the_whole_batch(tmp_path):
+    rates = Rates()
+    options = {"lr": 0.512, "warmup_epochs": 0}
+    fit(tmp_path, build(**options), rates, batch_size=4, accumulate_grad_batches=2)
+    assert rates.seen[0] == pytest.approx(0.512 * 8 / 1024)
+
+
+def test_norms_biases_and_level_weights_do_not_decay(tmp_path):
+    module = build(weight_decay=0.3)
+    groups = fit(tmp_path, module).optimizers[0].param_groups
+    decay = {id(p): group["weight_decay"] for group in groups for p in group["params"]}
+    named = dict(module.model.named_parameters())
+    assert len(decay) == len(named)
+    for name, parameter in named.items():
+        plain = parameter.ndim < 2 or "level_logits" in name
+        assert decay[id(parameter)] == (0.0 if plain else 0.3), name
+
+
+def test_seed_decides_the_first_weights():
+    first, again, other = (build(seed=seed).state_dict() for seed in (2, 2, 3))
+    torch.manual_seed(5)
+    assert all(torch.equal(again[name], tensor) for name, tensor in first.items())
+    assert any(not torch.equal(other[name], tensor) for name, tensor in first.items())
+
+
+def step(module, count, monkeypatch):
+    """The loss of a training step on `count` images, without a trainer."""
+    monkeypatch.setattr(module, "log", lambda *_, **__: None)
+    torch.manual_seed(0)
+    labels = torch.arange(count) % 4
+    batch = {"images": torch.rand(count, 3, 32, 32), "labels": labels, "skipped": []}
+    return module.training_step(batch, 1)
+
+
+def test_label_smoothing(monkeypatch):
+    plain, smooth = (
+        step(build(label_smoothing=share, drop_path=0.0), 4, monkeypatch) for share in (0.0, 0.4)
+    )
+    assert plain != smooth
+
+
+@pytest.mark.parametrize("options", [{"mixup": 0.8}, {"cutmix": 1.0}, {"mixup": 0.8, "cutmix": 1}])
+def test_mixing_changes_the_loss_of_even_batches(monkeypatch, options):
+    for count, differs in ((4, True), (3, False)):  # timm mixes pairs
+        plain = step(build(drop_path=0.0), count, monkeypatch)
+        mixed = step(build(drop_path=0.0, **options), count, monkeypatch)
+        assert torch.isfinite(mixed)
+        assert (plain != mixed) == differs
+
+
+def test_drop_path_reaches_the_blocks():
+    for share in (0.4, 0.0):
+        modules = build(drop_path=share).modules()
+        rates = [module.rate for module in modules if isinstance(module, DropPath)]
+        assert max(rates) == pytest.approx(share)
+
+
+def test_every_parameter_is_trained(tmp_path):
+    module = build(lr=1.0, warmup_epochs=0)
+    before = {name: p.detach().clone() for name, p in module.model.named_parameters()}
+    fit(tmp_path, module)
+    unchanged = {n for n, p in module.model.named_parameters() if torch.equal(p, before[n])}
+    # The last map is one cell, with one weight of 1; biases of keys are shared by all scores
+    no_gradient = r"(stages\.3\..*(q_proj|k_proj|level_logits)|k_proj\.bias$)"
+    assert [name for name in unchanged if not re.search(no_gradient, name)] == []
+
+
+def test_grad_checkpointing_changes_nothing(tmp_path):
+    plain, checkpointed = build(lr=0.5), build(lr=0.5, grad_checkpointing=True)
+    for module in (plain, checkpointed):
+        fit(tmp_path, module)
+    for name, tensor in plain.state_dict().items():
+        torch.testing.assert_close(checkpointed.state_dict()[name], tensor, rtol=0, atol=1e-5)
+
+
+def test_weights_are_the_models_own():
+    module = build()
+    weights = module.weights({**module.state_dict(), "other": torch.zeros(1)})
+    module.model.load_state_dict(weights, strict=True)
+
+
+def test_unknown_names():
+    with pytest.raises(OptionError, match=r"got 'quadtre_b_b0'; did you mean quadtree_b_b0"):
+        ClassifyModule("quadtre_b_b0")
+    with pytest.raises(OptionError, match=r"got 'windows'; did you mean 'window'\?"):
+        ClassifyModule("test_quadtree", {"attention": "windows"})
+    with pytest.raises(OptionError, match=r"test_quadtree cannot be built with .*topkk"):
+        ClassifyModule("test_quadtree", {"topkk": 3})

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The table, the curves and the progress bar of a run."""
+
+import csv
+import re
+
+import pytest
+
+pytest.importorskip("pytorch_lightning", reason="training needs the extra 'train'")
+
+from PIL import Image
+
+from quadtree_attention.tasks.training.callbacks import (
+    History,
+    draw_curves,
+    write_table,
+)
+from quadtree_attention.tasks.training.command import train
+from tests.tasks.training.test_command import write_recipe
+
+
+def read(path):
+    return list(csv.DictReader(path.open()))
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run of one epoch that went on for two more."""
+    folder = tmp_path_factory.mktemp("history")
+    options = ["--config", str(write_recipe(folder)), "--run_dir", str(folder / "run")]
+    train("classify", [*options, "--trainer.max_epochs=1"])
+    first = read(folder / "run" / "history.csv")
+    train("classify", [*options, "--trainer.max_epochs=3", "--resume"])
+    return folder / "run", first
+
+
+def test_table(run):
+    folder, _ = run
+    rows = read(folder / "history.csv")
+    assert [row["epoch"] for row in rows] == ["1", "2", "3"]
+    names = {"epoch", "seconds", "train/loss", "val/loss", "val/top1", "val/top5"}
+    assert names <= rows[0].keys()
+    for row in rows:
+        assert 0 < float(row["seconds"]) < 60
+        assert 0.3 < float(row["train/loss"]) < 3 and 0 < float(row["val/loss"]) < 5
+        assert 0 <= float(row["val/top1"]) <= float(row["val/top5"]) == 100
+
+
+def test_rows_of_before_are_kept(run):
+    folder, first = run
+    assert read(folder / "history.csv")[:1] == first
+
+
+def test_curves_open(run):
+    folder, _ = run
+    with Image.open(folder / "curves.png") as image:
+        image.load()
+        assert image.format == "PNG" and image.width > 600 and image.height > 200
+        assert image.convert("L").entropy() > 0.3  # not blank
+
+
+def test_nothing_unfinished_stays(run):
+    assert not list(run[0].glob("*.unfinished"))
+
+
+def test_state_round_trip():
+    history = History()
+    history.load_state_dict({"rows": [{"epoch": 1, "val/top1": 50.0}]})
+    again = History()
+    again.load_state_dict(history.state_dict())
+    assert again.rows == [{"epoch": 1, "val/top1": 50.0}]
+    again.rows[0]["val/top1"] = 0.0
+    assert history.rows[0]["val/top1"] == 50.0
+
+
+def test_table_with_columns_that_come_later(tmp_path):
+    write_table([{"epoch": 1, "train/loss": 2.0}], tmp_path / "history.csv")
+    rows = [{"epoch": 1, "train/loss": 2.0}, {"epoch": 2, "train/loss": 1.0, "val/top1": 50.0}]
+    write_table(rows, tmp_path / "history.csv")
+    assert read(tmp_path / "history.csv") == [
+        {"epoch": "1", "train/loss": "2.0", "val/top1": ""},
+        {"epoch": "2", "train/loss": "1.0", "val/top1": "50.0"},
+    ]
+
+
+def test_curves_with_gaps_and_without_anything(tmp_path):
+    rows = [{"epoch": 1, "train/loss": 2.0}, {"epoch": 2, "val/loss": float("nan")}]
+    draw_curves(rows, tmp_path / "curves.png")
+    with Image.open(tmp_path / "curves.png") as image:
+        image.verify()
+    draw_curves([{"epoch": 1, "seconds": 2.0}], tmp_path / "none.png")
+    assert not (tmp_path / "none.png").exists()
+
+
+def test_progress_shows_speed_and_time_left(tmp_path, capfd):
+    recipe = write_recipe(tmp_path)
+    options = ["--config", str(recipe), "--run_dir", str(tmp_path / "run")]
+    train("classify", [*options, "--trainer.enable_progress_bar=true"])
+    shown = "".join(capfd.readouterr())
+    assert re.search(r"images/s=\d+", shown)
+    left = re.findall(r"left=(\d+)m(\d\d)s", shown)
+    assert left[-1] == ("0", "00")
+    assert "train/loss=" in shown and "val/top1=" in shown
