@@ -35,16 +35,16 @@ from benchmarks.attention_runs import (
 )
 from benchmarks.measure import MIB, Call, measure, use_threads
 from benchmarks.models import SEED, count
-from benchmarks.run import (
-    _count,
-    _one_line,
-    _Parser,
-    _positive,
-    _version,
+from benchmarks.program import (
+    OneLineParser,
+    at_least_one,
     describe_run,
     device_name,
+    one_line_of,
+    positive,
     release_memory,
     slug,
+    version_of,
 )
 from benchmarks.tables import ATTENTIONS, RESULTS, ROOT, number
 from quadtree_attention.models.weights import build_model
@@ -64,9 +64,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parse(argv: Sequence[str]) -> Namespace:
     """The checked options; a bad one ends the program with one line and exit code 2."""
-    parser = _Parser(prog=PROGRAM, description=__doc__)
+    parser = OneLineParser(prog=PROGRAM, description=__doc__)
     names = "train|measure|figures"
-    commands = parser.add_subparsers(required=True, metavar=names, parser_class=_Parser)
+    commands = parser.add_subparsers(required=True, metavar=names, parser_class=OneLineParser)
     _add_train(commands)
     _add_measure(commands)
     _add_figures(commands)
@@ -91,9 +91,9 @@ def _add_train(commands: Any) -> None:
     _add_recipes(parser)
     add("--data", help="folder of the data; default: what the recipe says")
     add("--seeds", type=_seeds, default="0,1", help="separated by commas")
-    add("--jobs", type=_count, default=1, help="runs at the same time")
+    add("--jobs", type=at_least_one, default=1, help="runs at the same time")
     add("--time-limit", type=float, default=float("inf"), help="seconds; then runs are stopped")
-    add("--epochs", type=_count, help="default: what the recipe says")
+    add("--epochs", type=at_least_one, help="default: what the recipe says")
     add("--work", help="folder that keeps checkpoints and output; default: a temporary one")
     add("--extra", type=shlex.split, default="", help='more options: --extra "--trainer.x y"')
     parser.set_defaults(run=train, device=_available(), threads=1)
@@ -104,10 +104,10 @@ def _add_measure(commands: Any) -> None:
     add = parser.add_argument
     _add_recipes(parser)
     add("--device", choices=("cpu", "cuda"), default=_available())
-    add("--batch", type=_count, default=128, help="images of a step")
-    add("--image", type=_count, default=224, help="pixels of a side")
-    add("--seconds-per-row", type=_positive, default=1.0, help="time for the repeats of a row")
-    add("--threads", type=_count, default=torch.get_num_threads(), help="CPU threads")
+    add("--batch", type=at_least_one, default=128, help="images of a step")
+    add("--image", type=at_least_one, default=224, help="pixels of a side")
+    add("--seconds-per-row", type=positive, default=1.0, help="time for the repeats of a row")
+    add("--threads", type=at_least_one, default=torch.get_num_threads(), help="CPU threads")
     parser.set_defaults(run=measure_all)
 
 
@@ -172,7 +172,7 @@ def describe(argv: Sequence[str], options: Namespace) -> dict[str, Any]:
     command = shlex.join([*shlex.split(PROGRAM), *(_portable(arg, options) for arg in argv)])
     versions = about["versions"] | {
         "timm": timm.__version__,
-        "pytorch_lightning": _version("pytorch-lightning"),
+        "pytorch_lightning": version_of("pytorch-lightning"),
     }
     kept = ("date", "commit", "device", "machine")
     return {"command": command, **{key: about[key] for key in kept}, "versions": versions}
@@ -223,7 +223,7 @@ def measure_recipe(recipe: Recipe, options: Namespace) -> dict[str, Any]:
         timing = measure(step, options.device, seconds=options.seconds_per_row)
         return row | asdict(timing) | {"peak_mib": peak}
     except Exception as error:  # whatever happens to one row, the others are still wanted
-        return {"recipe": recipe.name, "error": hide_paths(_one_line(error))}
+        return {"recipe": recipe.name, "error": hide_paths(one_line_of(error))}
 
 
 def build(recipe: Recipe, *, counted: bool = False) -> nn.Module:

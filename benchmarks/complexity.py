@@ -6,7 +6,6 @@
 """
 
 import argparse
-import gc
 import json
 import shlex
 import sys
@@ -20,7 +19,7 @@ import timm
 import torch
 from torch import nn
 
-from benchmarks.measure import MIB, Call, measure, use_threads
+from benchmarks.measure import cuda_peak_mib, measure, use_threads
 from benchmarks.models import (
     COUNTED_IMAGE,
     MODELS,
@@ -36,14 +35,14 @@ from benchmarks.models import (
     is_ours,
     prepare,
 )
-from benchmarks.run import (
-    _count,
-    _list_of,
-    _one_line,
-    _Parser,
-    _positive,
+from benchmarks.program import (
+    OneLineParser,
+    at_least_one,
     describe_run,
     device_name,
+    list_of,
+    one_line_of,
+    positive,
     release_memory,
     slug,
     write,
@@ -92,8 +91,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parse(argv: Sequence[str]) -> Namespace:
     """The checked options; a bad one ends the program with one line and exit code 2."""
-    parser = _Parser(prog=PROGRAM, description=__doc__)
-    commands = parser.add_subparsers(required=True, metavar="count|measure", parser_class=_Parser)
+    parser = OneLineParser(prog=PROGRAM, description=__doc__)
+    commands = parser.add_subparsers(
+        required=True, metavar="count|measure", parser_class=OneLineParser
+    )
     _add_count(commands)
     _add_measure(commands)
     options = parser.parse_args(argv)
@@ -131,12 +132,17 @@ def _add_measure(commands: Any) -> None:
         help="how bfloat16 is reached: the model cast to it, autocast around float32 weights, or "
         "what is usual: cast for forward, autocast for training",
     )
-    add("--modes", type=_list_of(MODES), default="graph" if available == "cuda" else "eager")
-    add("--tasks", type=_list_of(TASKS), default=",".join(TASKS))
-    add("--passes", type=_list_of(MODEL_PASSES), default=",".join(MODEL_PASSES))
-    add("--batch", type=_count, default=64, help="images per call; backbones take one at a time")
-    add("--seconds-per-row", type=_positive, default=0.5, help="time for the repeats of a row")
-    add("--threads", type=_count, default=torch.get_num_threads(), help="CPU threads")
+    add("--modes", type=list_of(MODES), default="graph" if available == "cuda" else "eager")
+    add("--tasks", type=list_of(TASKS), default=",".join(TASKS))
+    add("--passes", type=list_of(MODEL_PASSES), default=",".join(MODEL_PASSES))
+    add(
+        "--batch",
+        type=at_least_one,
+        default=64,
+        help="images per call; backbones take one at a time",
+    )
+    add("--seconds-per-row", type=positive, default=0.5, help="time for the repeats of a row")
+    add("--threads", type=at_least_one, default=torch.get_num_threads(), help="CPU threads")
     add("--out", type=Path, help="default: benchmarks/results/complexity--<device name>.json")
     parser.set_defaults(kind=TIMES, plan=plan_times, row=time_row)
 
@@ -144,7 +150,7 @@ def _add_measure(commands: Any) -> None:
 def _add_models(parser: argparse.ArgumentParser, default: str) -> None:
     known = (*MODELS, TEST_MODEL)
     parser.add_argument(
-        "--models", type=_list_of(known), default=default, help=f"of {', '.join(known)}"
+        "--models", type=list_of(known), default=default, help=f"of {', '.join(known)}"
     )
 
 
@@ -238,24 +244,12 @@ def time_row(work: Work, mode: str, options: Namespace) -> dict[str, Any]:
     }
     try:
         call = prepare(work)
-        peak = peak_mib(call) if work.device == "cuda" else None
+        peak = cuda_peak_mib(call) if work.device == "cuda" else None
         seconds, graph = options.seconds_per_row, "graph" in mode
         timing = measure(call, work.device, seconds=seconds, graph=graph)
         return row | asdict(timing) | {"peak_mib": peak}
     except Exception as error:  # whatever happens to one row, the others are still wanted
-        return row | {"error": _one_line(error)}
-
-
-def peak_mib(call: Call) -> float:
-    """Most memory that one call held beyond the model and its images, gradients included."""
-    call()  # what is compiled, and what libraries keep for good, is no part of a call
-    torch.cuda.synchronize()
-    gc.collect()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    call()
-    torch.cuda.synchronize()
-    return (torch.cuda.max_memory_allocated() - before) / MIB
+        return row | {"error": one_line_of(error)}
 
 
 def describe(argv: Sequence[str], options: Namespace) -> dict[str, Any]:

@@ -89,7 +89,7 @@ def peak_mib(work: Work, call: Call, threads: int) -> float | None:
 
     None where the system does not tell.
     """
-    return _cuda_peak_mib(call) if work.device == "cuda" else _cpu_peak_mib(work, threads)
+    return cuda_peak_mib(call) if work.device == "cuda" else _cpu_peak_mib(work, threads)
 
 
 def _warm_up(call: Call, seconds: float) -> None:
@@ -122,7 +122,8 @@ def _cuda_times(call: Call, repeats: int) -> list[float]:
     return [begin.elapsed_time(end) for begin, end in pairs]
 
 
-def _cuda_peak_mib(call: Call) -> float:
+def cuda_peak_mib(call: Call) -> float:
+    """Most memory that one call held beyond what was there before it."""
     call()  # what libraries keep for good is no part of a call
     torch.cuda.synchronize()
     gc.collect()

@@ -33,8 +33,9 @@ class DepthwiseConv(nn.Module):
 
     def forward(self, x: Tensor, gain: Tensor | None = None) -> Tensor:
         """(B, *grid, C) -> (B, *grid, C), times a number `gain`."""
-        weight, bias = self.conv.weight, self.conv.bias
-        if gain is not None:  # on the few weights, not on the whole map
-            weight, bias = weight * gain, bias * gain
         x = x.movedim(-1, 1)
+        if gain is None:
+            return self.conv(x).movedim(1, -1)
+        # on the few weights, not on the whole map
+        weight, bias = self.conv.weight * gain, self.conv.bias * gain
         return self._function(x, weight, bias, padding=1, groups=x.shape[1]).movedim(1, -1)

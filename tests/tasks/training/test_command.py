@@ -72,6 +72,19 @@ def test_files_of_a_run(finished):
     assert [row["epoch"] for row in rows(finished)] == ["1", "2"]
 
 
+def test_averaged_weights_by_lightnings_callback(tmp_path):
+    averaging = "pytorch_lightning.callbacks.EMAWeightAveraging"
+    callbacks = f"  callbacks: [{{class_path: {averaging}, init_args: {{decay: 0.9}}}}]\n"
+    recipe = str(write_recipe(tmp_path, RECIPE + callbacks))
+    options = ["--config", recipe, "--run_dir", str(tmp_path / "run")]
+    train("classify", [*options, "--trainer.max_epochs", "1"])
+    train("classify", [*options, "--resume"])
+    last = torch.load(tmp_path / "run" / "last.ckpt", weights_only=True)
+    averaged, current = last["state_dict"], last["current_model_state"]
+    assert last["global_step"] == 8
+    assert any(not torch.equal(averaged[name], current[name]) for name in averaged)
+
+
 def test_weights_are_those_of_the_best_epoch(finished):
     best = torch.load(finished / "best.ckpt", weights_only=True)["state_dict"]
     model = load_model(finished / "best.safetensors")

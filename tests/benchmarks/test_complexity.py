@@ -3,7 +3,6 @@
 
 import copy
 import json
-import os
 import subprocess
 import sys
 from argparse import Namespace
@@ -19,17 +18,9 @@ timm = pytest.importorskip("timm")
 
 from quadtree_attention.ops.flops import attention_flops  # noqa: E402
 from quadtree_attention.ops.tree import Tree  # noqa: E402
+from tests.conftest import ROOT  # noqa: E402
 
-ROOT = Path(__file__).resolve().parent.parent
 IMAGE = (70, 45)  # pads at every level
-
-
-@pytest.fixture(autouse=True)
-def from_root(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`benchmarks` is a folder of the repository, not part of the installed package."""
-    monkeypatch.syspath_prepend(str(ROOT))
-    path = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
-    monkeypatch.setenv("PYTHONPATH", path)
 
 
 @pytest.fixture
@@ -147,15 +138,17 @@ def test_committed_counts_are_those_of_this_code(counts: dict) -> None:
 
 
 def test_published_figures_are_met(tables: ModuleType, counts: dict) -> None:
+    far = set()
     for row in counts["rows"]:
         for name, figure in row["published"].items():
-            if figure is not None:
-                away = tables.deviation(row, name)
-                assert away is None or abs(away) < 0.05, (row["model"], name)
+            away = None if figure is None else tables.deviation(row, name)
+            if away is not None and abs(away) >= 0.05:
+                far.add((row["model"], name))
         detector = row["detector"] or {}
         if detector.get("published_image"):  # what the notes say: that is the size they counted at
             found = detector["macs_at_published_image"] / 1e9
             assert round(found) == row["published"]["gmacs"]["value"]
+    assert far == {("swin_tiny_quadtree_b", "params_m")}  # whose note says what is known
 
 
 @pytest.mark.parametrize("task", ["classification", "backbone"])

@@ -3,7 +3,6 @@
 
 import copy
 import json
-import os
 import subprocess
 import sys
 from argparse import Namespace
@@ -13,15 +12,7 @@ from types import ModuleType
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
-
-
-@pytest.fixture(autouse=True)
-def from_root(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`benchmarks` is a folder of the repository, not part of the installed package."""
-    monkeypatch.syspath_prepend(str(ROOT))
-    path = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
-    monkeypatch.setenv("PYTHONPATH", path)
+from tests.conftest import ROOT
 
 
 @pytest.fixture

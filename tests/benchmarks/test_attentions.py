@@ -2,7 +2,6 @@
 """Attentions compared by training: the runs, the file they grow, its table and its pictures."""
 
 import json
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +13,8 @@ pytest.importorskip("pytorch_lightning", reason="training needs the extra 'train
 pytest.importorskip("timm")
 yaml = pytest.importorskip("yaml")
 
-ROOT = Path(__file__).resolve().parent.parent
+from tests.conftest import ROOT  # noqa: E402
+
 RECIPE = {
     "seed_everything": 0,
     "model": {
@@ -53,14 +53,6 @@ for epoch in range(int(options["--trainer.max_epochs"])):
     rows.append(f"{epoch + 1},0.5,{loss},{50 - epoch},90,1.25")
 (folder / "history.csv").write_text("\\n".join(rows) + "\\n")
 """
-
-
-@pytest.fixture(autouse=True)
-def from_root(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`benchmarks` is a folder of the repository, not part of the installed package."""
-    monkeypatch.syspath_prepend(str(ROOT))
-    path = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
-    monkeypatch.setenv("PYTHONPATH", path)
 
 
 @pytest.fixture
