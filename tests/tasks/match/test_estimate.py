@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Poses and homographies from matches, some of them wrong."""
+
+import numpy as np
+import pytest
+
+pytest.importorskip("cv2", reason="estimators need the extra 'models'")
+pytest.importorskip("poselib", reason="estimators need the extra 'models'")
+
+from quadtree_attention.errors import OptionError, ShapeError
+from quadtree_attention.tasks.match.estimate import homography, relative_pose
+from quadtree_attention.tasks.match.metrics import (
+    corner_error,
+    pose_error,
+    transform,
+)
+from tests.tasks.match.geometry import K0, K1, POSE, points_of_a_scene
+
+ESTIMATORS = ("poselib", "opencv")
+MATRIX = np.array([[0.9, 0.1, 20.0], [-0.05, 1.1, -10.0], [1e-4, -5e-5, 1.0]])
+
+
+def with_outliers(points1, share=0.3):
+    rng = np.random.default_rng(1)
+    points1 = points1 + rng.normal(0, 0.1, points1.shape)
+    wrong = rng.random(len(points1)) < share
+    points1[wrong] = rng.uniform(0, 480, (wrong.sum(), 2))
+    return points1, wrong
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_pose_with_outliers(estimator):
+    points0, points1 = points_of_a_scene(300)
+    points1, wrong = with_outliers(points1)
+    pose = relative_pose(points0, points1, K0, K1, estimator=estimator)
+    assert pose_error(pose.rotation, pose.translation, POSE) < 0.5
+    assert np.linalg.norm(pose.translation) == pytest.approx(1.0)
+    assert pose.inliers.shape == (300,) and pose.inliers[~wrong].mean() > 0.9
+    assert pose.inliers[wrong].mean() < 0.1
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_homography_with_outliers(estimator):
+    points0 = np.random.default_rng(2).uniform(0, 480, (200, 2))
+    points1, wrong = with_outliers(transform(points0, MATRIX))
+    found = homography(points0, points1, estimator=estimator)
+    assert corner_error(found.matrix, MATRIX, 640, 480) < 1.0
+    assert found.matrix[2, 2] == 1.0
+    assert found.inliers[~wrong].all() and found.inliers[wrong].mean() < 0.1
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+@pytest.mark.parametrize("count", [0, 3, 4])
+def test_too_few_matches_for_a_pose(estimator, count):
+    points = np.zeros((count, 2))
+    assert relative_pose(points, points, K0, K1, estimator=estimator) is None
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_too_few_matches_for_a_homography(estimator):
+    assert homography(np.zeros((3, 2)), np.zeros((3, 2)), estimator=estimator) is None
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_all_points_in_one_place_do_not_crash(estimator):
+    same = np.full((40, 2), 7.0)
+    relative_pose(same, same, K0, K1, estimator=estimator)
+    homography(same, same, estimator=estimator)
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_the_same_matches_give_the_same_pose(estimator):
+    points0, points1 = points_of_a_scene(100)
+    points1, _ = with_outliers(points1)
+    a, b = (relative_pose(points0, points1, K0, K1, estimator=estimator) for _ in range(2))
+    assert np.array_equal(a.rotation, b.rotation)
+
+
+def test_wrong_camera():
+    points = np.zeros((10, 2))
+    with pytest.raises(ShapeError, match=r"K1 must be a camera matrix \(3, 3\)"):
+        relative_pose(points, points, K0, np.eye(4))
+    with pytest.raises(ShapeError, match="K0 must be a camera matrix"):
+        relative_pose(points, points, np.zeros((3, 3)), K1)
+
+
+def test_wrong_points():
+    with pytest.raises(ShapeError, match=r"got \(5, 2\) and \(4, 2\); row i"):
+        homography(np.zeros((5, 2)), np.zeros((4, 2)))
+
+
+def test_unknown_estimator():
+    with pytest.raises(OptionError, match="estimator must be poselib or opencv, got 'magsac'"):
+        homography(np.zeros((5, 2)), np.zeros((5, 2)), estimator="magsac")
