@@ -32,9 +32,9 @@ from quadtree_attention.errors import (
     OptionError,
     QuadtreeAttentionError,
 )
+from quadtree_attention.images import ImageLike, to_image
 from quadtree_attention.models.convert import check_fit
 from quadtree_attention.models.weights import build_model, load_model, read_card, read_checkpoint
-from quadtree_attention.tasks.images import ImageLike, to_image
 
 try:
     from PIL import Image

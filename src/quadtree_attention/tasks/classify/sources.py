@@ -10,7 +10,7 @@ import numpy as np
 from PIL import Image
 
 from quadtree_attention.errors import DataError, OptionError
-from quadtree_attention.tasks.images import decode
+from quadtree_attention.images import decode
 
 Split = Literal["train", "val"]
 Kind = Literal["auto", "folder", "npz", "generated"]

@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pairs of views of one textured plane, with the homography between them."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quadtree_attention.data.cameras import BEHIND, inside, pixel_grid
+from quadtree_attention.data.draws import Draws
+from quadtree_attention.data.options import HomographyOptions, check_size
+from quadtree_attention.data.photometric import distort
+from quadtree_attention.data.render import PATTERNS
+from quadtree_attention.data.textures import Textures
+
+ATTEMPTS = 8  # homographies tried for a pair
+PROBE = 12  # points along each side by which their overlap is measured
+HORIZON = 1e-3  # smallest denominator that is still in front of the camera
+
+
+@dataclass(frozen=True)
+class HomographyPair:
+    """Two views of a plane. Pixel centres are whole numbers, points are (x, y)."""
+
+    image0: Tensor  # (B, 3, H0, W0) between 0 and 1
+    image1: Tensor  # (B, 3, H1, W1)
+    H_0to1: Tensor  # (B, 3, 3), pixels of view 0 to view 1
+    flow0to1: Tensor  # (B, H0, W0, 2) pixels; `BEHIND` beyond the horizon
+    flow1to0: Tensor  # (B, H1, W1, 2)
+    visible0: Tensor  # (B, H0, W0) bool: within view 1
+    visible1: Tensor  # (B, H1, W1)
+
+
+def homography_pairs(
+    textures: Textures,
+    indices: Sequence[int],
+    *,
+    size: tuple[int, int] = (480, 640),
+    size1: tuple[int, int] | None = None,
+    seed: int = 0,
+    options: HomographyOptions | None = None,
+) -> HomographyPair:
+    """Pairs of views of one texture each, made on the device of the textures.
+
+    Args:
+        textures: To choose from.
+        indices: Numbers of the pairs to make, one batch.
+        size: (height, width) of the first view.
+        size1: Of the second view; as the first if None.
+        seed: Of the data set.
+        options: How hard.
+
+    Raises:
+        OptionError: A size, seed or index is not accepted.
+    """
+    options = HomographyOptions() if options is None else options
+    size1 = size if size1 is None else size1
+    check_size("size", size)
+    check_size("size1", size1)
+    draws = Draws(seed, indices, stream=2)
+    exact = _homography(draws, size, size1, options)
+    texture = draws.integers(0, len(textures)).to(textures.device)
+    to_texels = _to_texels(draws, size, textures.size, options.texture_scale)
+    place_ = textures.device, torch.float32
+    forth, back = exact.to(*place_), torch.linalg.inv(exact).to(*place_)
+    views = ((to_texels, size), (to_texels @ torch.linalg.inv(exact), size1))
+    image0, image1 = (
+        distort(
+            _render(textures, texture, matrix.to(*place_), extent, options.samples),
+            indices,
+            seed=seed,
+            view=4 + view,
+            strength=options.photometric,
+        )
+        for view, (matrix, extent) in enumerate(views)
+    )
+    grid0, grid1 = pixel_grid(*size, like=forth), pixel_grid(*size1, like=forth)
+    target0, target1 = apply_homography(forth, grid0), apply_homography(back, grid1)
+    return HomographyPair(
+        image0=image0,
+        image1=image1,
+        H_0to1=forth,
+        flow0to1=target0 - grid0,
+        flow1to0=target1 - grid1,
+        visible0=inside(target0, size1),
+        visible1=inside(target1, size),
+    )
+
+
+def apply_homography(H: Tensor, points: Tensor) -> Tensor:
+    """(B, 3, 3) on (..., 2) points -> (B, ..., 2); `BEHIND` beyond the horizon."""
+    x, y, w = _homogeneous(H, points)
+    in_front = w > HORIZON
+    w = w.where(in_front, 1)
+    return torch.stack([x / w, y / w], dim=-1).where(in_front[..., None], BEHIND)
+
+
+def _homogeneous(H: Tensor, points: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Sums, not a matrix product, which may be set to a precision that moves points."""
+    axes = (1,) * (points.ndim - 1)
+    rows = (H[:, i].reshape(-1, 3, *axes) for i in range(3))
+    x, y, w = (row[:, 0] * points[..., 0] + row[:, 1] * points[..., 1] + row[:, 2] for row in rows)
+    return x, y, w
+
+
+def _homography(
+    draws: Draws, size: tuple[int, int], size1: tuple[int, int], options: HomographyOptions
+) -> Tensor:
+    """(B, 3, 3), of several drawn the first with enough overlap; scaled so that w = 1 mid-view."""
+    tries = _unit_to_pixels(size1) @ _candidates(draws, options) @ _pixels_to_unit(size)
+    flat = tries.flatten(0, 1)
+    shared = torch.minimum(
+        _overlap(flat, size, size1), _overlap(torch.linalg.inv(flat), size1, size)
+    )
+    low, high = options.overlap
+    misfit = (low - shared).clamp(min=0) * 10 + (shared - high).clamp(min=0)
+    best = misfit.reshape(-1, ATTEMPTS).argmin(dim=1)
+    return tries[torch.arange(len(draws)), best]
+
+
+def _candidates(draws: Draws, options: HomographyOptions) -> Tensor:
+    """(B, ATTEMPTS, 3, 3) in units of half the diagonal; later ones move less."""
+    motion = torch.linspace(2, 0.02, ATTEMPTS, dtype=torch.float64).clamp(max=1)
+    sign = torch.where(draws.chance(0.5, ATTEMPTS), -1.0, 1.0)
+    angle = torch.deg2rad(draws.uniform(*options.rotation, ATTEMPTS)) * sign * motion
+    scale = draws.log_uniform(*options.scale, ATTEMPTS) ** motion
+    shift, tilt = (draws.uniform(0, 2 * math.pi, ATTEMPTS) for _ in range(2))
+    way = draws.uniform(*options.translation, ATTEMPTS) * motion
+    perspective = draws.uniform(*options.perspective, ATTEMPTS) * motion
+    cos, sin = angle.cos() * scale, angle.sin() * scale
+    one = torch.ones_like(cos)
+    entries = [
+        *(cos, -sin, way * shift.cos()),
+        *(sin, cos, way * shift.sin()),
+        *(perspective * tilt.cos(), perspective * tilt.sin(), one),
+    ]
+    return torch.stack(entries, dim=-1).unflatten(-1, (3, 3))
+
+
+def _pixels_to_unit(size: tuple[int, int]) -> Tensor:
+    height, width = size
+    scale = 2 / math.hypot(height, width)
+    x, y = -(width - 1) / 2 * scale, -(height - 1) / 2 * scale
+    return torch.tensor([[scale, 0, x], [0, scale, y], [0, 0, 1]], dtype=torch.float64)
+
+
+def _unit_to_pixels(size: tuple[int, int]) -> Tensor:
+    return torch.linalg.inv(_pixels_to_unit(size))
+
+
+def _overlap(H: Tensor, size: tuple[int, int], other: tuple[int, int]) -> Tensor:
+    """(N,) share of a view that lies in the other."""
+    scale = torch.tensor([size[1] - 1, size[0] - 1]) / (PROBE - 1)
+    points = pixel_grid(PROBE, PROBE, like=H) * scale
+    return inside(apply_homography(H, points), other).flatten(1).double().mean(dim=1)
+
+
+def _to_texels(
+    draws: Draws, size: tuple[int, int], texels: int, scale: tuple[float, float]
+) -> Tensor:
+    """(B, 3, 3) from pixels of view 0 to texels; the middle of the view is within the texture."""
+    density = 1 / draws.log_uniform(*scale)
+    where = draws.uniform(0.3, 0.7, 2) * texels
+    zero, one = torch.zeros_like(density), torch.ones_like(density)
+    x = where[:, 0] - density * (size[1] - 1) / 2
+    y = where[:, 1] - density * (size[0] - 1) / 2
+    entries = [density, zero, x, zero, density, y, zero, zero, one]
+    return torch.stack(entries, dim=-1).unflatten(-1, (3, 3))
+
+
+def _render(
+    textures: Textures, texture: Tensor, H: Tensor, size: tuple[int, int], samples: int
+) -> Tensor:
+    """(B, 3, H, W) of the plane, `H` from pixels to texels."""
+    batch = len(H)
+    index = texture[:, None, None].expand(batch, *size).flatten()
+    determinant = torch.linalg.det(H.double()).abs().to(H)[:, None, None]
+    total: Tensor | None = None
+    for dx, dy in PATTERNS[samples]:
+        offset = torch.tensor([dx, dy]).to(H)
+        x, y, w = _homogeneous(H, pixel_grid(*size, like=H) + offset)
+        w = w.clamp(min=HORIZON)  # beyond the horizon there is no plane: its mean colour
+        area = determinant / w**3 / samples  # texels in a pixel
+        colour = textures.look_up(
+            index, (x / w).flatten(), (y / w).flatten(), area.sqrt().flatten()
+        )
+        colour = colour.unflatten(1, (batch, *size))
+        total = colour if total is None else total.add_(colour)
+    assert total is not None
+    return (total / samples).transpose(0, 1).contiguous()

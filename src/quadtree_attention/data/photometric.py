@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a camera does to an image: exposure, colour cast, blur, vignetting, noise, compression."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from quadtree_attention.data.cameras import pixel_grid
+from quadtree_attention.data.draws import Draws
+from quadtree_attention.data.options import check_number
+from quadtree_attention.errors import ShapeError
+
+REACH = 4  # pixels on each side that blur mixes in
+BLOCK = 8  # of JPEG
+# The luminance table of the JPEG standard is near this plane: finer detail, coarser steps
+STEPS = 10 + 6.0 * (torch.arange(BLOCK)[:, None] + torch.arange(BLOCK))
+
+
+def distort(
+    image: Tensor,
+    indices: Sequence[int],
+    *,
+    seed: int = 0,
+    view: int = 0,
+    strength: float = 1.0,
+    jpeg: float = 0.3,
+) -> Tensor:
+    """The image as another camera would have taken it.
+
+    Args:
+        image: (B, 3, H, W) between 0 and 1.
+        indices: B numbers of the items; the same (seed, index, view) is distorted alike.
+        seed: Of the data set.
+        view: Number of the view; views are distorted independently.
+        strength: 0 returns the image as it is, 1 is what cheap cameras do, 2 is worse.
+        jpeg: Share of images with artefacts of compression, at strength 1.
+
+    Returns:
+        (B, 3, H, W) between 0 and 1.
+
+    Raises:
+        ShapeError: The image is of another shape.
+        OptionError: An option is out of range.
+    """
+    check_number("strength", strength, 0, 2)
+    check_number("jpeg", jpeg, 0, 1)
+    if image.ndim != 4 or image.shape[:2] != (len(indices), 3):
+        raise ShapeError(
+            f"images to distort must be ({len(indices)}, 3, H, W), as many as indices, got "
+            f"{tuple(image.shape)}"
+        )
+    if strength == 0:
+        return image
+    draws = Draws(seed, indices, stream=100 + view)
+    # A training loop's autocast would compute in 8 bits of precision
+    with torch.autocast(image.device.type, enabled=False):
+        image = blur(image, _blur_kernels(draws, strength))
+        image = _vignette(image, draws, strength)
+        image = _tones(image, draws, strength)
+        image = _noise(image, draws, strength)
+        return _compress(image, draws, strength, jpeg * min(strength, 1.0))
+
+
+def _spread(values: Tensor, like: Tensor) -> Tensor:
+    """(B,) or (B, C) -> (B, 1 or C, 1, 1)."""
+    return values.to(like).reshape(len(values), -1, 1, 1)
+
+
+def _blur_kernels(draws: Draws, strength: float) -> Tensor:
+    """(B, k, k) kernels: out of focus, moved, both, or, for half of the images, next to sharp."""
+    offset = torch.arange(-REACH, REACH + 1, dtype=torch.float64)
+    y, x = torch.meshgrid(offset, offset, indexing="ij")
+    sigma = torch.where(draws.chance(0.5), draws.uniform(0.4, 0.4 + 1.1 * strength), 0.3)
+    length = torch.where(draws.chance(0.25), draws.uniform(0, min(3 * strength, REACH - 1)), 0.0)
+    angle = draws.uniform(0, math.pi)
+    kernel = torch.zeros(len(draws), *x.shape, dtype=torch.float64)
+    for step in torch.linspace(-1, 1, 9).tolist():  # a moving spot, exposed nine times
+        move = (length * step)[:, None, None]
+        dx = x - move * angle.cos()[:, None, None]
+        dy = y - move * angle.sin()[:, None, None]
+        kernel += torch.exp(-(dx**2 + dy**2) / (2 * sigma[:, None, None] ** 2))
+    return kernel / kernel.sum(dim=(1, 2), keepdim=True)
+
+
+def blur(image: Tensor, kernels: Tensor) -> Tensor:
+    """Each image (B, C, H, W) by its own odd kernel (B, k, k); edges go on as they end."""
+    batch, channels = image.shape[:2]
+    reach = kernels.shape[-1] // 2
+    weight = kernels.to(image).repeat_interleave(channels, 0)[:, None]  # (B * C, 1, k, k)
+    padded = F.pad(image, (reach,) * 4, mode="replicate").flatten(0, 1)[None]
+    return F.conv2d(padded, weight, groups=batch * channels)[0].unflatten(0, (batch, channels))
+
+
+def _vignette(image: Tensor, draws: Draws, strength: float) -> Tensor:
+    height, width = image.shape[2:]
+    middle = torch.tensor([width / 2, height / 2])
+    centre = (middle * (1 + draws.uniform(-0.15, 0.15, 2))).to(image)[:, None, None]
+    away = (pixel_grid(height, width, image) - centre) / middle.norm().to(image)
+    amount = torch.where(draws.chance(0.5), draws.uniform(0, 0.4 * strength), 0.0)
+    fall = 1 - _spread(amount, image)[:, 0] * (away * away).sum(dim=-1)  # (B, H, W)
+    return image * fall.clamp_(min=0)[:, None]
+
+
+def _tones(image: Tensor, draws: Draws, strength: float) -> Tensor:
+    exposure = torch.exp2(draws.uniform(-0.6, 0.6) * strength)
+    colour = torch.exp2(draws.uniform(-0.12, 0.12, 3) * strength)
+    gamma = torch.exp2(draws.uniform(-0.4, 0.4) * strength)
+    contrast = torch.exp2(draws.uniform(-0.4, 0.25) * strength)
+    lift = draws.uniform(-0.06, 0.06) * strength
+    image = (image * _spread(exposure[:, None] * colour, image)).clamp_(1e-4, 1)
+    image = image.pow(_spread(gamma, image))
+    grey = torch.where(draws.chance(0.1), 1.0, draws.uniform(0, 0.3) * strength).clamp(max=1)
+    image = torch.lerp(image, image.mean(dim=1, keepdim=True), _spread(grey, image))
+    image = (image - 0.5) * _spread(contrast, image) + _spread(0.5 + lift, image)
+    return image.clamp_(0, 1)
+
+
+def _noise(image: Tensor, draws: Draws, strength: float) -> Tensor:
+    """Of reading, the same everywhere, and of light, which grows with it."""
+    read = draws.uniform(0, 0.015) * strength
+    shot = draws.uniform(0, 0.0012) * strength**2
+    variance = image * _spread(shot, image) + _spread(read**2, image)
+    noise = draws.noise(*image.shape[1:], device=image.device).to(image.dtype)
+    return (image + variance.sqrt_() * noise).clamp_(0, 1)
+
+
+def _compress(image: Tensor, draws: Draws, strength: float, share: float) -> Tensor:
+    """Rounds the cosine transform of 8 x 8 blocks, which is what JPEG loses."""
+    chosen = draws.chance(share)
+    coarse = draws.uniform(0.2, 0.2 + strength)
+    rows = chosen.nonzero()[:, 0]
+    if not len(rows):
+        return image
+    # Only those chosen: which they are is known on the CPU, nothing waits for the device
+    part = image[rows.to(image.device)]
+    height, width = part.shape[2:]
+    padded = F.pad(part, (0, -width % BLOCK, 0, -height % BLOCK), mode="replicate")
+    blocks = padded.unflatten(3, (-1, BLOCK)).unflatten(2, (-1, BLOCK)).transpose(3, 4)
+    basis = _cosines().to(image)
+    step = (STEPS / 255).to(image) * coarse[rows].to(image).reshape(-1, 1, 1, 1, 1, 1)
+    waves = basis @ blocks @ basis.t()  # (n, 3, rows, columns, 8, 8)
+    blocks = basis.t() @ ((waves / step).round_() * step) @ basis
+    part = blocks.transpose(3, 4).flatten(4, 5).flatten(2, 3)[..., :height, :width]
+    return image.index_copy(0, rows.to(image.device), part.clamp(0, 1))
+
+
+def _cosines() -> Tensor:
+    """The 8 x 8 cosine transform; its rows are orthonormal."""
+    wave, place = torch.arange(BLOCK)[:, None], torch.arange(BLOCK) + 0.5
+    basis = (wave * place * (math.pi / BLOCK)).cos() * math.sqrt(2 / BLOCK)
+    basis[0] /= math.sqrt(2)
+    return basis

@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Colours of scenes: which texel every ray ends on, and how it is lit."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from quadtree_attention.data.cameras import Camera
+from quadtree_attention.data.layout import Scene, Surfaces
+from quadtree_attention.data.solids import Sight, cast
+from quadtree_attention.data.textures import Textures
+
+# Where in a pixel its rays go: spread over columns and over rows
+PATTERNS = {
+    1: ((0.0, 0.0),),
+    2: ((-0.25, -0.25), (0.25, 0.25)),
+    4: ((-0.125, -0.375), (0.375, -0.125), (0.125, 0.375), (-0.375, 0.125)),
+}
+STAIN = (0.17, 0.09)  # texels of the stain per texel of the texture, along and across
+AMBIENT = 0.85  # brightness of a surface along which the light runs
+
+
+def render(scene: Scene, sight: Sight, camera: Camera, textures: Textures, samples: int) -> Tensor:
+    """(B, 3, H, W) float32 image; `camera` and `sight` are on the device of the textures."""
+    solids = _solid_table(scene, sight)
+    faces = _face_table(scene.surfaces, textures)
+    # More rays see finer texels each
+    pixel = 1 / (camera.K[:, 0, 0] * samples**0.5)
+    total: Tensor | None = None
+    for dx, dy in PATTERNS[samples]:
+        x, y = camera.rays(dx, dy)
+        depth, slot = cast(sight, x, y)
+        colour = _shade(solids, faces, textures, depth, slot, x, y, pixel)
+        total = colour if total is None else total.add_(colour)
+    assert total is not None
+    return (total / samples).clamp_(0, 1)
+
+
+def _solid_table(scene: Scene, sight: Sight) -> Tensor:
+    """(19, B * S): what shading needs to know of a solid, gathered for every pixel."""
+    solids = scene.solids
+    light = (solids.rotation.mT @ scene.light[:, None, :, None])[..., 0]  # (B, S, 3)
+    round_ = torch.tensor([kind == "ellipsoid" for kind in solids.kinds])
+    round_ = round_.expand(len(scene.light), -1)[..., None]
+    own = torch.cat([solids.half, light, round_], dim=-1).to(sight.origin)
+    return torch.cat([sight.slope.flatten(2), sight.origin, own], dim=-1).flatten(0, 1).t()
+
+
+def _face_table(surfaces: Surfaces, textures: Textures) -> Tensor:
+    """(15, B * S * 6): what shading needs to know of a face."""
+    columns = torch.cat(
+        [
+            surfaces.texture[..., None],
+            surfaces.axes.flatten(3),
+            surfaces.offset * textures.size,
+            surfaces.gain,
+            surfaces.bias,
+            surfaces.stain[..., None],
+            surfaces.stain_gain[..., None],
+        ],
+        dim=-1,
+    )
+    return columns.flatten(0, 2).t().to(textures.device, torch.float32)
+
+
+def _shade(
+    solids: Tensor,
+    faces: Tensor,
+    textures: Textures,
+    depth: Tensor,
+    slot: Tensor,
+    x: Tensor,
+    y: Tensor,
+    pixel: Tensor,
+) -> Tensor:
+    """(B, 3, H, W) colours of the points that rays end on; `pixel` (B,) is its size at depth 1."""
+    batch, height, width = depth.shape
+    count = solids.shape[1] // batch
+    first = torch.arange(batch, device=depth.device)[:, None, None] * count
+    row = (slot + first).flatten()
+    own = solids.index_select(1, row)  # (19, N)
+    slope, origin, half, light = own[:9].unflatten(0, (3, 3)), own[9:12], own[12:15], own[15:18]
+    is_round = own[18] > 0
+    depth, pixel = depth.flatten(), pixel[:, None, None].expand_as(depth).flatten()
+    flat_x, flat_y = (t.expand(batch, height, width).flatten() for t in (x, y))
+
+    ray = slope[:, 0] * flat_x + slope[:, 1] * flat_y + slope[:, 2]  # (3, N)
+    point = origin + depth * ray
+    face, u, v, normal = _surface(point, half, is_round)
+    ray = ray * half
+    towards = dot(normal, ray)
+    inner = towards.abs() / length(ray)  # cosine of the angle between ray and normal
+    lit = dot(normal, light) * -towards.sign()  # the normal points to the camera
+
+    own = faces.index_select(1, row * 6 + face)  # (15, N)
+    axes, gain, bias = own[1:5], own[7:10], own[10:13]
+    texels_per_length = length(axes[:2])
+    # On a slanted surface a pixel is longer than wide: its mean side
+    footprint = texels_per_length * depth * pixel * inner.clamp(min=0.05).rsqrt()
+    u, v = axes[0] * u + axes[1] * v + own[5], axes[2] * u + axes[3] * v + own[6]
+    colour = textures.look_up(own[0].long(), u, v, footprint)
+    across, along = STAIN
+    larger = u * across + v * along, v * across - u * along
+    stain = textures.look_up(own[13].long(), *larger, footprint * math.hypot(*STAIN))
+    colour = gain * (colour - 0.5) + bias + own[14] * (stain - 0.5)
+    colour = colour.clamp_(0, 1) * (AMBIENT + lit)
+    return colour.unflatten(1, (batch, height, width)).transpose(0, 1)
+
+
+def _surface(
+    point: Tensor, half: Tensor, is_round: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Face (0 ... 5), place on it in lengths, and unit normal (3, N) of points on solids.
+
+    An ellipsoid is a box blown up: its points belong to the face that they are over.
+    """
+    reach = point.abs()
+    on_x = (reach[0] >= reach[1]) & (reach[0] >= reach[2])
+    on_z = ~on_x & (reach[2] > reach[1])
+    along = torch.where(on_x, point[0], torch.where(on_z, point[2], point[1]))
+    face = torch.where(on_x, 0, torch.where(on_z, 4, 2)) + (along > 0)
+    place = point * half / along.abs()
+    u = torch.where(on_x, place[2], place[0])
+    v = torch.where(on_z | on_x, place[1], place[2])
+    flat = torch.stack([on_x, ~(on_x | on_z), on_z]) * along.sign()
+    curved = point / half
+    curved = curved / length(curved)
+    return face, u, v, torch.where(is_round, curved, flat)
+
+
+def dot(a: Tensor, b: Tensor) -> Tensor:
+    """(C, N), (C, N) -> (N,); reductions over a short first axis are slow on CPUs."""
+    first, *others = a * b
+    for product in others:
+        first = first + product
+    return first
+
+
+def length(vector: Tensor) -> Tensor:
+    """(C, N) -> (N,)."""
+    return dot(vector, vector).sqrt()

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pairs of views of synthetic scenes, with the truth about them: nothing to download.
+
+A scene is a room with planes, boxes, ellipsoids and thin bars at many depths, each face with its
+own texture. Every pair is described by (seed, index) alone: it is the same in any batch, and,
+up to the last bits of floating-point numbers, on any device.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quadtree_attention.data.cameras import pixel_grid, transform
+from quadtree_attention.data.draws import Draws
+from quadtree_attention.data.layout import first_camera, place, second_camera, transfer
+from quadtree_attention.data.options import SceneOptions, check_size
+from quadtree_attention.data.photometric import distort
+from quadtree_attention.data.render import render
+from quadtree_attention.data.solids import cast, see
+from quadtree_attention.data.textures import Textures
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two views of each scene of a batch. Pixel centres are whole numbers, points are (x, y)."""
+
+    image0: Tensor  # (B, 3, H0, W0) between 0 and 1
+    image1: Tensor  # (B, 3, H1, W1)
+    depth0: Tensor  # (B, H0, W0) along the optical axis
+    depth1: Tensor  # (B, H1, W1)
+    K0: Tensor  # (B, 3, 3)
+    K1: Tensor  # (B, 3, 3)
+    T_0to1: Tensor  # (B, 4, 4), points of camera 0 to camera 1
+    flow0to1: Tensor  # (B, H0, W0, 2) pixels; `BEHIND` where the point is behind camera 1
+    flow1to0: Tensor  # (B, H1, W1, 2)
+    visible0: Tensor  # (B, H0, W0) bool: the point is within view 1 and nothing hides it there
+    visible1: Tensor  # (B, H1, W1)
+
+
+def scene_pairs(
+    textures: Textures,
+    indices: Sequence[int],
+    *,
+    size: tuple[int, int] = (480, 640),
+    size1: tuple[int, int] | None = None,
+    seed: int = 0,
+    options: SceneOptions | None = None,
+) -> Pair:
+    """Pairs of views of scenes, made on the device of the textures.
+
+    Args:
+        textures: What surfaces are covered with.
+        indices: Numbers of the pairs to make, one batch.
+        size: (height, width) of the first view.
+        size1: Of the second view; as the first if None.
+        seed: Of the data set.
+        options: How hard.
+
+    Raises:
+        OptionError: A size, seed or index is not accepted.
+
+    Example:
+        >>> from quadtree_attention.data import ProceduralTextures, scene_pairs
+        >>> pair = scene_pairs(ProceduralTextures(8, size=32), range(2), size=(24, 33))
+        >>> pair.image0.shape, pair.flow0to1.shape
+        (torch.Size([2, 3, 24, 33]), torch.Size([2, 24, 33, 2]))
+    """
+    options = SceneOptions() if options is None else options
+    size1 = size if size1 is None else size1
+    check_size("size", size)
+    check_size("size1", size1)
+    draws = Draws(seed, indices)
+    exact0 = first_camera(draws, size, options.focal)
+    scene = place(draws, exact0, options, len(textures))
+    exact1 = second_camera(draws, scene, exact0, size1, options)
+
+    place_ = textures.device, torch.float32
+    sight0, sight1 = (see(scene.solids, exact, *place_) for exact in (exact0, exact1))
+    camera0, camera1 = exact0.to(*place_), exact1.to(*place_)
+    depth0 = cast(sight0, *camera0.rays())[0]
+    depth1 = cast(sight1, *camera1.rays())[0]
+    target0, visible0 = transfer(depth0, camera0, camera1, sight1)
+    target1, visible1 = transfer(depth1, camera1, camera0, sight0)
+    image0 = render(scene, sight0, camera0, textures, options.samples)
+    image1 = render(scene, sight1, camera1, textures, options.samples)
+    strength = options.photometric
+    return Pair(
+        image0=distort(image0, indices, seed=seed, view=0, strength=strength),
+        image1=distort(image1, indices, seed=seed, view=1, strength=strength),
+        depth0=depth0,
+        depth1=depth1,
+        K0=camera0.K,
+        K1=camera1.K,
+        T_0to1=transform(exact0, exact1).to(*place_),
+        flow0to1=target0 - pixel_grid(*size, like=depth0),
+        flow1to0=target1 - pixel_grid(*size1, like=depth1),
+        visible0=visible0,
+        visible1=visible1,
+    )

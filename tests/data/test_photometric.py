@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What cameras do to images."""
+
+import pytest
+import torch
+
+from quadtree_attention.data import distort
+from quadtree_attention.data.draws import Draws
+from quadtree_attention.data.photometric import _compress, _cosines, blur
+from quadtree_attention.errors import OptionError, ShapeError
+
+
+@pytest.fixture
+def image():
+    return torch.rand(4, 3, 37, 50)
+
+
+def test_range_and_shape(image):
+    for strength in (0.5, 1.0, 2.0):
+        taken = distort(image, range(4), strength=strength)
+        assert taken.shape == image.shape and taken.dtype == image.dtype
+        assert taken.min() >= 0 and taken.max() <= 1
+        assert (taken - image).abs().flatten(1).mean(dim=1).min() > 1e-3
+
+
+def test_strength(image):
+    assert distort(image, range(4), strength=0) is image
+    flat = torch.full((50, 3, 16, 16), 0.5)
+    weak, strong = (
+        (distort(flat, range(50), strength=strength) - flat).abs().mean() for strength in (0.2, 1.0)
+    )
+    assert weak < strong / 2
+
+
+def test_views_and_items_are_independent(image):
+    same = image[:1].expand(2, -1, -1, -1)
+    first, second = distort(same, [3, 4])
+    assert not torch.allclose(first, second, atol=1e-2)
+    other_view = distort(same, [3, 4], view=1)[0]
+    assert not torch.allclose(first, other_view, atol=1e-2)
+
+
+def test_the_same_in_any_batch(image):
+    batch = distort(image, [5, 6, 7, 8], seed=1, jpeg=1.0)
+    for i in range(4):
+        single = distort(image[i : i + 1], [5 + i], seed=1, jpeg=1.0)[0]
+        # Compression rounds: a last bit may move a whole step, in next to no block
+        assert ((batch[i] - single).abs() < 1e-5).float().mean() > 0.95
+
+
+def test_given_images_are_not_changed(image):
+    before = image.clone()
+    distort(image, range(4))
+    assert torch.equal(image, before)
+
+
+def test_blur_uses_the_kernel_of_each_image(image):
+    kernels = torch.zeros(4, 3, 3)
+    kernels[:, 1, 1] = 1
+    kernels[2] = torch.tensor([[0.0, 0, 0], [1, 0, 0], [0, 0, 0]])
+    blurred = blur(image, kernels)
+    assert torch.allclose(blurred[0], image[0], atol=1e-6)
+    assert torch.allclose(blurred[2][..., 1:], image[2][..., :-1], atol=1e-6)
+    assert torch.allclose(blurred[2][..., 0], image[2][..., 0], atol=1e-6)
+
+
+def test_compression_rounds_waves_of_blocks():
+    basis = _cosines()
+    assert torch.allclose(basis @ basis.t(), torch.eye(8), atol=1e-6)
+    flat = torch.full((1, 3, 19, 21), 0.5)
+    ramp = flat + torch.linspace(-0.2, 0.2, 21)
+    noisy = (ramp + 0.05 * torch.randn(ramp.shape)).clamp(0, 1)
+    coarse = _compress(noisy, Draws(0, [0]), 2.0, 1.0)
+    assert coarse.shape == noisy.shape
+    assert 0.005 < (coarse - ramp).abs().mean() < 0.06
+    assert torch.equal(_compress(noisy, Draws(0, [0]), 2.0, 0.0), noisy)
+
+
+def test_bad_input(image):
+    with pytest.raises(ShapeError, match=r"must be \(3, 3, H, W\)"):
+        distort(image, range(3))
+    with pytest.raises(OptionError, match="strength must lie between 0 and 2, got 3"):
+        distort(image, range(4), strength=3)

@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rectified pairs: rows stay, columns move by the disparity."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from quadtree_attention.data import StereoOptions, stereo_pairs, warp
+
+SIZE = (97, 163)
+CLEAN = StereoOptions(photometric=0, samples=4)
+
+
+@pytest.fixture(scope="module")
+def pair(textures):
+    return stereo_pairs(textures, range(6), size=SIZE, options=CLEAN)
+
+
+def along_rows(shift):
+    return torch.stack([shift, torch.zeros_like(shift)], dim=-1)
+
+
+def test_disparity_is_focal_length_times_baseline_over_depth(pair):
+    shift = (pair.K[:, 0, 0] * pair.baseline)[:, None, None]
+    assert torch.equal(pair.disparity0, shift / pair.depth0)
+    assert torch.equal(pair.disparity1, shift / pair.depth1)
+    assert (pair.disparity0 > 0).all()
+
+
+def test_the_right_view_moved_by_the_disparity_is_the_left_one(pair):
+    """And the other way round; not exactly, for outlines mix two surfaces."""
+    for image, other, shift, occluded in (
+        (pair.image0, pair.image1, -pair.disparity0, pair.occluded0),
+        (pair.image1, pair.image0, pair.disparity1, pair.occluded1),
+    ):
+        error = (warp(other, along_rows(shift)) - image).abs().mean(dim=1)
+        assert error[~occluded].mean() < 0.02
+        assert error[occluded].mean() > 0.05
+        row_off = warp(other, along_rows(shift) + torch.tensor([0.0, 1.0]))
+        assert (row_off - image).abs().mean(dim=1)[~occluded].mean() > error[~occluded].mean() * 1.5
+
+
+def test_disparities_agree_where_not_occluded(pair):
+    """By the nearest pixel: what lies between has a surface of its own only at outlines."""
+    columns = torch.arange(SIZE[1]) - pair.disparity0
+    nearest = columns.round().long().clamp(0, SIZE[1] - 1)
+    other = pair.disparity1.gather(2, nearest)
+    differ = (other - pair.disparity0).abs() > 0.5
+    assert differ[~pair.occluded0].float().mean() < 0.02
+    outside = columns < -0.5
+    assert pair.occluded0[outside].all()
+    hidden = pair.occluded0 & (columns > 0)
+    assert hidden.sum() > 200
+    assert (other - pair.disparity0 > 0)[hidden].float().mean() > 0.9  # by something nearer
+
+
+def test_largest_disparity(textures):
+    options = dataclasses.replace(CLEAN, disparity=(0.1, 0.1))
+    pair = stereo_pairs(textures, range(3), size=SIZE, options=options)
+    largest = pair.disparity0.flatten(1).amax(dim=1)
+    assert torch.allclose(largest, torch.full((3,), 0.1 * SIZE[1]), rtol=1e-4)
+
+
+def test_the_same_pair_in_any_batch(textures):
+    batch = stereo_pairs(textures, [4, 1], size=(33, 40), seed=2)
+    single = stereo_pairs(textures, [1], size=(33, 40), seed=2)
+    for field in dataclasses.fields(batch):
+        many, one = getattr(batch, field.name)[1], getattr(single, field.name)[0]
+        assert torch.allclose(many.double(), one.double(), atol=1e-5)
+    assert not torch.equal(batch.image0[0], batch.image0[1])
+
+
+def test_views_differ_in_brightness(textures):
+    strong = dataclasses.replace(CLEAN, photometric=1.0)
+    pair = stereo_pairs(textures, range(8), size=(33, 40), options=strong)
+    difference = pair.image0.flatten(1).mean(dim=1) - pair.image1.flatten(1).mean(dim=1)
+    assert difference.abs().max() > 0.05

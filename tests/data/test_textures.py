@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Banks of textures."""
+
+import warnings
+
+import pytest
+import torch
+from PIL import Image
+
+from quadtree_attention.data import MixedTextures, PhotoTextures, ProceduralTextures, Textures
+from quadtree_attention.data.textures import level_sizes
+from quadtree_attention.errors import DataError, OptionError, ShapeError
+
+
+def sample(textures, index, u, v, footprint=1.0):
+    u, v = torch.as_tensor(u), torch.as_tensor(v)
+    index = torch.full(u.shape, index)
+    return textures.look_up(index, u, v, torch.full(u.shape, footprint))
+
+
+@pytest.fixture
+def bank():
+    return Textures(torch.randint(0, 256, (3, 3, 32, 32), dtype=torch.uint8))
+
+
+def test_texels_are_found_at_their_centres(bank):
+    image = bank.images()[1].float() / 255
+    y, x = torch.meshgrid(torch.arange(32), torch.arange(32), indexing="ij")
+    found = sample(bank, 1, x.flatten() + 0.5, y.flatten() + 0.5)
+    assert torch.allclose(found.reshape(3, 32, 32), image, atol=1e-6)
+
+
+def test_between_texels(bank):
+    image = bank.images()[2].float() / 255
+    found = sample(bank, 2, [8.0, 8.75], [3.5, 3.5])
+    expected = torch.stack(
+        [
+            image[:, 3, 7:9].mean(dim=1),
+            0.75 * image[:, 3, 8] + 0.25 * image[:, 3, 9],
+        ],
+        dim=1,
+    )
+    assert torch.allclose(found, expected, atol=1e-6)
+
+
+def test_mirrored_beyond_the_edge(bank):
+    inside = sample(bank, 0, [5.3, 30.2], [2.0, 9.0])
+    beyond = sample(bank, 0, [-5.3, 64 - 30.2], [-2.0, 64 * 3 - 9.0])
+    assert torch.allclose(inside, beyond, atol=1e-4)
+
+
+def test_coarse_levels_are_means(bank):
+    assert bank.sizes == level_sizes(32) == [32, 16, 8]
+    image = bank.images()[1].float() / 255
+    found = sample(bank, 1, [2.0], [6.0], footprint=4.0)
+    assert torch.allclose(found[:, 0], image[:, 4:8, 0:4].mean(dim=(1, 2)), atol=2 / 255)
+    fine, coarse = (sample(bank, 1, [3.1], [7.2], footprint=f) for f in (1.0, 2.0))
+    between = sample(bank, 1, [3.1], [7.2], footprint=2**0.5)
+    assert torch.allclose(between, (fine + coarse) / 2, atol=1e-5)
+
+
+def test_not_textures():
+    for images in (torch.zeros(2, 3, 8, 9, dtype=torch.uint8), torch.zeros(2, 3, 8, 8)):
+        with pytest.raises(ShapeError, match="square uint8 images"):
+            Textures(images)
+
+
+def test_procedural_textures_follow_the_seed():
+    few, many = ProceduralTextures(9, size=32), ProceduralTextures(17, size=32)
+    assert torch.equal(few.images(), many.images()[:9])
+    other = ProceduralTextures(9, size=32, seed=1)
+    assert (few.images() != other.images()).float().flatten(1).mean(dim=1).min() > 0.5
+    contrast = few.images().float().flatten(1).std(dim=1)
+    assert contrast.min() > 1 and contrast.median() > 20
+
+
+def test_no_procedural_textures():
+    with pytest.raises(OptionError, match="count=0"):
+        ProceduralTextures(0)
+
+
+def test_mixed(bank):
+    other = ProceduralTextures(2, size=32)
+    mixed = MixedTextures(bank, other, other)
+    assert len(mixed) == 7 and torch.equal(mixed.images()[3:5], other.images())
+    with pytest.raises(OptionError, match=r"one size to be mixed, got \[16, 32\]"):
+        MixedTextures(bank, ProceduralTextures(2, size=16))
+
+
+def test_photographs(tmp_path):
+    (tmp_path / "below").mkdir()
+    left, right = (200, 10, 10), (10, 10, 200)
+    wide = Image.new("RGB", (80, 40), left)
+    wide.paste(right, (40, 0, 80, 40))
+    wide.save(tmp_path / "a_wide.png")
+    Image.new("L", (50, 50), 77).save(tmp_path / "below" / "b_grey.PNG")
+    (tmp_path / "notes.txt").write_text("no photograph")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        bank = PhotoTextures(tmp_path, size=16)
+    assert len(bank) == 3 and bank.skipped == []
+    assert bank.images()[0, :, 8, 8].tolist() == list(left)
+    assert bank.images()[1, :, 8, 8].tolist() == list(right)
+    assert (bank.images()[2] == 77).all()
+    assert len(PhotoTextures(tmp_path, size=16, limit=1)) == 2
+
+
+def test_damaged_photographs_are_reported_and_left_out(tmp_path):
+    Image.new("RGB", (40, 40)).save(tmp_path / "good.jpg")
+    (tmp_path / "empty.jpg").touch()
+    cut = (tmp_path / "good.jpg").read_bytes()
+    (tmp_path / "cut.jpg").write_bytes(cut[: len(cut) // 2])
+    with pytest.warns(UserWarning, match="2 photographs cannot be read and are left out"):
+        bank = PhotoTextures(tmp_path, size=16)
+    assert len(bank) == 1
+    assert [line.split(":")[0].rsplit("/")[-1] for line in bank.skipped] == ["cut.jpg", "empty.jpg"]
+
+
+def test_nothing_to_read(tmp_path):
+    with pytest.raises(DataError, match="no photographs that can be read"):
+        PhotoTextures(tmp_path)
+    (tmp_path / "bad.png").write_bytes(b"no image")
+    with pytest.raises(DataError, match=r"1 with a known suffix .* 1 of them unreadable"):
+        PhotoTextures(tmp_path)
+    with pytest.raises(DataError, match="no folder of photographs at"):
+        PhotoTextures(tmp_path / "missing")
