@@ -76,7 +76,7 @@ def changed(old, new):
 
 
 def test_unknown_task():
-    assert refused("clasify") == "the task must be one of classify, got 'clasify'; take one"
+    assert refused("clasify") == "the task must be one of classify, match, got 'clasify'; take one"
 
 
 def test_no_task():

@@ -23,6 +23,8 @@ def measured_pairs():
     """Rows (quadtree, sdpa) of the committed results that belong together."""
     for path in RESULTS:
         result = json.loads(path.read_text())
+        if "kind" in result:  # models, not calls of attention
+            continue
         found = {}
         for row in result["rows"]:
             if row["implementation"] in IMPLEMENTATIONS and "median_ms" in row:

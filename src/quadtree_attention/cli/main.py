@@ -42,10 +42,10 @@ Examples:
 
 TRAIN_HELP = """Train a model from a recipe file.
 
-TASK is classify. All options of a recipe can be given on the command line as well, and override it:
-quadtree train classify --help lists them. Ctrl-C or a kill loses at most --save_every steps; go on
-with --resume. Writes last.ckpt, best.ckpt, best.safetensors, history.csv and curves.png to
---run_dir.
+TASK is classify or match. All options of a recipe can be given on the command line as well, and
+override it: quadtree train TASK --help lists them. Ctrl-C or a kill loses at most --save_every
+steps; go on with --resume. Writes last.ckpt, best.ckpt, best.safetensors, history.csv and
+curves.png to --run_dir.
 
 \b
 Examples:
@@ -219,7 +219,7 @@ def convert(
 )
 def train(
     context: typer.Context,
-    task: Annotated[str, typer.Argument(metavar="TASK", help="What to train: classify.")] = "",
+    task: Annotated[str, typer.Argument(metavar="TASK", help="classify or match.")] = "",
 ) -> None:
     if not task or task in ("--help", "-h"):
         print(context.get_help())

@@ -2,16 +2,12 @@
 """Training of a classifier."""
 
 import sys
-from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
-import pytorch_lightning as pl
 import torch
 import torch.nn.functional as F
 from timm.data import Mixup
 from timm.loss import SoftTargetCrossEntropy
-from timm.optim import create_optimizer_v2
-from timm.scheduler import CosineLRScheduler
 from torch import Tensor, nn
 
 import quadtree_attention.models  # noqa: F401 (registers the backbones)
@@ -20,23 +16,10 @@ from quadtree_attention.models.weights import build_model
 from quadtree_attention.tasks.classify.metrics import ranks
 from quadtree_attention.tasks.classify.sources import summary
 from quadtree_attention.tasks.training.loader import seed_from, set_seed
-from quadtree_attention.tasks.training.steps import total_steps
-
-BATCH_OF_LR = 1024
-CHECK_EVERY = 20  # batches; looking at the loss makes a GPU wait
+from quadtree_attention.tasks.training.module import TaskModule
 
 
-class StepSchedule(CosineLRScheduler):
-    """A schedule that follows from the step alone, so that a longer run has a longer one."""
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        pass
-
-
-class ClassifyModule(pl.LightningModule):
+class ClassifyModule(TaskModule):
     """A backbone with a classifier, and how it is trained: AdamW, warm-up, cosine decay.
 
     Args:
@@ -57,6 +40,10 @@ class ClassifyModule(pl.LightningModule):
             small models, which leave a GPU waiting for the host. Without effect on a CPU.
         seed: Decides weights, dropout and mixing.
     """
+
+    monitor = "val/top1"
+    batch_of_lr = 1024
+    links: ClassVar = {"data.classes": ("model.num_classes", len)}
 
     def __init__(
         self,
@@ -105,10 +92,7 @@ class ClassifyModule(pl.LightningModule):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if self.hparams["cuda_graph"] and not self.is_recorded and batch["images"].is_cuda:
             self._record(batch["images"])
-        # Dropout and mixing depend on the number of the batch alone, so that a run that was
-        # stopped goes on as if it had not been.
-        numbers = (self.hparams["seed"], self.current_epoch, batch_idx, self.global_rank)
-        set_seed(seed_from(*numbers))
+        super().on_train_batch_start(batch, batch_idx)
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
         images, labels = batch["images"], batch["labels"]
@@ -118,9 +102,8 @@ class ClassifyModule(pl.LightningModule):
         else:
             smoothing = self.hparams["label_smoothing"]
             loss = F.cross_entropy(self(images).float(), labels, label_smoothing=smoothing)
-        if batch_idx % CHECK_EVERY == 0 and not torch.isfinite(loss.detach()):
-            raise _diverged(loss, self.global_step)
-        self._log("train/loss", loss.detach(), len(labels), prog_bar=True)
+        self.check_loss(loss, batch_idx)
+        self.log_mean("train/loss", loss.detach(), len(labels), prog_bar=True)
         self.skipped |= dict.fromkeys(batch["skipped"])
         return loss
 
@@ -145,9 +128,9 @@ class ClassifyModule(pl.LightningModule):
         logits = self(batch["images"]).float()
         place = ranks(logits, labels)
         count = len(labels)
-        self._log("val/loss", F.cross_entropy(logits, labels), count)
-        self._log("val/top1", (place < 1).float().mean() * 100, count, prog_bar=True)
-        self._log("val/top5", (place < 5).float().mean() * 100, count)
+        self.log_mean("val/loss", F.cross_entropy(logits, labels), count)
+        self.log_mean("val/top1", (place < 1).float().mean() * 100, count, prog_bar=True)
+        self.log_mean("val/top5", (place < 5).float().mean() * 100, count)
         self.skipped |= dict.fromkeys(batch["skipped"])
 
     def on_train_epoch_end(self) -> None:
@@ -157,39 +140,6 @@ class ClassifyModule(pl.LightningModule):
                 f"quadtree: replaced {self.told} unreadable images so far: {summary(new)}",
                 file=sys.stderr,
             )
-
-    def configure_optimizers(self) -> Any:
-        trainer = self.trainer
-        data = cast(Any, trainer).datamodule
-        images = data.batch_size * trainer.world_size * trainer.accumulate_grad_batches
-        scale = images / BATCH_OF_LR
-        h = self.hparams
-        optimizer = create_optimizer_v2(
-            self.model, opt="adamw", lr=h["lr"] * scale, weight_decay=h["weight_decay"]
-        )
-        steps = total_steps(trainer, data.batches_per_epoch)
-        epochs = max(1, trainer.max_epochs or 1)
-        scheduler = StepSchedule(
-            optimizer,
-            t_initial=steps,
-            lr_min=h["min_lr"] * scale,
-            warmup_t=min(steps, round(h["warmup_epochs"] * steps / epochs)),
-            warmup_lr_init=1e-6 * scale,
-            warmup_prefix=False,
-            t_in_epochs=False,
-        )
-        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
-
-    def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
-        scheduler.step_update(self.global_step)
-
-    def weights(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The model's own tensors out of the state dict of this module."""
-        return {
-            name.removeprefix("model."): tensor
-            for name, tensor in state.items()
-            if name.startswith("model.")
-        }
 
     def card(self) -> dict[str, Any]:
         """What the weights need beside them to be used."""
@@ -202,14 +152,3 @@ class ClassifyModule(pl.LightningModule):
             "image_size": data.image_size,
             "eval_crop": data.eval_crop,
         }
-
-    def _log(self, name: str, value: Tensor, count: int, **options: Any) -> None:
-        options = {"sync_dist": True, "on_step": False, "on_epoch": True, **options}
-        self.log(name, value, batch_size=count, **options)
-
-
-def _diverged(loss: Tensor, step: int) -> Exception:
-    return OptionError(
-        f"the loss is {loss.item()} at step {step}; training cannot go on: lower --model.lr, clip "
-        "gradients with --trainer.gradient_clip_val, or use --trainer.precision bf16-mixed"
-    )

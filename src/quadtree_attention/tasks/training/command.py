@@ -38,9 +38,12 @@ from quadtree_attention.tasks.training.checkpoints import (
     SafeCheckpointIO,
     read_training_checkpoint,
 )
+from quadtree_attention.tasks.training.module import TaskModule
 
-TASKS = {"classify": ("ClassifyModule", "ClassifyData")}
-MONITOR = {"classify": "val/top1"}
+TASKS = {
+    "classify": ("ClassifyModule", "ClassifyData"),
+    "match": ("MatchModule", "MatchData"),
+}
 LATEST = "latest"  # --resume without a path
 _UNKNOWN = (  # the ways in which the parser speaks of a name it does not know
     re.compile(r"""[Kk]ey ["']?(?P<name>[\w.]+)["']? is not expected"""),
@@ -53,7 +56,7 @@ _UNKNOWN = (  # the ways in which the parser speaks of a name it does not know
 class TrainCLI(LightningCLI):
     """Options and recipe files of a task, and the trainer that runs them."""
 
-    monitor: str  # the metric whose best epoch is kept
+    task: type[TaskModule]
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.add_argument(
@@ -76,9 +79,8 @@ class TrainCLI(LightningCLI):
         )
         parser.link_arguments("seed_everything", "data.seed")
         parser.link_arguments("seed_everything", "model.seed")
-        parser.link_arguments(
-            "data.classes", "model.num_classes", compute_fn=len, apply_on="instantiate"
-        )
+        for source, (target, compute) in self.task.links.items():
+            parser.link_arguments(source, target, compute_fn=compute, apply_on="instantiate")
 
     def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
         own = self.config_init.trainer.callbacks or []
@@ -95,7 +97,7 @@ class TrainCLI(LightningCLI):
         best = ModelCheckpoint(
             dirpath=run_dir(self.config),
             filename=Path(BEST).stem,
-            monitor=self.monitor,
+            monitor=self.task.monitor,
             mode="max",
             enable_version_counter=False,
         )
@@ -134,7 +136,6 @@ def train(task: str, args: list[str]) -> None:
         getattr(importlib.import_module(f"{package}.module"), module_name),
         getattr(importlib.import_module(f"{package}.data"), data_name),
         args,
-        MONITOR[task],
     )
     folder = run_dir(cli.config)
     checkpoint = _checkpoint(cli.config.resume, folder)
@@ -156,7 +157,7 @@ def run_dir(config: Namespace) -> Path:
     return Path("runs") / (Path(recipes[-1]).stem if recipes else "run")
 
 
-def _parse(module: type, data: type, args: list[str], monitor: str) -> TrainCLI:
+def _parse(module: type[TaskModule], data: type, args: list[str]) -> TrainCLI:
     known: list[str] = []
 
     class TaskCLI(TrainCLI):
@@ -164,7 +165,7 @@ def _parse(module: type, data: type, args: list[str], monitor: str) -> TrainCLI:
             known.extend(parser.get_defaults().keys())
             self.config = parser.parse_args(args)
 
-    TaskCLI.monitor = monitor
+    TaskCLI.task = module
     try:
         return TaskCLI(
             module,

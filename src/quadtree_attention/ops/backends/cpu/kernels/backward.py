@@ -11,6 +11,7 @@ query and finds dq and those sums, a second goes key by key and finds dk and dv.
 import numpy as np
 
 from quadtree_attention.ops.backends.cpu.kernels.families import (
+    candidates_soon,
     hide_candidates,
     list_candidates,
     softmax_of_families,
@@ -20,6 +21,7 @@ from quadtree_attention.ops.backends.cpu.kernels.rows import (
     combine,
     dot,
     exponentials,
+    interleave,
     padded,
     products,
     row_of,
@@ -61,6 +63,8 @@ def backward_queries(
     stride = padded(shape.kept * children)
     logits = np.empty(BLOCK * stride, q.dtype)
     slopes = np.empty(BLOCK * stride, q.dtype)
+    rows = np.empty(BLOCK * shape.width, q.dtype)
+    grad_rows = np.empty(BLOCK * value_width, q.dtype)
     message = np.empty(BLOCK * shape.width, q.dtype)
     listed = np.empty(shape.kept, np.int32)
     places = np.empty(shape.kept, np.int32)
@@ -71,6 +75,7 @@ def backward_queries(
         above = family * shape.kept
         number, dark = list_candidates(family, shape, parents, visible, listed, hidden, places)
         count = number * children
+        soon = candidates_soon(min(family + 1, last - 1), shape, k, parents)
         if by_family:
             for place in range(shape.kept):
                 dparent_scores[above + place] = 0
@@ -79,13 +84,15 @@ def backward_queries(
         for query in range(family * children, (family + 1) * children, BLOCK):
             size = min(BLOCK, (family + 1) * children - query)
             end = query + size - 1
+            interleave(q, query, end, shape.width, rows)
+            interleave(grad, query, end, value_width, grad_rows)
             products(
-                q, query, end, k, keys, listed, number, children, shape.width, scale, logits,
-                stride, -q.dtype.type(np.inf), v, value_width,
+                rows, k, keys, listed, number, children, shape.width, scale, logits, stride,
+                -q.dtype.type(np.inf), parents.size == 0, v, value_width,
             )  # fmt: skip
             products(
-                grad, query, end, v, keys, listed, number, children, value_width, q.dtype.type(1),
-                slopes, stride, q.dtype.type(0), k, shape.width,
+                grad_rows, v, keys, listed, number, children, value_width, q.dtype.type(1), slopes,
+                stride, q.dtype.type(0), False, k, shape.width,
             )  # fmt: skip
             hide_candidates(logits, stride, hidden, dark)
             for i in range(size):
@@ -115,7 +122,7 @@ def backward_queries(
                     dots[query + i] = dot(logits, slopes, start, count)
                     _slopes(logits, slopes, start, count, dots[query + i], scale)
             clear(message)
-            combine(logits, stride, k, keys, listed, number, children, shape.width, message)
+            combine(logits, stride, k, keys, listed, number, children, shape.width, message, soon)
             for i in range(0, size * shape.width, LANES):
                 store(dq, query * shape.width + i, load(message, i))
 
@@ -227,12 +234,15 @@ def backward_keys(
     logits = np.empty(height * CHUNK, q.dtype)
     slopes = np.empty(height * CHUNK, q.dtype)
     weights = np.empty(height * CHUNK, q.dtype)
+    key_rows = np.empty(height * width, q.dtype)
+    value_rows = np.empty(height * value_width, q.dtype)
     key_sums = np.empty(height * width, q.dtype)
     value_sums = np.empty(height * value_width, q.dtype)
     listed = np.empty(CHUNK // 2, np.int32)
     factors = np.empty(CHUNK, q.dtype)  # log-sum-exp, or the score of the parent in variant A
     sums = np.empty(CHUNK, q.dtype)
     cursor = np.empty(children, np.int64)
+    nothing = (q, width, 0, listed, -1)  # to be fetched for later
     by_family = parent_scores.size > 0
     for family in range(first, last):
         head = family // shape.key_families
@@ -243,6 +253,11 @@ def backward_keys(
         if cell_offsets.size > 0:
             for i in range(children):
                 cursor[i] = cell_offsets[head * (keys + 1) + cell + i]
+        for i in range(0, children, BLOCK):
+            row = family * children + i
+            end_row = min(row + BLOCK, (family + 1) * children) - 1
+            interleave(k, row, end_row, width, key_rows[i * width :])
+            interleave(v, row, end_row, value_width, value_rows[i * value_width :])
         clear(key_sums)
         clear(value_sums)
         position, end = 0, shape.families
@@ -258,15 +273,14 @@ def backward_keys(
             position += looking
             count = looking * children
             for i in range(0, children, BLOCK):
-                row = family * children + i
-                end_row = min(row + BLOCK, (family + 1) * children) - 1
                 products(
-                    k, row, end_row, q, queries, listed, looking, children, width, scale,
-                    logits[i * CHUNK :], CHUNK, -q.dtype.type(np.inf), grad, value_width,
+                    key_rows[i * width :], q, queries, listed, looking, children, width, scale,
+                    logits[i * CHUNK :], CHUNK, -q.dtype.type(np.inf), True, grad, value_width,
                 )  # fmt: skip
                 products(
-                    v, row, end_row, grad, queries, listed, looking, children, value_width,
-                    q.dtype.type(1), slopes[i * CHUNK :], CHUNK, q.dtype.type(0), q, width,
+                    value_rows[i * value_width :], grad, queries, listed, looking, children,
+                    value_width, q.dtype.type(1), slopes[i * CHUNK :], CHUNK, q.dtype.type(0), True,
+                    q, width,
                 )  # fmt: skip
             for i in range(children):
                 if visible.size > 0 and not visible[shown + i]:
@@ -287,11 +301,11 @@ def backward_keys(
             for i in range(0, children, BLOCK):
                 combine(
                     logits[i * CHUNK :], CHUNK, q, queries, listed, looking, children, width,
-                    key_sums[i * width :],
+                    key_sums[i * width :], nothing,
                 )  # fmt: skip
                 combine(
                     weights[i * CHUNK :], CHUNK, grad, queries, listed, looking, children,
-                    value_width, value_sums[i * value_width :],
+                    value_width, value_sums[i * value_width :], nothing,
                 )  # fmt: skip
         for i in range(children):
             is_hidden = visible.size > 0 and not visible[shown + i]

@@ -1,0 +1,373 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two images in, correspondences out: LoFTR (Sun et al. 2021) with the attention as a parameter.
+
+A convolutional network makes a coarse map (1/8) and a fine map (1/2) of either image. A transformer
+lets the coarse maps look at themselves and at each other; cells that are each other's best become
+matches. Around every match a window of the fine maps says where in image 1 it is, to a fraction of
+a pixel.
+
+Positions are (x, y) pixels; the centre of the first pixel is (0, 0). The coarse map has
+ceil(H / 8) x ceil(W / 8) cells, and cell (row, column) is at the pixel (8 * column, 8 * row).
+
+Example:
+    >>> import torch
+    >>> model = matcher("quadtree_small").eval()
+    >>> with torch.no_grad():
+    ...     found = model({"image0": torch.rand(1, 1, 97, 131), "image1": torch.rand(1, 1, 64, 80)})
+    >>> sorted(found)
+    ['batch_indexes', 'confidence', 'keypoints0', 'keypoints1']
+"""
+
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from quadtree_attention.errors import DTypeError, OptionError, ShapeError
+from quadtree_attention.models.parts.coarse_matching import CoarseMatches, CoarseMatching, Method
+from quadtree_attention.models.parts.context_attention import (
+    ATTENTIONS,
+    build_context_attention,
+    options_of_attention,
+)
+from quadtree_attention.models.parts.fine_matching import FineWindows, expected_offset
+from quadtree_attention.models.parts.masks import stack_masks
+from quadtree_attention.models.parts.match_transformer import BlockKind, MatchTransformer
+from quadtree_attention.models.parts.position import Frequencies, check_position, sine_table
+from quadtree_attention.models.parts.resnet_fpn import ResNetFPN
+from quadtree_attention.nn.value_pyramid import visible_levels
+from quadtree_attention.ops.problem import check_mask
+from quadtree_attention.ops.tree import Tree
+
+COARSE_STRIDE, FINE_STRIDE = 8, 2
+# Without gradients, larger images go through the CNN one by one, and more matches through the fine
+# stage in parts, so that what is held besides the maps themselves stays below 1 GB.
+_PIXELS_AT_ONCE = 2**20
+_MATCHES_AT_ONCE = 2**13
+
+
+@dataclass(frozen=True)
+class Features:
+    """What the matcher knows of a batch of image pairs before it matches.
+
+    Args:
+        coarse0: Coarse map (B, H0, W0, C) of image 0, after the transformer.
+        coarse1: Coarse map (B, H1, W1, C) of image 1.
+        fine0: Fine map (B, c, h0, w0) of image 0.
+        fine1: Fine map (B, c, h1, w1) of image 1.
+        mask0: Visible cells of the coarse map (B, H0, W0), or None for all.
+        mask1: Likewise (B, H1, W1).
+    """
+
+    coarse0: Tensor
+    coarse1: Tensor
+    fine0: Tensor
+    fine1: Tensor
+    mask0: Tensor | None
+    mask1: Tensor | None
+
+
+@dataclass(frozen=True)
+class FineMatches:
+    """Matched points, and how sure the fine stage is of them.
+
+    Args:
+        keypoints0: Points of image 0 (M, 2), at coarse cells.
+        keypoints1: Points of image 1 (M, 2).
+        offset: keypoints1 less the point of the coarse cell (M, 2), in units of
+            `FeatureMatcher.window_radius` pixels; what the fine loss compares.
+        std: Sum of its deviations along x and y (M,), same units.
+    """
+
+    keypoints0: Tensor
+    keypoints1: Tensor
+    offset: Tensor
+    std: Tensor
+
+
+class FeatureMatcher(nn.Module):
+    """Matches images of any size, also a pair of two sizes, also padded batches.
+
+    In evaluation a padded image with a mask gives the matches it gives alone, if what the mask
+    hides is below and to the right (any mask keeps hidden cells from being seen or matched).
+
+    Training takes the steps of `forward` one by one, so that nothing is computed twice::
+
+        features = model.encode(batch)
+        confidence = model.confidence(features)             # (B, L0, L1), for the coarse loss
+        predicted = model.select(features, confidence)
+        matches = matches_for_training(predicted, truth, count=...)
+        fine = model.fine(features, matches)                # offset and std, for the fine loss
+
+    Args:
+        dims: Channels of the CNN at 1/2, 1/4 and 1/8; the first are those of the fine map, the
+            last those of the coarse one.
+        num_pairs: Pairs of a self and a cross block in the coarse transformer.
+        num_heads: Heads of the coarse transformer.
+        fine_heads: Heads of the fine transformer.
+        attention: Of the coarse transformer: "linear", "full", "spatial_reduction" (keys and values
+            averaged to 8x8), "quadtree_a" or "quadtree_b".
+        block: "loftr" (post-norm; map 1 sees the updated map 0) or "vit" (pre-norm, convolution
+            in the MLP; both maps are updated at once, so that none comes first).
+        num_levels: Levels of quadtree attention; None means 3.
+        topk: Cells kept per query cell in quadtree attention; None means 8 at the finest level
+            that selects, and twice as many at every coarser one.
+        pool_size: Keys per side of the map in spatial reduction; None means 8.
+        backend: Of quadtree attention; None means "auto".
+        position: Frequencies of the position encoding: "fixed", or "legacy" for some old weights.
+        matching: "dual_softmax" or "optimal_transport".
+        temperature: What similarities are divided by; dual softmax only.
+        threshold: A match has a confidence above it.
+        border: Coarse cells along the edge of either image that match nothing.
+        sinkhorn_iterations: Of optimal transport.
+        window_size: Fine cells per side of a window.
+        max_entries: Entries of the matrix of all pairs of cells to hold at a time in `forward`.
+        masks_in_attention: Whether masks also act in CNN and transformer. False is what the
+            official quadtree matcher does: they act in coarse matching only.
+    """
+
+    def __init__(
+        self,
+        *,
+        dims: Sequence[int] = (128, 196, 256),
+        num_pairs: int = 4,
+        num_heads: int = 8,
+        fine_heads: int = 8,
+        attention: str = "quadtree_b",
+        block: BlockKind = "vit",
+        num_levels: int | None = None,
+        topk: int | Sequence[int] | None = None,
+        pool_size: int | None = None,
+        backend: str | None = None,
+        position: Frequencies = "fixed",
+        matching: Method = "dual_softmax",
+        temperature: float = 0.1,
+        threshold: float = 0.2,
+        border: int = 2,
+        sinkhorn_iterations: int = 3,
+        window_size: int = 5,
+        max_entries: int = 2**26,
+        masks_in_attention: bool = True,
+        device: Any = None,
+        dtype: Any = None,
+    ) -> None:
+        super().__init__()
+        dd = {"device": device, "dtype": dtype}
+        self.backbone = ResNetFPN(dims, **dd)
+        coarse_dim, fine_dim = dims[2], dims[0]
+        check_position(coarse_dim, position)
+        given = {"num_levels": num_levels, "topk": topk, "pool_size": pool_size, "backend": backend}
+        options = {option: value for option, value in given.items() if value is not None}
+        self.position: Frequencies = position
+        self.masks_in_attention = masks_in_attention
+        self.coarse_transformer = MatchTransformer(
+            coarse_dim,
+            num_pairs,
+            lambda: build_context_attention(attention, coarse_dim, num_heads, options, **dd),
+            block,
+            **dd,
+        )
+        self.coarse_matching = CoarseMatching(
+            matching,
+            temperature=temperature,
+            threshold=threshold,
+            border=border,
+            iterations=sinkhorn_iterations,
+            max_entries=max_entries,
+            **dd,
+        )
+        self.fine_windows = FineWindows(coarse_dim, fine_dim, window_size, **dd)
+        self.fine_transformer = MatchTransformer(
+            fine_dim,
+            1,
+            lambda: build_context_attention("linear", fine_dim, fine_heads, {}, **dd),
+            "loftr",
+            **dd,
+        )
+
+    @property
+    def window_radius(self) -> float:
+        """Pixels from the centre of a fine window to the centre of its outermost cell."""
+        return float(FINE_STRIDE * (self.fine_windows.size // 2))
+
+    def forward(self, data: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Matches two images, or a batch of pairs.
+
+        Args:
+            data: `image0` (B, 1, H0, W0) and `image1` (B, 1, H1, W1), grey in [0, 1]; if parts of
+                them are padding, `mask0` (B, H0, W0) and `mask1` (B, H1, W1), True = visible.
+
+        Returns:
+            `keypoints0` and `keypoints1` (M, 2), (x, y) in pixels of the images given;
+            `confidence` (M,), and `batch_indexes` (M,), the sample each match is from. By sample,
+            then by the row and column of the coarse cell in image 0.
+        """
+        return self.match(self.encode(data))
+
+    def encode(self, data: Mapping[str, Tensor]) -> Features:
+        """The maps of both images; `data` as in `forward`."""
+        images, masks = _check_inputs(data)
+        pyramids = [_mask_pyramid(mask) for mask in masks]
+        acting = pyramids if self.masks_in_attention else [_mask_pyramid(None)] * 2
+        (coarse0, fine0), (coarse1, fine1) = self._maps(images, acting)
+        coarse0, coarse1 = self.coarse_transformer(
+            self._with_position(coarse0), self._with_position(coarse1), acting[0][3], acting[1][3]
+        )
+        return Features(coarse0, coarse1, fine0, fine1, pyramids[0][3], pyramids[1][3])
+
+    def match(self, features: Features) -> dict[str, Tensor]:
+        """The result of `forward`, from the maps."""
+        matches = self.coarse_matching(
+            features.coarse0, features.coarse1, features.mask0, features.mask1
+        )
+        step = _MATCHES_AT_ONCE
+        parts = [
+            self.fine(features, matches[start : start + step])
+            for start in range(0, max(1, len(matches)), step)
+        ]
+        return {
+            "keypoints0": torch.cat([part.keypoints0 for part in parts]),
+            "keypoints1": torch.cat([part.keypoints1 for part in parts]),
+            "confidence": matches.confidence,
+            "batch_indexes": matches.batch_indexes,
+        }
+
+    def confidence(self, features: Features) -> Tensor:
+        """Confidence of all pairs of coarse cells (B, H0*W0, H1*W1), with gradients."""
+        return self.coarse_matching.confidence(
+            features.coarse0, features.coarse1, features.mask0, features.mask1
+        )
+
+    def select(self, features: Features, confidence: Tensor) -> CoarseMatches:
+        """The coarse matches in a matrix from `confidence`."""
+        (_, *grid0, _), (_, *grid1, _) = features.coarse0.shape, features.coarse1.shape
+        return self.coarse_matching.select(
+            confidence, (grid0[0], grid0[1]), (grid1[0], grid1[1]), features.mask0, features.mask1
+        )
+
+    def fine(self, features: Features, matches: CoarseMatches) -> FineMatches:
+        """Points of coarse matches: predicted ones, or any others, such as true ones."""
+        batch, cells0, cells1 = matches.batch_indexes, matches.cells0, matches.cells1
+        windows0 = self.fine_windows(features.fine0, features.coarse0, batch, cells0)
+        windows1 = self.fine_windows(features.fine1, features.coarse1, batch, cells1)
+        offset, std = expected_offset(*self.fine_transformer(windows0, windows1))
+        points0 = _cell_points(cells0, features.coarse0.shape[2], offset.dtype)
+        points1 = _cell_points(cells1, features.coarse1.shape[2], offset.dtype)
+        return FineMatches(points0, points1 + offset * self.window_radius, offset, std)
+
+    def _maps(
+        self, images: Sequence[Tensor], masks: Sequence[Sequence[Tensor | None]]
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Coarse and fine map of either image."""
+        image0, image1 = images
+        # One batch for the norms in training, and for speed where it is small.
+        together = self.training or image0[:, 0].numel() <= _PIXELS_AT_ONCE
+        if image0.shape != image1.shape or not together:
+            return [self.backbone(*pair) for pair in zip(images, masks, strict=True)]
+        stacked = [stack_masks(*pair) for pair in zip(*masks, strict=True)]
+        coarse, fine = self.backbone(torch.cat([image0, image1]), stacked)
+        return list(zip(coarse.chunk(2), fine.chunk(2), strict=True))
+
+    def _with_position(self, x: Tensor) -> Tensor:
+        """(B, C, H, W) -> (B, H, W, C) with the position encoding added."""
+        _, dim, height, width = x.shape
+        table = sine_table(height, width, dim, self.position, device=x.device)
+        return (x.movedim(1, -1) + table.to(x.dtype)).contiguous()
+
+
+def _mask_pyramid(mask: Tensor | None) -> list[Tensor | None]:
+    """Visible cells of the image and at 1/2, 1/4 and 1/8; a cell is if any of its pixels is."""
+    if mask is None:
+        return [None] * 4
+    return visible_levels(Tree(tuple(mask.shape[1:]), 4), mask)[::-1]
+
+
+def _cell_points(cells: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
+    """Pixels (M, 2), x before y, of coarse cells (M,)."""
+    return torch.stack([cells % columns, cells // columns], dim=1).to(dtype) * COARSE_STRIDE
+
+
+def _check_inputs(data: Mapping[str, Tensor]) -> tuple[list[Tensor], list[Tensor | None]]:
+    """The two images and their masks."""
+    if missing := [name for name in ("image0", "image1") if name not in data]:
+        raise OptionError(
+            f"data must have image0 and image1, got {', '.join(data) or 'nothing'}; "
+            f"add {' and '.join(missing)}"
+        )
+    images, masks = [], []
+    for i in range(2):
+        name, image, mask = f"image{i}", data[f"image{i}"], data.get(f"mask{i}")
+        if image.ndim != 4 or image.shape[1] != 1 or 0 in image.shape[2:]:
+            raise ShapeError(
+                f"{name} must be (batch, 1, y, x), grey, with at least one pixel, got "
+                f"{name}.shape={tuple(image.shape)}; average the channels of a colour image"
+            )
+        if not image.is_floating_point():
+            raise DTypeError(
+                f"{name} must be floating point, in [0, 1], got {name}.dtype={image.dtype}; "
+                "divide bytes by 255"
+            )
+        check_mask(f"mask{i}", mask, name, (image.shape[0], *image.shape[2:]), image.device)
+        images.append(image)
+        masks.append(mask)
+    if images[0].shape[0] != images[1].shape[0]:
+        raise ShapeError(
+            "image0 and image1 must have the same batch size, got "
+            f"image0.shape={tuple(images[0].shape)}, image1.shape={tuple(images[1].shape)}; "
+            "use Tensor.expand to match one image with many"
+        )
+    return images, masks
+
+
+_PRESETS: dict[str, dict[str, Any]] = {
+    "loftr": {"attention": "linear", "block": "loftr"},
+    "loftr_lite": {"attention": "linear", "block": "loftr", "dims": (64, 98, 128)},
+    "quadtree_indoor": {"attention": "quadtree_b", "topk": (32, 16)},
+    "quadtree_outdoor": {"attention": "quadtree_b", "topk": (16, 8)},
+    "quadtree_small": {
+        "attention": "quadtree_b",
+        "dims": (64, 96, 128),
+        "num_heads": 4,
+        "fine_heads": 4,
+    },
+}
+
+
+def matcher_names() -> list[str]:
+    """Names of the matchers that `matcher` can build."""
+    return list(_PRESETS)
+
+
+def matcher(name: str = "quadtree_small", **overrides: Any) -> FeatureMatcher:
+    """A matcher by name, with fresh weights.
+
+    Args:
+        name: "loftr", "loftr_lite" (half of all channels), "quadtree_indoor", "quadtree_outdoor" or
+            "quadtree_small".
+        **overrides: Options of `FeatureMatcher` that replace those of the name.
+
+    Raises:
+        OptionError: There is no such name or option.
+
+    Example:
+        >>> matcher("loftr_lite", attention="quadtree_b", topk=8).coarse_matching
+        CoarseMatching(dual_softmax, temperature=0.1, threshold=0.2, border=2)
+    """
+    if name not in _PRESETS:
+        close = difflib.get_close_matches(str(name), _PRESETS, n=1)
+        hint = f"did you mean {close[0]!r}?" if close else "take one of them"
+        raise OptionError(f"the matcher must be one of {', '.join(_PRESETS)}, got {name!r}; {hint}")
+    preset = _PRESETS[name]
+    attention = overrides.get("attention", preset["attention"])
+    if attention in ATTENTIONS and "topk" not in options_of_attention(attention):
+        # What a name says of quadtree attention is no choice of who wants another.
+        preset = {option: value for option, value in preset.items() if option != "topk"}
+    try:
+        return FeatureMatcher(**{**preset, **overrides})
+    except TypeError as error:
+        raise OptionError(
+            f"{name} cannot be built with {overrides}: {error}; leave out what it does not know"
+        ) from error

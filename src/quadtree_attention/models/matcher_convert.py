@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From the tensor names of official matchers, LoFTR and its quadtree form, to ours."""
+
+import re
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from quadtree_attention.errors import CheckpointError
+from quadtree_attention.models.convert import check_fit, convert_attention
+from quadtree_attention.models.matcher import FeatureMatcher
+
+_NORM = r"(weight|bias|running_mean|running_var|num_batches_tracked)"
+_PREFIX = "matcher."  # of the Lightning module around the network
+_BLOCK = re.compile(r"loftr_(coarse|fine)\.layers\.(\d+)\.(.+)")
+# {stage} is the number in the official name less one: 1/2, 1/4, 1/8 are 1, 2, 3 there.
+_AROUND_BLOCKS: tuple[tuple[str, str], ...] = (
+    (r"backbone\.conv1\.weight", "backbone.stem.weight"),
+    (rf"backbone\.bn1\.{_NORM}", r"backbone.stem_norm.\1"),
+    (
+        r"backbone\.layer(?P<stage>[123])\.([01])\.conv([12])\.weight",
+        r"backbone.stages.{stage}.\2.conv\3.weight",
+    ),
+    (
+        rf"backbone\.layer(?P<stage>[123])\.([01])\.bn([12])\.{_NORM}",
+        r"backbone.stages.{stage}.\2.norm\3.\4",
+    ),
+    (
+        rf"backbone\.layer(?P<stage>[123])\.0\.downsample\.([01])\.{_NORM}",
+        r"backbone.stages.{stage}.0.shortcut.\2.\3",
+    ),
+    (r"backbone\.layer(?P<stage>[123])_outconv\.weight", "backbone.lateral.{stage}.weight"),
+    (r"backbone\.layer(?P<stage>[12])_outconv2\.0\.weight", "backbone.smooth.{stage}.conv1.weight"),
+    (rf"backbone\.layer(?P<stage>[12])_outconv2\.1\.{_NORM}", r"backbone.smooth.{stage}.norm.\2"),
+    (r"backbone\.layer(?P<stage>[12])_outconv2\.3\.weight", "backbone.smooth.{stage}.conv2.weight"),
+    (r"coarse_matching\.bin_score", "coarse_matching.bin_score"),
+    (r"fine_preprocess\.down_proj\.(weight|bias)", r"fine_windows.project.\1"),
+    (r"fine_preprocess\.merge_feat\.(weight|bias)", r"fine_windows.merge.\1"),
+)
+_LOFTR_BLOCK: tuple[tuple[str, str], ...] = (
+    (r"(q|k|v)_proj\.weight", r"attn.\1_proj.weight"),
+    (r"merge\.weight", "attn.proj.weight"),
+    (r"mlp\.([02])\.weight", r"mlp.\1.weight"),
+    (r"norm([12])\.(weight|bias)", r"norm\1.\2"),
+)
+
+
+def is_official_matcher(state: Mapping[str, Tensor]) -> bool:
+    """Whether the names are those of an official matcher."""
+    return any(name.removeprefix(_PREFIX).startswith("loftr_coarse.") for name in state)
+
+
+def convert_matcher(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors of an official matcher, under our names and in our shapes.
+
+    Args:
+        state: Official state dict, with or without the prefix `matcher.`.
+
+    Raises:
+        CheckpointError: A name is not one of an official matcher.
+    """
+    converted: dict[str, Tensor] = {}
+    unknown: list[str] = []
+    blocks: dict[tuple[str, str], dict[str, Tensor]] = {}
+    for full_name, tensor in state.items():
+        name = full_name.removeprefix(_PREFIX)
+        if inside := _BLOCK.fullmatch(name):
+            blocks.setdefault((inside[1], inside[2]), {})[inside[3]] = tensor
+        elif target := _renamed(name, _AROUND_BLOCKS):
+            converted[target] = tensor
+        else:
+            unknown.append(full_name)
+    for (part, index), tensors in blocks.items():
+        prefix = f"{part}_transformer.layers.{index}."
+        try:
+            inner = convert_match_block(tensors)
+        except CheckpointError:
+            unknown += [f"loftr_{part}.layers.{index}.{name}" for name in tensors]
+            continue
+        converted |= {prefix + name: tensor for name, tensor in inner.items()}
+    if unknown:
+        raise CheckpointError(
+            f"{len(unknown)} tensors are not part of an official matcher: {', '.join(unknown)}; "
+            "pass the state dict of one, such as the entry 'state_dict' of its file"
+        )
+    return converted
+
+
+def convert_match_block(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors of one block of an official matcher's transformers, as ours.
+
+    Raises:
+        CheckpointError: A name is not one of such a block.
+    """
+    if not any(name.startswith("merge.") for name in state):
+        return convert_attention(state)
+    names = {name: _renamed(name, _LOFTR_BLOCK) for name in state}
+    if unknown := [name for name, target in names.items() if target is None]:
+        raise CheckpointError(
+            f"{len(unknown)} tensors are not part of an official matching block: "
+            f"{', '.join(unknown)}; pass the tensors of one block, without the names above it"
+        )
+    return {target: state[name] for name, target in names.items() if target is not None}
+
+
+def infer_matcher(state: Mapping[str, Tensor]) -> str:
+    """Name of the matcher that tensors from `convert_matcher` belong to.
+
+    Raises:
+        CheckpointError: It is one with quadtree attention: K, in which the indoor and the outdoor
+            one differ, leaves no trace in the tensors.
+    """
+    if any(name.endswith(".attn.proj.bias") for name in state):
+        raise CheckpointError(
+            "the tensors fit quadtree_indoor (K 32, 16) and quadtree_outdoor (K 16, 8) alike; name "
+            "the one the file was published as"
+        )
+    return "loftr"
+
+
+def load_official_matcher(model: FeatureMatcher, state: Mapping[str, Tensor]) -> None:
+    """Loads an official state dict into one of our matchers, every tensor or none.
+
+    Raises:
+        CheckpointError: Tensors are missing, left over, or of another shape; all are named.
+    """
+    converted = convert_matcher(state)
+    check_fit(model, converted)
+    model.load_state_dict(converted)
+
+
+def _renamed(name: str, rules: tuple[tuple[str, str], ...]) -> str | None:
+    for pattern, target in rules:
+        if match := re.fullmatch(pattern, name):
+            stage = int(match.groupdict().get("stage") or 1) - 1
+            return match.expand(target).replace("{stage}", str(stage))
+    return None

@@ -1,0 +1,272 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which cells of two maps belong together."""
+
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from quadtree_attention.errors import OptionError
+from quadtree_attention.models.parts.masks import extent
+from quadtree_attention.models.parts.similarity import HIDDEN, Similarity
+from quadtree_attention.ops.tree import accumulation_dtype
+
+Method = Literal["dual_softmax", "optimal_transport"]
+
+
+@dataclass(frozen=True)
+class CoarseMatches:
+    """Pairs of cells; cells are numbered row by row.
+
+    Args:
+        batch_indexes: Sample of each pair (M,).
+        cells0: Cell of map 0 (M,).
+        cells1: Cell of map 1 (M,).
+        confidence: (M,); 0 for pairs that come from the ground truth.
+    """
+
+    batch_indexes: Tensor
+    cells0: Tensor
+    cells1: Tensor
+    confidence: Tensor
+
+    def __len__(self) -> int:
+        return len(self.cells0)
+
+    def __getitem__(self, index: Any) -> "CoarseMatches":
+        """Some of them, by a slice or a tensor."""
+        fields = (self.batch_indexes, self.cells0, self.cells1, self.confidence)
+        return CoarseMatches(*(field[index] for field in fields))
+
+
+class CoarseMatching(nn.Module):
+    """Confidence of all pairs of cells, and the pairs that are each other's best.
+
+    With "dual_softmax" the confidence of a pair is the softmax of its similarity over the row,
+    times that over the column. With "optimal_transport" it is the mass that Sinkhorn's iterations
+    (Cuturi 2013), in the log domain, move from one cell to the other; every cell can go
+    to a dustbin instead, whose score is learned (SuperGlue, Sarlin et al. 2020).
+
+    A hidden cell has confidence 0 with all others and does not change theirs.
+
+    Args:
+        method: "dual_softmax" or "optimal_transport".
+        temperature: What similarities are divided by; dual softmax only.
+        threshold: A match has a confidence above it.
+        border: Cells along the edge of what is visible that match nothing.
+        iterations: Of Sinkhorn.
+        max_entries: Entries of the matrix to hold at a time where no gradient is needed.
+    """
+
+    bin_score: nn.Parameter | None
+
+    def __init__(
+        self,
+        method: Method = "dual_softmax",
+        *,
+        temperature: float = 0.1,
+        threshold: float = 0.2,
+        border: int = 2,
+        iterations: int = 3,
+        max_entries: int = 2**26,
+        device: Any = None,
+        dtype: Any = None,
+    ) -> None:
+        super().__init__()
+        _check_options(method, temperature, border, iterations, max_entries)
+        self.method = method
+        self.temperature = temperature
+        self.threshold = threshold
+        self.border = border
+        self.iterations = iterations
+        self.max_entries = max_entries
+        self.bin_score = None
+        if method == "optimal_transport":
+            self.bin_score = nn.Parameter(torch.tensor(1.0, device=device, dtype=dtype))
+
+    def confidence(
+        self, map0: Tensor, map1: Tensor, mask0: Tensor | None, mask1: Tensor | None
+    ) -> Tensor:
+        """Confidence of all pairs of cells, with gradients.
+
+        Args:
+            map0: (B, H0, W0, C)
+            map1: (B, H1, W1, C)
+            mask0: Boolean (B, H0, W0), True = visible, or None.
+            mask1: Boolean (B, H1, W1), likewise.
+
+        Returns:
+            (B, H0*W0, H1*W1), cells row by row.
+        """
+        with torch.autocast(map0.device.type, enabled=False):
+            similarity = self._similarity(map0, map1, mask0, mask1, None)
+            gain, rows, columns = self._potentials(similarity)
+            ((_, matrix),) = similarity.tiles()
+            return (gain * matrix + rows[:, :, None] + columns[:, None]).exp()
+
+    @torch.no_grad()
+    def select(
+        self,
+        confidence: Tensor,
+        grid0: tuple[int, int],
+        grid1: tuple[int, int],
+        mask0: Tensor | None,
+        mask1: Tensor | None,
+    ) -> CoarseMatches:
+        """Matches in a matrix from `confidence`, by sample, then by cell of map 0."""
+        scores, columns = confidence.max(dim=2)
+        rows = confidence.argmax(dim=1)
+        allowed0 = self._allowed(grid0, mask0, confidence)
+        allowed1 = self._allowed(grid1, mask1, confidence)
+        return self._mutual(scores, columns, rows, allowed0, allowed1)
+
+    @torch.no_grad()
+    def forward(
+        self, map0: Tensor, map1: Tensor, mask0: Tensor | None, mask1: Tensor | None
+    ) -> CoarseMatches:
+        """What `select` finds in `confidence`, for maps of any size: never holds the matrix."""
+        with torch.autocast(map0.device.type, enabled=False):
+            similarity = self._similarity(map0, map1, mask0, mask1, self.max_entries)
+            scores, columns, rows = similarity.best(*self._potentials(similarity))
+        grid0, grid1 = map0.shape[1:3], map1.shape[1:3]
+        allowed0 = self._allowed((grid0[0], grid0[1]), mask0, scores)
+        allowed1 = self._allowed((grid1[0], grid1[1]), mask1, scores)
+        return self._mutual(scores.exp(), columns, rows, allowed0, allowed1)
+
+    def extra_repr(self) -> str:
+        return (
+            f"{self.method}, temperature={self.temperature}, threshold={self.threshold}, "
+            f"border={self.border}"
+        )
+
+    def _similarity(
+        self,
+        map0: Tensor,
+        map1: Tensor,
+        mask0: Tensor | None,
+        mask1: Tensor | None,
+        max_entries: int | None,
+    ) -> Similarity:
+        dtype = accumulation_dtype(map0.dtype)
+        divisor = float(map0.shape[-1])
+        if self.method == "dual_softmax":
+            divisor *= self.temperature
+        return Similarity(
+            map0.flatten(1, 2).to(dtype) / divisor,
+            map1.flatten(1, 2).to(dtype),
+            None if mask0 is None else mask0.flatten(1),
+            None if mask1 is None else mask1.flatten(1),
+            max_entries=max_entries,
+        )
+
+    def _potentials(self, similarity: Similarity) -> tuple[float, Tensor, Tensor]:
+        """The log of the confidence is gain * similarity + what rows and columns have: these."""
+        if self.bin_score is None:
+            rows, columns = similarity.log_sums()
+            gain, rows, columns = 2.0, -rows, -columns
+        else:
+            gain = 1.0
+            rows, columns = _sinkhorn(similarity, self.bin_score, self.iterations)
+        return gain, _hide(rows, similarity.visible0), _hide(columns, similarity.visible1)
+
+    def _allowed(self, grid: tuple[int, int], mask: Tensor | None, like: Tensor) -> Tensor:
+        """Cells (B, H*W) that may match: visible, and not on the border of what is."""
+        if mask is None:
+            mask = torch.ones(like.shape[0], *grid, dtype=torch.bool, device=like.device)
+        inside = mask
+        for axis, ends in enumerate(extent(mask).unbind(dim=1), start=1):
+            place = torch.arange(mask.shape[axis], device=mask.device)
+            near = (place >= self.border) & (place < ends[:, None] - self.border)  # (B, side)
+            inside = inside & near.unsqueeze(3 - axis)
+        return inside.flatten(1)
+
+    def _mutual(
+        self, scores: Tensor, columns: Tensor, rows: Tensor, allowed0: Tensor, allowed1: Tensor
+    ) -> CoarseMatches:
+        cells = torch.arange(columns.shape[1], device=columns.device)
+        kept = (rows.gather(1, columns) == cells) & (scores > self.threshold)
+        kept &= allowed0 & allowed1.gather(1, columns)
+        batch_indexes, cells0 = kept.nonzero(as_tuple=True)
+        return CoarseMatches(
+            batch_indexes, cells0, columns[batch_indexes, cells0], scores[batch_indexes, cells0]
+        )
+
+
+def _sinkhorn(similarity: Similarity, bin_score: Tensor, iterations: int) -> tuple[Tensor, Tensor]:
+    """Potentials of rows (B, S) and columns (B, T) after so many iterations.
+
+    Every visible cell has mass 1; the dustbin of a map has the mass of the other map.
+    """
+    visible0, visible1 = similarity.visible0, similarity.visible1
+    score = bin_score.to(similarity.features0.dtype)
+    log0 = _count(visible0, similarity.features0).log()  # (B, 1)
+    log1 = _count(visible1, similarity.features1).log()
+    norm = -torch.logaddexp(log0, log1)
+    rows_bin = columns_bin = torch.zeros_like(norm)
+    columns = _hide(torch.zeros_like(similarity.features1[..., 0]), visible1)
+    rows = _hide(torch.zeros_like(similarity.features0[..., 0]), visible0)
+    for _ in range(iterations):
+        rows = norm - torch.logaddexp(similarity.row_log_sums(columns), score + columns_bin)
+        rows = _hide(rows, visible0)
+        rows_bin = log1 + norm - (score + _log_sum(columns, columns_bin))
+        columns = norm - torch.logaddexp(similarity.column_log_sums(rows), score + rows_bin)
+        columns = _hide(columns, visible1)
+        columns_bin = log0 + norm - (score + _log_sum(rows, rows_bin))
+    return rows - norm, columns
+
+
+def _log_sum(potentials: Tensor, of_bin: Tensor) -> Tensor:
+    return torch.cat([potentials, of_bin], dim=1).logsumexp(dim=1, keepdim=True)
+
+
+def _count(visible: Tensor | None, features: Tensor) -> Tensor:
+    """Visible cells, at least one: (B, 1)."""
+    if visible is None:
+        return features.new_full((features.shape[0], 1), features.shape[1])
+    return visible.sum(dim=1, keepdim=True).clamp(min=1).to(features.dtype)
+
+
+def _hide(potentials: Tensor, visible: Tensor | None) -> Tensor:
+    return potentials if visible is None else torch.where(visible, potentials, HIDDEN)
+
+
+def matches_for_training(
+    predicted: CoarseMatches,
+    truth: CoarseMatches,
+    *,
+    count: int,
+    least_true: int = 200,
+    generator: torch.Generator | None = None,
+) -> CoarseMatches:
+    """Predicted matches, filled up with true ones to `count`: what the fine stage learns from.
+
+    Early in training there are few predicted ones, later they must leave room for `least_true`.
+    True ones are drawn with repetition. Without any, predicted ones remain.
+    """
+    room = max(0, count - least_true)
+    if len(predicted) > room:
+        order = torch.randperm(len(predicted), generator=generator)[:room]
+        predicted = predicted[order.to(predicted.cells0.device)]
+    if len(truth) == 0:
+        return predicted
+    drawn = torch.randint(len(truth), (count - len(predicted),), generator=generator)
+    truth = truth[drawn.to(truth.cells0.device)]
+    pairs = zip(vars(predicted).values(), vars(truth).values(), strict=True)
+    return CoarseMatches(*(torch.cat(pair) for pair in pairs))
+
+
+def _check_options(
+    method: str, temperature: float, border: int, iterations: int, max_entries: int
+) -> None:
+    if method not in get_args(Method):
+        raise OptionError(
+            f"matching must be one of {', '.join(get_args(Method))}, got {method!r}; "
+            "the published weights are of dual_softmax"
+        )
+    if not temperature > 0:
+        raise OptionError(f"temperature must be above 0, got {temperature=}; the original has 0.1")
+    least = {"border": (border, 0), "iterations": (iterations, 1), "max_entries": (max_entries, 1)}
+    for name, (value, bound) in least.items():
+        if value < bound:
+            raise OptionError(f"{name} must be at least {bound}, got {name}={value}; raise it")

@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attentions of the matcher: to the map itself or to another one, with masks for both.
+
+All have the interface of `QuadtreeAttention`, which is one of them.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from quadtree_attention.errors import OptionError
+from quadtree_attention.models.parts.masks import extent
+from quadtree_attention.nn.attention import QuadtreeAttention
+from quadtree_attention.nn.baselines import check_attention
+from quadtree_attention.ops.problem import Variant
+from quadtree_attention.ops.tree import accumulation_dtype, hide
+
+
+class ContextAttention(nn.Module):
+    """What the rivals of quadtree attention share. Subclasses define `attend`.
+
+    Args:
+        dim: Channels; a multiple of `num_heads`.
+        num_heads: Heads.
+    """
+
+    def __init__(self, dim: int, num_heads: int, *, device: Any = None, dtype: Any = None) -> None:
+        super().__init__()
+        if num_heads < 1 or dim % num_heads:
+            raise OptionError(
+                f"dim must be a multiple of num_heads, got {dim=}, {num_heads=}; change one of them"
+            )
+        self.num_heads = num_heads
+        self.q_proj, self.k_proj, self.v_proj, self.proj = (
+            nn.Linear(dim, dim, bias=False, device=device, dtype=dtype) for _ in range(4)
+        )
+
+    def forward(
+        self,
+        x: Tensor,
+        context: Tensor | None = None,
+        *,
+        mask: Tensor | None = None,
+        context_mask: Tensor | None = None,
+    ) -> Tensor:
+        """Arguments and result as `QuadtreeAttention.forward`."""
+        if context is None:
+            context, context_mask = x, mask
+        keys, visible = self.keys(context, context_mask)
+        q, k, v = (
+            tokens.flatten(1, -2).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+            for tokens in (self.q_proj(x), self.k_proj(keys), self.v_proj(keys))
+        )  # (B, N, T, D)
+        out = self.attend(q, k, v, None if visible is None else visible.flatten(1))
+        return self.proj(out.transpose(1, 2).reshape(x.shape))
+
+    def keys(self, context: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """What keys and values are made of, and which of it is visible."""
+        return hide(context, mask), mask
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> Tensor:
+        """(B, N, T, D) to (B, N, S, D), of which (B, S) are visible -> (B, N, T, D)"""
+        raise NotImplementedError
+
+    def extra_repr(self) -> str:
+        return f"num_heads={self.num_heads}"
+
+
+class LinearAttention(ContextAttention):
+    """Attention with the kernel `phi(q) phi(k)`, `phi = elu + 1`; sums are kept in float32."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> Tensor:
+        wide = accumulation_dtype(q.dtype)
+        with torch.autocast(q.device.type, enabled=False):
+            queries, keys = F.elu(q.to(wide)) + 1, F.elu(k.to(wide)) + 1
+            if visible is not None:
+                keys = torch.where(visible[:, None, :, None], keys, 0)
+            values = keys.mT @ v.to(wide)  # (B, N, D, D)
+            norm = queries @ keys.sum(dim=-2)[..., None] + 1e-6  # (B, N, T, 1)
+            return (queries @ values / norm).to(q.dtype)
+
+
+class FullAttention(ContextAttention):
+    """Every cell attends to every cell."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> Tensor:
+        if visible is None:
+            return F.scaled_dot_product_attention(q, k, v)
+        # Softmax over nothing is undefined: a query that sees nothing sees all, and gets 0.
+        nothing = ~visible.any(dim=1)[:, None, None, None]  # (B, 1, 1, 1)
+        shown = visible[:, None, None] | nothing
+        shown = shown.expand(-1, -1, q.shape[2], -1)  # (B, 1, T, S)
+        return torch.where(nothing, 0, F.scaled_dot_product_attention(q, k, v, attn_mask=shown))
+
+
+class PooledAttention(FullAttention):
+    """Spatial reduction: full attention to a map averaged to `pool_size` cells a side.
+
+    Averages are over visible cells, and the cells of a padded map are split as without padding.
+    """
+
+    def __init__(self, dim: int, num_heads: int, *, pool_size: int = 8, **dd: Any) -> None:
+        super().__init__(dim, num_heads, **dd)
+        if pool_size < 1:
+            raise OptionError(f"pool_size must be at least 1, got {pool_size=}; the paper has 8")
+        self.pool_size = pool_size
+
+    def keys(self, context: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        if mask is None:
+            pooled = F.adaptive_avg_pool2d(context.movedim(-1, 1), self.pool_size)
+            return pooled.movedim(1, -1), None
+        sides = extent(mask)
+        down, across = (
+            _bins(sides[:, i], context.shape[1 + i], self.pool_size).to(context.dtype)
+            for i in range(2)
+        )  # (B, pool_size, H), (B, pool_size, W)
+        x = hide(context, mask)
+        total = torch.einsum("bph,bhwc,bqw->bpqc", down, x, across)
+        count = torch.einsum("bph,bhw,bqw->bpq", down, mask.to(context.dtype), across)
+        return total / count.clamp(min=1)[..., None], count > 0
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, pool_size={self.pool_size}"
+
+
+def _bins(sizes: Tensor, cells: int, count: int) -> Tensor:
+    """Which cells are in each of `count` bins over the first `sizes`: (B,) -> (B, count, cells).
+
+    As in adaptive pooling: bin i starts at `i * size / count`, rounded down, and ends before
+    `(i + 1) * size / count`, rounded up.
+    """
+    edges = torch.arange(count + 1, device=sizes.device) * sizes[:, None]  # (B, count + 1)
+    start, end = edges[:, :-1] // count, (edges[:, 1:] + count - 1) // count
+    cell = torch.arange(cells, device=sizes.device)
+    return (cell >= start[..., None]) & (cell < end[..., None])
+
+
+_RIVALS: dict[str, type[ContextAttention]] = {
+    "linear": LinearAttention,
+    "full": FullAttention,
+    "spatial_reduction": PooledAttention,
+}
+_VARIANTS: dict[str, Variant] = {"quadtree_a": "A", "quadtree_b": "B"}
+_OPTIONS: dict[str, tuple[str, ...]] = {
+    "linear": (),
+    "full": (),
+    "spatial_reduction": ("pool_size",),
+    **dict.fromkeys(_VARIANTS, ("num_levels", "topk", "backend")),
+}
+ATTENTIONS = tuple(_OPTIONS)
+
+
+def options_of_attention(name: str) -> tuple[str, ...]:
+    """Options that an attention of the matcher has."""
+    check_attention(name, ATTENTIONS)
+    return _OPTIONS[name]
+
+
+def build_context_attention(
+    name: str, dim: int, num_heads: int, options: Mapping[str, Any], **dd: Any
+) -> nn.Module:
+    """The attention with this name.
+
+    Args:
+        name: One of `ATTENTIONS`.
+        dim: Channels.
+        num_heads: Heads.
+        options: `num_levels` (3), `topk` (8 at the finest level that selects, doubled at every
+            coarser one) and `backend` of quadtree attention, `pool_size` (8) of spatial reduction.
+    """
+    known = options_of_attention(name)
+    if unknown := [
+        f"{option}={value!r}" for option, value in options.items() if option not in known
+    ]:
+        accepted = ", ".join(known) or "no options"
+        raise OptionError(
+            f"attention {name!r} accepts {accepted}, got {', '.join(unknown)}; leave it out"
+        )
+    if name in _RIVALS:
+        return _RIVALS[name](dim, num_heads, **options, **dd)
+    levels = options.get("num_levels", 3)
+    topk = [8 * 2**i for i in reversed(range(levels - 1))] or 8
+    options = {"num_levels": levels, "topk": topk, **options}
+    return QuadtreeAttention(dim, num_heads, variant=_VARIANTS[name], **options, **dd)

@@ -1,0 +1,27 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Masks of maps (B, H, W): True = visible."""
+
+import torch
+from torch import Tensor
+
+
+def extent(mask: Tensor) -> Tensor:
+    """Rows and columns up to the last visible cell of every sample: (B, H, W) -> (B, 2) int64.
+
+    For a map that was padded below and to the right, the size it had before.
+    """
+    sides = []
+    for shown in (mask.any(dim=2), mask.any(dim=1)):  # (B, H), (B, W)
+        ordinal = torch.arange(1, shown.shape[1] + 1, device=mask.device)
+        sides.append((shown * ordinal).amax(dim=1))
+    return torch.stack(sides, dim=1)
+
+
+def stack_masks(mask0: Tensor | None, mask1: Tensor | None) -> Tensor | None:
+    """Masks of two batches of one shape as one batch; a missing one hides nothing."""
+    if mask0 is None and mask1 is None:
+        return None
+    known = mask0 if mask0 is not None else mask1
+    assert known is not None
+    pair = (torch.ones_like(known) if mask is None else mask for mask in (mask0, mask1))
+    return torch.cat(list(pair))

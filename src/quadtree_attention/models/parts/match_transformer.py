@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Transformers on a pair of maps: every map looks at itself, then at the other, and again."""
+
+import copy
+import math
+from collections.abc import Callable
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from quadtree_attention.errors import OptionError
+from quadtree_attention.models.parts.masks import stack_masks
+from quadtree_attention.nn.block import Block, ConvMlp
+from quadtree_attention.nn.norm import TokenNorm
+
+BlockKind = Literal["loftr", "vit"]
+MakeAttention = Callable[[], nn.Module]
+
+
+class LoftrBlock(nn.Module):
+    """Post-norm block: the MLP sees a cell beside its message, and its normed result is added.
+
+    Args:
+        dim: Channels.
+        attn: The attention, with the interface of `QuadtreeAttention`.
+    """
+
+    def __init__(self, dim: int, attn: nn.Module, *, device: Any = None, dtype: Any = None) -> None:
+        super().__init__()
+        dd = {"device": device, "dtype": dtype}
+        self.attn = attn
+        self.norm1 = TokenNorm(dim, 1e-5, before_linear=True, **dd)
+        self.mlp = nn.Sequential(
+            nn.Linear(2 * dim, 2 * dim, bias=False, **dd),
+            nn.ReLU(),
+            nn.Linear(2 * dim, dim, bias=False, **dd),
+        )
+        self.norm2 = TokenNorm(dim, 1e-5, **dd)
+
+    def forward(
+        self,
+        x: Tensor,
+        context: Tensor | None = None,
+        *,
+        mask: Tensor | None = None,
+        context_mask: Tensor | None = None,
+    ) -> Tensor:
+        """Arguments and result as `QuadtreeAttention.forward`."""
+        message = self.norm1(self.attn(x, context, mask=mask, context_mask=context_mask))
+        return x + self.norm2(self.mlp(torch.cat([x, message.to(x.dtype)], dim=-1)))
+
+
+class VitBlock(Block):
+    """Pre-norm block with a convolution in the MLP, around any attention with a context.
+
+    Args:
+        dim: Channels.
+        attn: The attention, with the interface of `QuadtreeAttention`.
+        mlp_ratio: Hidden channels of the MLP per channel.
+    """
+
+    def __init__(self, dim: int, attn: nn.Module, *, mlp_ratio: float = 4.0, **dd: Any) -> None:
+        mlp = ConvMlp(dim, int(dim * mlp_ratio), extra_relu=True, **dd)
+        super().__init__(dim, attn, mlp, norm_eps=1e-5, **dd)
+
+    def forward(
+        self,
+        x: Tensor,
+        context: Tensor | None = None,
+        *,
+        mask: Tensor | None = None,
+        context_mask: Tensor | None = None,
+    ) -> Tensor:
+        """Arguments and result as `QuadtreeAttention.forward`."""
+        normed_context = None if context is None else self.norm1(context)
+        x = x + self.attn(self.norm1(x), normed_context, mask=mask, context_mask=context_mask)
+        return x + self.mlp(self.norm2(x), mask)
+
+
+class MatchTransformer(nn.Module):
+    """Pairs of a self and a cross block, shared by the two maps.
+
+    Args:
+        dim: Channels.
+        num_pairs: Pairs of blocks.
+        make_attention: Makes the attention of one block.
+        block: "loftr", whose cross blocks update map 0 and then map 1 from the new map 0; or
+            "vit", whose cross blocks update both from what they were, so that no map comes first.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        num_pairs: int,
+        make_attention: MakeAttention,
+        block: BlockKind = "vit",
+        *,
+        device: Any = None,
+        dtype: Any = None,
+    ) -> None:
+        super().__init__()
+        if block not in get_args(BlockKind):
+            raise OptionError(
+                f"block must be one of {', '.join(get_args(BlockKind))}, got {block!r}; "
+                "'vit' is that of the official quadtree transformer"
+            )
+        dd = {"device": device, "dtype": dtype}
+        self.one_after_the_other = block == "loftr"
+        layers: list[nn.Module]
+        if block == "loftr":
+            layers = [LoftrBlock(dim, make_attention(), **dd) for _ in range(2 * num_pairs)]
+            for layer in layers:
+                _init_loftr(layer)
+        else:  # as in the original, all blocks start the same
+            first = VitBlock(dim, make_attention(), **dd)
+            first.apply(_init_vit)
+            layers = [first, *(copy.deepcopy(first) for _ in range(2 * num_pairs - 1))]
+        self.layers = nn.ModuleList(layers)  # self, cross, self, cross, ...
+
+    def forward(
+        self,
+        map0: Tensor,
+        map1: Tensor,
+        mask0: Tensor | None = None,
+        mask1: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """(B, *grid0, C) and (B, *grid1, C), masks without C -> the same shapes"""
+        masks = (mask0, mask1)
+        for i, layer in enumerate(self.layers):
+            if i % 2 == 0:
+                map0, map1 = _both(layer, (map0, map1), None, masks)
+            elif self.one_after_the_other:
+                map0 = layer(map0, map1, mask=mask0, context_mask=mask1)
+                map1 = layer(map1, map0, mask=mask1, context_mask=mask0)
+            else:
+                map0, map1 = _both(layer, (map0, map1), (map1, map0), masks)
+        return map0, map1
+
+
+def _both(
+    layer: nn.Module,
+    maps: tuple[Tensor, Tensor],
+    contexts: tuple[Tensor, Tensor] | None,
+    masks: tuple[Tensor | None, Tensor | None],
+) -> tuple[Tensor, Tensor]:
+    """The layer on both maps: as one batch where they have one size, which halves the calls."""
+    if maps[0].shape == maps[1].shape:
+        mask = stack_masks(*masks)
+        context = None if contexts is None else torch.cat(contexts)
+        context_mask = None if contexts is None else stack_masks(masks[1], masks[0])
+        out = layer(torch.cat(maps), context, mask=mask, context_mask=context_mask)
+        first, second = out.chunk(2)
+        return first, second
+    if contexts is None:
+        return layer(maps[0], mask=masks[0]), layer(maps[1], mask=masks[1])
+    return (
+        layer(maps[0], contexts[0], mask=masks[0], context_mask=masks[1]),
+        layer(maps[1], contexts[1], mask=masks[1], context_mask=masks[0]),
+    )
+
+
+def _init_loftr(block: nn.Module) -> None:
+    for name, parameter in block.named_parameters():
+        if parameter.ndim > 1:
+            nn.init.xavier_uniform_(parameter)
+        elif name.endswith("bias"):
+            nn.init.zeros_(parameter)
+
+
+def _init_vit(module: nn.Module) -> None:
+    if isinstance(module, nn.Linear):
+        nn.init.trunc_normal_(module.weight, std=0.02)
+    elif isinstance(module, nn.Conv2d):  # depthwise
+        fan_out = math.prod(module.kernel_size) * module.out_channels // module.groups
+        nn.init.normal_(module.weight, std=math.sqrt(2.0 / fan_out))
+    if isinstance(bias := getattr(module, "bias", None), nn.Parameter):
+        nn.init.zeros_(bias)

@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sine position encoding of maps."""
+
+import math
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from quadtree_attention.errors import OptionError
+
+Frequencies = Literal["fixed", "legacy"]
+
+
+def check_position(dim: int, frequencies: str) -> None:
+    """Raises `OptionError` if there is no such encoding."""
+    if dim % 4:
+        raise OptionError(
+            f"a position has sine and cosine of x and y, so the coarse channels must be a multiple "
+            f"of 4, got {dim=}; change them"
+        )
+    if frequencies not in get_args(Frequencies):
+        raise OptionError(
+            f"position must be one of {', '.join(get_args(Frequencies))}, got {frequencies!r}; "
+            "weights trained with the official code's temp_bug_fix=False need 'legacy'"
+        )
+
+
+def sine_table(
+    height: int, width: int, dim: int, frequencies: Frequencies = "fixed", *, device: Any = None
+) -> Tensor:
+    """What is added to a map of this size: (H, W, C) float32.
+
+    Channels 4m ... 4m+3 are sin x, cos x, sin y, cos y at frequency m, positions count from 1.
+    The frequencies fall from 1 to almost 1/10000; in the "legacy" form, a slip of the original
+    that some weights were trained with, they are `exp(-2m)`.
+
+    Example:
+        >>> sine_table(30, 45, 64).shape
+        torch.Size([30, 45, 64])
+    """
+    check_position(dim, frequencies)
+    decay = -1.0 if frequencies == "legacy" else -math.log(10000.0) / (dim // 2)
+    frequency = torch.exp(torch.arange(0, dim // 2, 2, device=device).float() * decay)  # (C/4,)
+    rows, columns = (
+        torch.arange(1, size + 1, device=device).float()[:, None] * frequency
+        for size in (height, width)
+    )
+    table = torch.empty(height, width, dim // 4, 4, device=device)
+    table[..., 0], table[..., 1] = columns.sin(), columns.cos()
+    table[..., 2], table[..., 3] = rows.sin()[:, None], rows.cos()[:, None]
+    return table.flatten(2)

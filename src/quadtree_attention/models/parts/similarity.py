@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The similarities of all cells of one map with all cells of another, made row by row if large.
+
+At 2048x2048 pixels the maps have 65,536 cells each, and their similarities would take 17 GB.
+Nothing of that size is held: sums and maxima over rows and columns are taken tile by tile.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+# Similarity of hidden cells. Finite, so that sums over nothing but these have gradients.
+HIDDEN = -1e9
+
+
+class Similarity:
+    """Products of the features of two maps, `HIDDEN` where a cell of either is hidden.
+
+    Args:
+        features0: (B, S, C)
+        features1: (B, T, C)
+        visible0: Boolean (B, S), or None.
+        visible1: Boolean (B, T), or None.
+        max_entries: Entries of the matrix to hold at a time; None for all. For gradients take
+            None: they would keep every tile anyway.
+    """
+
+    def __init__(
+        self,
+        features0: Tensor,
+        features1: Tensor,
+        visible0: Tensor | None = None,
+        visible1: Tensor | None = None,
+        *,
+        max_entries: int | None = None,
+    ) -> None:
+        self.features0, self.features1 = features0, features1
+        self.visible0, self.visible1 = visible0, visible1
+        batch, self.num_rows, _ = features0.shape
+        self.rows_per_tile = max(1, self.num_rows)
+        if max_entries is not None:
+            self.rows_per_tile = max(1, max_entries // max(1, batch * features1.shape[1]))
+        self._whole = self._tile(0) if self.rows_per_tile >= self.num_rows else None
+
+    def log_sums(self) -> tuple[Tensor, Tensor]:
+        """Logarithms of the sums of exponentials over rows and over columns: (B, S), (B, T)."""
+        rows: list[Tensor] = []
+        columns: Tensor | None = None
+        for _, tile in self.tiles():
+            rows.append(tile.logsumexp(dim=2))
+            columns = _add(columns, tile.logsumexp(dim=1))
+        assert columns is not None
+        return torch.cat(rows, dim=1), columns
+
+    def row_log_sums(self, of_columns: Tensor) -> Tensor:
+        """As `log_sums`, of rows (B, S), with (B, T) added to every row first."""
+        added = of_columns[:, None]
+        return torch.cat([(tile + added).logsumexp(dim=2) for _, tile in self.tiles()], dim=1)
+
+    def column_log_sums(self, of_rows: Tensor) -> Tensor:
+        """As `log_sums`, of columns (B, T), with (B, S) added to every column first."""
+        columns: Tensor | None = None
+        for rows, tile in self.tiles():
+            columns = _add(columns, (tile + of_rows[:, rows, None]).logsumexp(dim=1))
+        assert columns is not None
+        return columns
+
+    def best(
+        self, gain: float, of_rows: Tensor, of_columns: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Maxima of `gain * similarity + of_rows + of_columns`, the first of equal ones.
+
+        Returns:
+            The maximum of every row (B, S), its column (B, S), the row of the maximum of every
+            column (B, T).
+        """
+        values, places = [], []
+        column_value: Tensor | None = None
+        column_place: Tensor | None = None
+        for rows, tile in self.tiles():
+            scores = tile * gain
+            scores += of_rows[:, rows, None]
+            scores += of_columns[:, None]
+            value, place = scores.max(dim=2)
+            values.append(value)
+            places.append(place)
+            value, place = scores.max(dim=1)
+            place += rows.start
+            if column_value is None or column_place is None:
+                column_value, column_place = value, place
+            else:
+                column_place = torch.where(value > column_value, place, column_place)
+                column_value = torch.maximum(value, column_value)
+        assert column_place is not None
+        return torch.cat(values, dim=1), torch.cat(places, dim=1), column_place
+
+    def tiles(self) -> Iterator[tuple[slice, Tensor]]:
+        """Rows and their similarities (B, rows, T)."""
+        if self._whole is not None:
+            yield slice(0, self.num_rows), self._whole
+            return
+        for start in range(0, self.num_rows, self.rows_per_tile):
+            yield slice(start, start + self.rows_per_tile), self._tile(start)
+
+    def _tile(self, start: int) -> Tensor:
+        rows = slice(start, start + self.rows_per_tile)
+        tile = self.features0[:, rows] @ self.features1.mT
+        if self.visible0 is not None:
+            tile = tile.masked_fill(~self.visible0[:, rows, None], HIDDEN)
+        if self.visible1 is not None:
+            tile = tile.masked_fill(~self.visible1[:, None], HIDDEN)
+        return tile
+
+
+def _add(total: Tensor | None, part: Tensor) -> Tensor:
+    return part if total is None else torch.logaddexp(total, part)

@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pairs of images of synthetic scenes, rendered on the device that trains."""
+
+from dataclasses import fields, replace
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from quadtree_attention.data import (
+    HomographyOptions,
+    HomographyPair,
+    MixedTextures,
+    Pair,
+    PhotoTextures,
+    ProceduralTextures,
+    SceneOptions,
+    Textures,
+    homography_pairs,
+    scene_pairs,
+)
+from quadtree_attention.errors import OptionError
+from quadtree_attention.tasks.training.loader import (
+    Draw,
+    EpochSampler,
+    ResumableLoader,
+    seed_from,
+)
+
+Batch = dict[str, Any]
+SHARED = ("image0", "image1", "flow0to1", "flow1to0", "visible0", "visible1")
+MOTION = ("baseline", "rotation", "roll", "focal_ratio")  # what a curriculum makes harder
+
+
+class MatchData(pl.LightningDataModule):
+    """Synthetic scenes seen by two cameras, and planes; nothing is read but textures.
+
+    Args:
+        textures: Folder of photographs to cover surfaces with; None: procedural textures only.
+        procedural: Procedural textures; as many as there are of photographs by default.
+        height: Of the images.
+        width: Of the images.
+        pairs: Pairs of an epoch.
+        val_pairs: Pairs to validate on, always the same.
+        batch_size: Pairs of a batch on one process.
+        planes: Share of pairs that show one plane only.
+        scene: Options of the scenes (`SceneOptions`).
+        plane: Options of the planes (`HomographyOptions`).
+        start: Share of the motion between cameras that training begins with; 1 is all.
+        curriculum_epochs: Epochs in which the motion grows to what `scene` says.
+        texture_size: Pixels on a side of a texture.
+        seed: Decides scenes and order.
+    """
+
+    def __init__(
+        self,
+        textures: str | None = None,
+        procedural: int | None = None,
+        height: int = 480,
+        width: int = 640,
+        pairs: int = 4000,
+        val_pairs: int = 200,
+        batch_size: int = 4,
+        planes: float = 0.2,
+        scene: dict[str, Any] | None = None,
+        plane: dict[str, Any] | None = None,
+        start: float = 0.3,
+        curriculum_epochs: int = 0,
+        texture_size: int = 320,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        for name, value in (("pairs", pairs), ("val_pairs", val_pairs), ("batch_size", batch_size)):
+            if value < 1:
+                raise OptionError(f"{name} must be at least 1, got {value}; pass more")
+        for name, share in (("planes", planes), ("start", start)):
+            if not 0 <= share <= 1:
+                raise OptionError(f"{name} must be between 0 and 1, got {share}; pass such")
+        self.folder = textures
+        self.procedural = procedural
+        self.size = (height, width)
+        self.pairs = pairs
+        self.val_pairs = val_pairs
+        self.batch_size = batch_size
+        self.planes = planes
+        self.scene = _options(SceneOptions, "scene", scene)
+        self.plane = _options(HomographyOptions, "plane", plane)
+        self.start = start
+        self.curriculum_epochs = curriculum_epochs
+        self.texture_size = texture_size
+        self.seed = seed
+        self._textures: Textures | None = None
+
+    @property
+    def batches_per_epoch(self) -> int:
+        """Training batches of one process."""
+        return len(self._sampler(self.pairs, shuffle=True)) // self.batch_size
+
+    def setup(self, stage: str | None = None) -> None:
+        if self._textures is None:
+            self._textures = self._make_textures()
+
+    def train_dataloader(self) -> ResumableLoader:
+        if self.batches_per_epoch == 0:
+            raise OptionError(
+                f"{self.pairs} pairs do not fill one batch of {self.batch_size} on every process; "
+                "pass more --data.pairs or a smaller --data.batch_size"
+            )
+        return self._loader(self.pairs, training=True)
+
+    def val_dataloader(self) -> ResumableLoader:
+        return self._loader(self.val_pairs, training=False)
+
+    def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
+        """Renders the pairs whose numbers the batch holds."""
+        assert self._textures is not None
+        textures = self._textures.to(batch["indices"].device)
+        indices: list[int] = batch["indices"].tolist()
+        if not batch["training"]:
+            # another seed than that of training, whose scenes are not seen here
+            return vars(scene_pairs(textures, indices, **self._seeded(1), options=self.scene))
+        seeds = [seed_from(self.seed, index) % 1000 for index in indices]
+        flat = [i for i, s in zip(indices, seeds, strict=True) if s < 1000 * self.planes]
+        deep = [i for i in indices if i not in set(flat)]
+        parts: list[Pair | HomographyPair] = []
+        if deep:
+            options = self._harder(indices[0] // self.pairs)
+            parts.append(scene_pairs(textures, deep, **self._seeded(0), options=options))
+        if flat:
+            parts.append(homography_pairs(textures, flat, **self._seeded(0), options=self.plane))
+        return {name: torch.cat([getattr(part, name) for part in parts]) for name in SHARED}
+
+    def _seeded(self, stream: int) -> dict[str, Any]:
+        return {"size": self.size, "seed": seed_from(self.seed, stream)}
+
+    def _harder(self, epoch: int) -> SceneOptions:
+        """Scenes with a share of the motion that grows with the epochs."""
+        if epoch >= self.curriculum_epochs:
+            return self.scene
+        share = self.start + (1 - self.start) * epoch / self.curriculum_epochs
+        easier = {name: _nearer_to_none(getattr(self.scene, name), name, share) for name in MOTION}
+        return replace(self.scene, **easier)
+
+    def _loader(self, count: int, *, training: bool) -> ResumableLoader:
+        sampler = self._sampler(count, shuffle=training)
+        numbers = PairNumbers(count, training=training)
+        return ResumableLoader(numbers, sampler, collate_fn=_as_it_is)
+
+    def _sampler(self, count: int, *, shuffle: bool) -> EpochSampler:
+        trainer = self.trainer
+        return EpochSampler(
+            count,
+            self.batch_size,
+            seed=self.seed,
+            shuffle=shuffle,
+            rank=trainer.global_rank if trainer else 0,
+            world_size=trainer.world_size if trainer else 1,
+        )
+
+    def _make_textures(self) -> Textures:
+        if self.folder is None:
+            return ProceduralTextures(self.procedural or 96, size=self.texture_size)
+        photos = PhotoTextures(self.folder, size=self.texture_size)
+        count = len(photos) if self.procedural is None else self.procedural
+        if count == 0:
+            return photos
+        return MixedTextures(photos, ProceduralTextures(count, size=self.texture_size))
+
+
+class PairNumbers(Dataset[Batch]):
+    """Numbers of pairs, new ones in every epoch of training."""
+
+    def __init__(self, count: int, *, training: bool) -> None:
+        self.count = count
+        self.training = training
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitems__(self, draws: list[Draw]) -> Batch:
+        epoch = self.count if self.training else 0
+        numbers = [draw.epoch * epoch + draw.sample for draw in draws]
+        return {"indices": torch.tensor(numbers), "training": self.training}
+
+
+def grey(images: Tensor) -> Tensor:
+    """(B, 3, H, W) -> (B, 1, H, W), as eyes weigh colours."""
+    weights = images.new_tensor([0.299, 0.587, 0.114]).view(1, 3, 1, 1)
+    return (images * weights).sum(dim=1, keepdim=True)
+
+
+def _nearer_to_none(span: tuple[float, float], name: str, share: float) -> tuple[float, float]:
+    """A range of motion, shrunk; no motion is 0, or a ratio of 1."""
+    if name != "focal_ratio":
+        return span[0] * share, span[1] * share
+    return span[0] ** share, span[1] ** share
+
+
+def _options(kind: Any, name: str, given: dict[str, Any] | None) -> Any:
+    """Options from a recipe, whose ranges come as lists."""
+    known = [field.name for field in fields(kind)]
+    if unknown := [key for key in given or {} if key not in known]:
+        raise OptionError(
+            f"{name} must have options out of {', '.join(known)}, got {', '.join(unknown)}; "
+            "leave out what is not among them"
+        )
+    values = {key: tuple(v) if isinstance(v, list) else v for key, v in (given or {}).items()}
+    return kind(**values)
+
+
+def _as_it_is(batch: Batch) -> Batch:
+    return batch

@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+import pytest
+import torch
+from torch import nn
+
+from quadtree_attention import OptionError, QuadtreeBlock
+from quadtree_attention.models.matcher_convert import convert_match_block
+from quadtree_attention.models.parts.context_attention import ATTENTIONS, build_context_attention
+from quadtree_attention.models.parts.match_transformer import MatchTransformer, VitBlock
+from tests.conftest import Golden, golden_files
+
+KINDS = [(attention, block) for attention in ATTENTIONS for block in ("loftr", "vit")]
+
+
+def build(dim=16, heads=2, attention="quadtree_b", block="vit", pairs=1, **options) -> nn.Module:
+    dd = {"dtype": torch.float64}
+    return MatchTransformer(
+        dim,
+        pairs,
+        lambda: build_context_attention(attention, dim, heads, options, **dd),
+        block,
+        **dd,
+    )
+
+
+def draw(*shape: int) -> torch.Tensor:
+    return torch.randn(2, *shape, 16, dtype=torch.float64)
+
+
+@pytest.mark.usefixtures("each_backend")
+@pytest.mark.parametrize("path", golden_files("modules/match_transformer_*.npz"))
+def test_official_transformer(path):
+    golden = Golden(path)
+    meta, dtype = golden.meta, torch.float64
+    quadtree = meta["block_type"] == "quadtree"
+    model = build(
+        meta["d_model"],
+        meta["nhead"],
+        "quadtree_b" if quadtree else "linear",
+        "vit" if quadtree else "loftr",
+        len(meta["layer_names"]) // 2,
+        **({"topk": meta["topks"][:2]} if quadtree else {}),
+    )
+    for i, layer in enumerate(model.layers):
+        layer.load_state_dict(convert_match_block(golden.with_prefix(f"sd:layers.{i}.")))
+    leaves = [golden.tensor(f"in:feat{i}", dtype).requires_grad_() for i in range(2)]
+    maps = [x.movedim(1, -1) if quadtree else x for x in leaves]
+    outs = model(*maps)
+    total = torch.zeros((), dtype=dtype)
+    for i, out in enumerate(outs):
+        out = out.flatten(1, -2)
+        expected = golden.tensor(f"feat{i}_out", dtype)
+        torch.testing.assert_close(out, expected, rtol=0, atol=1e-6)
+        total = total + (out * golden.tensor(f"cotangent:feat{i}_out", dtype)).sum()
+    total.backward()
+    for i, leaf in enumerate(leaves):
+        expected = golden.tensor(f"grad:feat{i}", dtype)
+        torch.testing.assert_close(leaf.grad, expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.usefixtures("only_reference")
+@pytest.mark.parametrize(("attention", "block"), KINDS)
+def test_padding_changes_nothing(attention, block):
+    model = build(attention=attention, block=block, pairs=2)
+    map0, map1 = draw(5, 6), draw(4, 7)
+    alone = model(map0, map1)
+    canvas0 = torch.full((2, 8, 9, 16), 7.0, dtype=torch.float64)
+    canvas0[:, :5, :6] = map0
+    canvas1 = torch.full((2, 8, 9, 16), -7.0, dtype=torch.float64)
+    canvas1[:, :4, :7] = map1
+    mask0 = torch.zeros(2, 8, 9, dtype=torch.bool)
+    mask1 = mask0.clone()
+    mask0[:, :5, :6] = True
+    mask1[:, :4, :7] = True
+    padded = model(canvas0, canvas1, mask0, mask1)
+    torch.testing.assert_close(padded[0][:, :5, :6], alone[0], rtol=0, atol=1e-10)
+    torch.testing.assert_close(padded[1][:, :4, :7], alone[1], rtol=0, atol=1e-10)
+    unmasked = model(canvas0, canvas1)
+    assert (unmasked[0][:, :5, :6] - alone[0]).abs().max() > 1e-6
+
+
+@pytest.mark.usefixtures("only_reference")
+@pytest.mark.parametrize(("attention", "block"), KINDS)
+def test_a_map_that_is_all_hidden_gives_finite_numbers(attention, block):
+    map0, map1 = draw(5, 6), draw(4, 7).requires_grad_()
+    mask1 = torch.ones(2, 4, 7, dtype=torch.bool)
+    mask1[1] = False
+    outs = build(attention=attention, block=block)(map0, map1, None, mask1)
+    sum(out.sum() for out in outs).backward()
+    assert all(out.isfinite().all() for out in outs) and map1.grad.isfinite().all()
+
+
+@pytest.mark.usefixtures("only_reference")
+@pytest.mark.parametrize("attention", ATTENTIONS)
+def test_no_map_comes_first_in_vit_blocks(attention):
+    map0, map1 = draw(5, 6), draw(5, 6)
+    for block, same in (("vit", True), ("loftr", False)):
+        model = build(attention=attention, block=block)
+        one, other = model(map0, map1), model(map1, map0)
+        for out, swapped in zip(one, reversed(other), strict=True):
+            assert torch.allclose(out, swapped, rtol=0, atol=1e-10) == same
+
+
+@pytest.mark.usefixtures("only_reference")
+def test_one_batch_or_two_calls():
+    model = build()
+    map0, map1, mask1 = draw(5, 6), draw(5, 6), torch.rand(2, 5, 6) > 0.3
+    stacked = model(map0, map1, None, mask1)
+    model.layers = nn.ModuleList(InHalves(layer) for layer in model.layers)
+    one_by_one = [
+        torch.cat(parts)
+        for parts in zip(
+            *(model(map0[i : i + 1], map1[i : i + 1], None, mask1[i : i + 1]) for i in range(2)),
+            strict=True,
+        )
+    ]
+    for got, expected in zip(one_by_one, stacked, strict=True):
+        torch.testing.assert_close(got, expected, rtol=0, atol=1e-10)
+
+
+class InHalves(nn.Module):
+    """A layer that takes its batch in two calls."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x, context=None, *, mask=None, context_mask=None):
+        halves = []
+        for i in range(2):
+            some = [None if t is None else t.chunk(2)[i] for t in (x, context, mask, context_mask)]
+            halves.append(self.layer(some[0], some[1], mask=some[2], context_mask=some[3]))
+        return torch.cat(halves)
+
+
+@pytest.mark.usefixtures("only_reference")
+def test_vit_block_is_the_quadtree_block_of_the_original():
+    attn = build_context_attention("quadtree_b", 16, 2, {"topk": 3}, dtype=torch.float64)
+    block = VitBlock(16, attn, dtype=torch.float64)
+    other = QuadtreeBlock(
+        16, 2, num_levels=3, topk=3, extra_relu=True, norm_eps=1e-5, dtype=torch.float64
+    )
+    other.load_state_dict(block.state_dict())
+    x, context, mask = draw(5, 6), draw(4, 7), torch.rand(2, 4, 7) > 0.3
+    assert torch.equal(block(x, context, context_mask=mask), other(x, context, context_mask=mask))
+
+
+def test_how_blocks_start():
+    vit, loftr = build(pairs=2), build(block="loftr", attention="linear", pairs=2)
+    first = vit.layers[0].state_dict()
+    for layer in vit.layers:
+        assert all(torch.equal(first[name], value) for name, value in layer.state_dict().items())
+        assert layer.attn.q_proj.weight.std().item() == pytest.approx(0.02, rel=0.3)
+        assert layer.mlp.dwconv.conv.weight.std().item() == pytest.approx((2 / 9) ** 0.5, rel=0.2)
+        assert not layer.mlp.fc1.bias.any() and not layer.attn.proj.bias.any()
+    weights = [layer.attn.q_proj.weight for layer in loftr.layers]
+    assert not torch.equal(weights[0], weights[1])
+
+
+def test_unknown_block():
+    with pytest.raises(OptionError, match=r"block must be one of loftr, vit, got 'vti'; 'vit' is"):
+        build(block="vti")

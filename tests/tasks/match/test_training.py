@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Synthetic pairs in batches, and a matcher that learns from them."""
+
+import csv
+
+import pytest
+import torch
+
+pytest.importorskip("pytorch_lightning", reason="training needs the extra 'train'")
+pytest.importorskip("poselib", reason="estimators need the extra 'models'")
+
+from quadtree_attention.errors import OptionError
+from quadtree_attention.tasks.match.data import MOTION, MatchData, grey
+from quadtree_attention.tasks.match.module import (
+    MatchModule,
+    correct,
+    pose_errors,
+    views,
+)
+from quadtree_attention.tasks.match.supervision import true_matches
+from quadtree_attention.tasks.training.command import train
+from quadtree_attention.tasks.training.loader import Draw
+from tests.conftest import ROOT
+
+SMALL = {"dims": (16, 24, 32), "num_pairs": 1, "num_heads": 2, "fine_heads": 2}
+
+
+@pytest.fixture(scope="module")
+def data():
+    scene = {"objects": [1, 3], "samples": 1, "photometric": 0.0}
+    made = MatchData(
+        procedural=8, texture_size=64, height=64, width=80, pairs=8, val_pairs=2, batch_size=4,
+        planes=0.4, scene=scene,
+    )  # fmt: skip
+    made.setup()
+    return made
+
+
+def batch_of(data, loader, draws):
+    return data.on_after_batch_transfer(loader.dataset.__getitems__(draws), 0)
+
+
+def test_batches_follow_from_epoch_and_sample(data):
+    loader = data.train_dataloader()
+    whole = batch_of(data, loader, [Draw(1, 3), Draw(1, 5)])
+    alone = batch_of(data, loader, [Draw(1, 5)])
+    match = [torch.equal(whole["flow0to1"][i], alone["flow0to1"][0]) for i in range(2)]
+    assert sum(match) == 1
+    later = batch_of(data, loader, [Draw(2, 5)])
+    assert not torch.equal(later["flow0to1"], alone["flow0to1"])
+
+
+def test_planes_and_scenes_are_mixed(data):
+    loader = data.train_dataloader()
+    batch = batch_of(data, loader, [Draw(0, i) for i in range(8)])
+    assert batch["image0"].shape == (8, 3, 64, 80)
+    assert batch["visible0"].any(dim=2).any(dim=1).all()
+    # a homography has a projective flow: 3 x 3 numbers explain it, as no scene with objects does
+    residuals = [projective_residual(flow) for flow in batch["flow0to1"]]
+    assert min(residuals) < 1e-2 < 0.5 < max(residuals)
+
+
+def projective_residual(flow):
+    """How far a flow (H, W, 2) is from the best homography, in pixels."""
+    y, x = torch.meshgrid(torch.arange(64.0), torch.arange(80.0), indexing="ij")
+    target = torch.stack([x, y], dim=-1) + flow
+    near = target.abs().amax(dim=-1) < 500
+    x, y, (u, v) = x[near].double(), y[near].double(), target[near].double().unbind(dim=-1)
+    zero, one = torch.zeros_like(x), torch.ones_like(x)
+    rows = torch.cat([
+        torch.stack([x, y, one, zero, zero, zero, -u * x, -u * y], dim=1),
+        torch.stack([zero, zero, zero, x, y, one, -v * x, -v * y], dim=1),
+    ])  # fmt: skip
+    aim = torch.cat([u, v])
+    solution = torch.linalg.lstsq(rows, aim).solution
+    return (rows @ solution - aim).abs().mean().item()
+
+
+def test_validation_pairs_stay_the_same_and_have_poses(data):
+    loader = data.val_dataloader()
+    first = batch_of(data, loader, [Draw(0, 1)])
+    again = batch_of(data, loader, [Draw(7, 1)])
+    assert torch.equal(first["image0"], again["image0"])
+    assert first["T_0to1"].shape == (1, 4, 4)
+
+
+def test_curriculum_grows_the_motion():
+    data = MatchData(curriculum_epochs=4, start=0.25)
+    spans = [data._harder(epoch) for epoch in (0, 2, 4)]
+    assert spans[2] == data.scene
+    for name in MOTION[:3]:
+        low, middle, full = (getattr(span, name)[1] for span in spans)
+        assert low == pytest.approx(0.25 * full) and low < middle < full
+    assert 1 < spans[0].focal_ratio[1] < spans[2].focal_ratio[1]
+
+
+def test_wrong_options_are_named():
+    with pytest.raises(
+        OptionError, match=r"scene must have options out of objects, .* got basline"
+    ):
+        MatchData(scene={"basline": [0, 1]})
+    with pytest.raises(OptionError, match="planes must be between 0 and 1, got 2"):
+        MatchData(planes=2)
+    with pytest.raises(OptionError, match="3 pairs do not fill one batch of 4"):
+        MatchData(pairs=3).train_dataloader()
+
+
+def test_true_matches_are_correct_and_give_the_pose(data):
+    batch = batch_of(data, data.val_dataloader(), [Draw(0, 0), Draw(0, 1)])
+    view0, view1 = views(batch)
+    truth, points = true_matches(view0, view1, 4)
+    columns = (80 + 3) // 4
+    points0 = torch.stack([truth.cells0 % columns, truth.cells0 // columns], dim=1) * 4.0
+    found = {"keypoints0": points0, "keypoints1": points, "batch_indexes": truth.batch_indexes}
+    assert correct(found, view0).all()
+    assert max(pose_errors(found, batch)) < 1.0
+    wrong = found | {"keypoints1": points + 4.0}
+    assert not correct(wrong, view0).any()
+    nothing = {name: value[:0] for name, value in found.items()}
+    assert pose_errors(nothing, batch) == [float("inf")] * 2
+
+
+def test_grey_weighs_colours():
+    assert grey(torch.ones(1, 3, 2, 2)).allclose(torch.ones(1, 1, 2, 2))
+    assert grey(torch.eye(3).view(3, 3, 1, 1)).flatten().tolist() == pytest.approx(
+        [0.299, 0.587, 0.114]
+    )
+
+
+def test_a_batch_can_be_learnt(data):
+    """Both losses fall on a batch that is shown again and again."""
+    torch.manual_seed(0)
+    batch = batch_of(data, data.train_dataloader(), [Draw(0, 0), Draw(0, 1)])
+    module = MatchModule(options=SMALL | {"num_levels": 2, "topk": 4}, fine_matches=32)
+    module.log = lambda *args, **options: None
+    optimizer = torch.optim.AdamW(module.parameters(), lr=2e-3)
+    losses = []
+    for step in range(30):
+        loss = module.training_step(batch, step)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert all(p.grad is not None for p in module.model.parameters() if p.requires_grad)
+    assert sum(losses[-5:]) < 0.7 * sum(losses[:5])
+
+
+def test_debug_recipe_trains(tmp_path):
+    recipe = ROOT / "recipes" / "match" / "synthetic-debug.yaml"
+    options = ["--trainer.max_epochs", "1", "--trainer.enable_progress_bar", "false"]
+    train("match", ["--config", str(recipe), "--run_dir", str(tmp_path / "run"), *options])
+    (row,) = csv.DictReader((tmp_path / "run" / "history.csv").open())
+    assert float(row["train/coarse"]) > 0 and float(row["train/fine"]) > 0
+    assert {"val/auc5", "val/auc10", "val/auc20", "val/matches"} <= set(row)
