@@ -132,7 +132,33 @@ class Block(nn.Module):
         return x + self.drop_path(self.mlp(self.norm2(x)))
 
 
-class QuadtreeBlock(Block):
+class ContextBlock(Block):
+    """A block around an attention that can look at another map, and that masks reach.
+
+    Args:
+        dim: Channels.
+        attn: The attention, with the interface of `QuadtreeAttention`.
+        mlp: The MLP, with the interface of `ConvMlp`.
+        norm_eps: Epsilon of the layer norms.
+        drop_path: Rate of stochastic depth on both branches.
+    """
+
+    def forward(
+        self,
+        x: Tensor,
+        context: Tensor | None = None,
+        *,
+        mask: Tensor | None = None,
+        context_mask: Tensor | None = None,
+    ) -> Tensor:
+        """Arguments and result as `QuadtreeAttention.forward`."""
+        normed_context = None if context is None else self.norm1(context)
+        attended = self.attn(self.norm1(x), normed_context, mask=mask, context_mask=context_mask)
+        x = x + self.drop_path(attended)
+        return x + self.drop_path(self.mlp(self.norm2(x), mask))
+
+
+class QuadtreeBlock(ContextBlock):
     """Pre-norm transformer block: quadtree attention, then an MLP with a convolution inside.
 
     Args:
@@ -177,17 +203,3 @@ class QuadtreeBlock(Block):
             **dd,
         )
         super().__init__(dim, attn, mlp, norm_eps=norm_eps, drop_path=drop_path, **dd)
-
-    def forward(
-        self,
-        x: Tensor,
-        context: Tensor | None = None,
-        *,
-        mask: Tensor | None = None,
-        context_mask: Tensor | None = None,
-    ) -> Tensor:
-        """Arguments and result as `QuadtreeAttention.forward`."""
-        normed_context = None if context is None else self.norm1(context)
-        attended = self.attn(self.norm1(x), normed_context, mask=mask, context_mask=context_mask)
-        x = x + self.drop_path(attended)
-        return x + self.drop_path(self.mlp(self.norm2(x), mask))

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from quadtree_attention.errors import OptionError
 from quadtree_attention.models.parts.masks import stack_masks
-from quadtree_attention.nn.block import Block, ConvMlp
+from quadtree_attention.nn.block import ContextBlock, ConvMlp
 from quadtree_attention.nn.norm import TokenNorm
 
 BlockKind = Literal["loftr", "vit"]
@@ -51,7 +51,7 @@ class LoftrBlock(nn.Module):
         return x + self.norm2(self.mlp(torch.cat([x, message.to(x.dtype)], dim=-1)))
 
 
-class VitBlock(Block):
+class VitBlock(ContextBlock):
     """Pre-norm block with a convolution in the MLP, around any attention with a context.
 
     Args:
@@ -63,19 +63,6 @@ class VitBlock(Block):
     def __init__(self, dim: int, attn: nn.Module, *, mlp_ratio: float = 4.0, **dd: Any) -> None:
         mlp = ConvMlp(dim, int(dim * mlp_ratio), extra_relu=True, **dd)
         super().__init__(dim, attn, mlp, norm_eps=1e-5, **dd)
-
-    def forward(
-        self,
-        x: Tensor,
-        context: Tensor | None = None,
-        *,
-        mask: Tensor | None = None,
-        context_mask: Tensor | None = None,
-    ) -> Tensor:
-        """Arguments and result as `QuadtreeAttention.forward`."""
-        normed_context = None if context is None else self.norm1(context)
-        x = x + self.attn(self.norm1(x), normed_context, mask=mask, context_mask=context_mask)
-        return x + self.mlp(self.norm2(x), mask)
 
 
 class MatchTransformer(nn.Module):
