@@ -143,9 +143,10 @@ def test_tiny20_recipe_has_the_attention_of_its_name(path):
 
 
 def test_generated_debug_recipe_trains(tmp_path):
-    """As a user runs it; under 30 s on an idle core."""
+    """As a user runs it; under 30 s on an idle core, once the kernels are compiled."""
     recipe = str(ROOT / "recipes" / "classify" / "generated-debug.yaml")
-    done = command("train", "classify", "--config", recipe, "--run_dir", str(tmp_path / "run"))
+    options = ("--config", recipe, "--run_dir", str(tmp_path / "run"))
+    done = command("train", "classify", *options, timeout=400)
     assert done.returncode == 0, done.stderr
     assert "images/s" in done.stdout + done.stderr
     assert best_top1(tmp_path / "run") > 60  # chance is 25

@@ -21,7 +21,7 @@ START = "from quadtree_attention.cli import main; main()"  # what the installed 
 NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="this is about machines without GPU")
 
 
-def command(*options: str, code: str = START, **environment: str):
+def command(*options: str, code: str = START, timeout: float = 120, **environment: str):
     """The command in a process of its own."""
     source = str(Path(quadtree_attention.__file__).parents[1])
     path = os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH")]))
@@ -30,7 +30,7 @@ def command(*options: str, code: str = START, **environment: str):
         env=os.environ | {"PYTHONPATH": path} | environment,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=timeout,
         check=False,
     )
 
