@@ -21,6 +21,7 @@ from quadtree_attention.ops.backends.cpu.kernels.rows import (
     combine,
     dot,
     exponentials,
+    fetch,
     interleave,
     padded,
     products,
@@ -75,7 +76,10 @@ def backward_queries(
         above = family * shape.kept
         number, dark = list_candidates(family, shape, parents, visible, listed, hidden, places)
         count = number * children
-        soon = candidates_soon(min(family + 1, last - 1), shape, k, parents)
+        following = min(family + 1, last - 1)
+        soon = candidates_soon(following, shape, k, parents)
+        fetch(q, following * children * shape.width, children * shape.width)
+        fetch(grad, following * children * value_width, children * value_width)
         if by_family:
             for place in range(shape.kept):
                 dparent_scores[above + place] = 0
@@ -253,6 +257,9 @@ def backward_keys(
         if cell_offsets.size > 0:
             for i in range(children):
                 cursor[i] = cell_offsets[head * (keys + 1) + cell + i]
+        following = min(family + 1, last - 1)
+        fetch(k, following * children * width, children * width)
+        fetch(v, following * children * value_width, children * value_width)
         for i in range(0, children, BLOCK):
             row = family * children + i
             end_row = min(row + BLOCK, (family + 1) * children) - 1

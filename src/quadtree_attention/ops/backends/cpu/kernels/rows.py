@@ -109,7 +109,7 @@ def _products(
         if children == 2:  # of the next family; at the end of an odd list the last one again
             third = base + row_of(families, min(j + 2, size - 2), children)
         if ahead:
-            soon = base + row_of(families, min(j + AHEAD * BLOCK, size - 1), children)
+            soon = base + row_of(families, min(j + AHEAD * BLOCK, size - children), children)
             fetch(b, soon * width, BLOCK * width)
         fetch(other, row * other_width, BLOCK * other_width)
         b0 = row * width

@@ -143,14 +143,14 @@ def load_halves(typing_context, array, first, second):
 
     def build(context, builder, signature, args):
         data, *places = args
-        halves = [
+        low, high = (
             builder.load(
                 _vector_pointer(context, builder, array, data, place, HALF),
                 align=array.dtype.bitwidth // 8,
             )
             for place in places
-        ]
-        return _shuffle(builder, *halves, list(range(LANES)))
+        )
+        return _shuffle(builder, low, high, list(range(LANES)))
 
     return Vector(array.dtype)(array, types.intp, types.intp), build
 
@@ -313,17 +313,17 @@ def store_sums(typing_context, array, index, stride, scale, a, b, c, d):
     """
 
     def build(context, builder, signature, args):
-        data, index, stride, scale, *vectors = args
+        data, index, stride, scale, a, b, c, d = args
 
         def fold(x: Any, y: Any, first: list[int], second: list[int]) -> Any:
             return builder.fadd(_shuffle(builder, x, y, first), _shuffle(builder, x, y, second))
 
         # (x0+x2, y0+y2, x1+x3, y1+y3) of both halves, then the two pairs of those
-        pairs = [
+        ab, cd = (
             fold(x, y, [0, 8, 1, 9, 4, 12, 5, 13], [2, 10, 3, 11, 6, 14, 7, 15])
-            for x, y in zip(vectors[::2], vectors[1::2], strict=True)
-        ]
-        sums = fold(*pairs, [0, 1, 8, 9, 4, 5, 12, 13], [2, 3, 10, 11, 6, 7, 14, 15])
+            for x, y in ((a, b), (c, d))
+        )
+        sums = fold(ab, cd, [0, 1, 8, 9, 4, 5, 12, 13], [2, 3, 10, 11, 6, 7, 14, 15])
         sums = builder.fmul(sums, _spread(builder, scale))
         for lanes in (list(range(HALF)), list(range(HALF, LANES))):
             pointer = _vector_pointer(context, builder, array, data, index, HALF)
