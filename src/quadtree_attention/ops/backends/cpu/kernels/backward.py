@@ -11,7 +11,6 @@ query and finds dq and those sums, a second goes key by key and finds dk and dv.
 import numpy as np
 
 from quadtree_attention.ops.backends.cpu.kernels.families import (
-    candidates_soon,
     hide_candidates,
     list_candidates,
     softmax_of_families,
@@ -21,8 +20,6 @@ from quadtree_attention.ops.backends.cpu.kernels.rows import (
     combine,
     dot,
     exponentials,
-    fetch,
-    interleave,
     padded,
     products,
     row_of,
@@ -64,8 +61,6 @@ def backward_queries(
     stride = padded(shape.kept * children)
     logits = np.empty(BLOCK * stride, q.dtype)
     slopes = np.empty(BLOCK * stride, q.dtype)
-    rows = np.empty(BLOCK * shape.width, q.dtype)
-    grad_rows = np.empty(BLOCK * value_width, q.dtype)
     message = np.empty(BLOCK * shape.width, q.dtype)
     listed = np.empty(shape.kept, np.int32)
     places = np.empty(shape.kept, np.int32)
@@ -76,10 +71,6 @@ def backward_queries(
         above = family * shape.kept
         number, dark = list_candidates(family, shape, parents, visible, listed, hidden, places)
         count = number * children
-        following = min(family + 1, last - 1)
-        soon = candidates_soon(following, shape, k, parents)
-        fetch(q, following * children * shape.width, children * shape.width)
-        fetch(grad, following * children * value_width, children * value_width)
         if by_family:
             for place in range(shape.kept):
                 dparent_scores[above + place] = 0
@@ -88,15 +79,13 @@ def backward_queries(
         for query in range(family * children, (family + 1) * children, BLOCK):
             size = min(BLOCK, (family + 1) * children - query)
             end = query + size - 1
-            interleave(q, query, end, shape.width, rows)
-            interleave(grad, query, end, value_width, grad_rows)
             products(
-                rows, k, keys, listed, number, children, shape.width, scale, logits, stride,
-                -q.dtype.type(np.inf), parents.size == 0, v, value_width,
+                q, query, end, k, keys, listed, number, children, shape.width, scale, logits,
+                stride, -q.dtype.type(np.inf), v, value_width,
             )  # fmt: skip
             products(
-                grad_rows, v, keys, listed, number, children, value_width, q.dtype.type(1), slopes,
-                stride, q.dtype.type(0), False, k, shape.width,
+                grad, query, end, v, keys, listed, number, children, value_width, q.dtype.type(1),
+                slopes, stride, q.dtype.type(0), k, shape.width,
             )  # fmt: skip
             hide_candidates(logits, stride, hidden, dark)
             for i in range(size):
@@ -126,7 +115,7 @@ def backward_queries(
                     dots[query + i] = dot(logits, slopes, start, count)
                     _slopes(logits, slopes, start, count, dots[query + i], scale)
             clear(message)
-            combine(logits, stride, k, keys, listed, number, children, shape.width, message, soon)
+            combine(logits, stride, k, keys, listed, number, children, shape.width, message)
             for i in range(0, size * shape.width, LANES):
                 store(dq, query * shape.width + i, load(message, i))
 
@@ -238,15 +227,12 @@ def backward_keys(
     logits = np.empty(height * CHUNK, q.dtype)
     slopes = np.empty(height * CHUNK, q.dtype)
     weights = np.empty(height * CHUNK, q.dtype)
-    key_rows = np.empty(height * width, q.dtype)
-    value_rows = np.empty(height * value_width, q.dtype)
     key_sums = np.empty(height * width, q.dtype)
     value_sums = np.empty(height * value_width, q.dtype)
     listed = np.empty(CHUNK // 2, np.int32)
     factors = np.empty(CHUNK, q.dtype)  # log-sum-exp, or the score of the parent in variant A
     sums = np.empty(CHUNK, q.dtype)
     cursor = np.empty(children, np.int64)
-    nothing = (q, width, 0, listed, -1)  # to be fetched for later
     by_family = parent_scores.size > 0
     for family in range(first, last):
         head = family // shape.key_families
@@ -257,14 +243,6 @@ def backward_keys(
         if cell_offsets.size > 0:
             for i in range(children):
                 cursor[i] = cell_offsets[head * (keys + 1) + cell + i]
-        following = min(family + 1, last - 1)
-        fetch(k, following * children * width, children * width)
-        fetch(v, following * children * value_width, children * value_width)
-        for i in range(0, children, BLOCK):
-            row = family * children + i
-            end_row = min(row + BLOCK, (family + 1) * children) - 1
-            interleave(k, row, end_row, width, key_rows[i * width :])
-            interleave(v, row, end_row, value_width, value_rows[i * value_width :])
         clear(key_sums)
         clear(value_sums)
         position, end = 0, shape.families
@@ -280,14 +258,15 @@ def backward_keys(
             position += looking
             count = looking * children
             for i in range(0, children, BLOCK):
+                row = family * children + i
+                end_row = min(row + BLOCK, (family + 1) * children) - 1
                 products(
-                    key_rows[i * width :], q, queries, listed, looking, children, width, scale,
-                    logits[i * CHUNK :], CHUNK, -q.dtype.type(np.inf), True, grad, value_width,
+                    k, row, end_row, q, queries, listed, looking, children, width, scale,
+                    logits[i * CHUNK :], CHUNK, -q.dtype.type(np.inf), grad, value_width,
                 )  # fmt: skip
                 products(
-                    value_rows[i * value_width :], grad, queries, listed, looking, children,
-                    value_width, q.dtype.type(1), slopes[i * CHUNK :], CHUNK, q.dtype.type(0), True,
-                    q, width,
+                    v, row, end_row, grad, queries, listed, looking, children, value_width,
+                    q.dtype.type(1), slopes[i * CHUNK :], CHUNK, q.dtype.type(0), q, width,
                 )  # fmt: skip
             for i in range(children):
                 if visible.size > 0 and not visible[shown + i]:
@@ -308,11 +287,11 @@ def backward_keys(
             for i in range(0, children, BLOCK):
                 combine(
                     logits[i * CHUNK :], CHUNK, q, queries, listed, looking, children, width,
-                    key_sums[i * width :], nothing,
+                    key_sums[i * width :],
                 )  # fmt: skip
                 combine(
                     weights[i * CHUNK :], CHUNK, grad, queries, listed, looking, children,
-                    value_width, value_sums[i * value_width :], nothing,
+                    value_width, value_sums[i * value_width :],
                 )  # fmt: skip
         for i in range(children):
             is_hidden = visible.size > 0 and not visible[shown + i]

@@ -40,14 +40,6 @@ def list_candidates(family, shape, parents, visible, listed, hidden, places):
 
 
 @inlined
-def candidates_soon(family, shape, k, parents):
-    """The keys that a family of queries looks at, as `combine` fetches them for later."""
-    first = family * shape.kept if parents.size > 0 else -1
-    base = family // shape.families * shape.key_families * shape.children
-    return k, shape.width, base, parents, first
-
-
-@inlined
 def hide_candidates(logits, stride, hidden, dark):
     for i in range(BLOCK):
         for j in range(dark):

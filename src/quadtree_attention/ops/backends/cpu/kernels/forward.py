@@ -15,7 +15,6 @@ import numpy as np
 
 from quadtree_attention.ops.backends.cpu.kernels.choose import best, normal_guess
 from quadtree_attention.ops.backends.cpu.kernels.families import (
-    candidates_soon,
     hide_candidates,
     list_candidates,
     softmax_of_families,
@@ -24,8 +23,6 @@ from quadtree_attention.ops.backends.cpu.kernels.rows import (
     clear,
     combine,
     copy_row,
-    fetch,
-    interleave,
     maximum,
     padded,
     products,
@@ -39,7 +36,6 @@ from quadtree_attention.ops.backends.cpu.kernels.vectors import (
     inlined,
     kernel,
     load,
-    put,
     splat,
     store,
     zeros,
@@ -64,7 +60,6 @@ def forward(
     logits = np.empty(BLOCK * stride, q.dtype)
     rank = np.empty(stride, q.dtype)
     factors = np.empty(BLOCK, q.dtype)
-    rows = np.empty(BLOCK * shape.width, q.dtype)
     message = np.empty(BLOCK * value_width, q.dtype)
     listed = np.empty(shape.kept, np.int32)
     places = np.empty(shape.kept, np.int32)
@@ -82,17 +77,11 @@ def forward(
             number, dark = list_candidates(family, shape, parents, visible, listed, hidden, places)
         shown = batch * shape.key_families * children
         count = number * children
-        following = min(family + 1, last - 1)
-        soon = candidates_soon(following, shape, k, parents)
-        fetch(q, following * children * shape.width, children * shape.width)
-        fetch(total, following * children * value_width, children * value_width)
-        fetch(inherited, following * value_width, value_width)
         for query in range(family * children, (family + 1) * children, BLOCK):
             size = min(BLOCK, (family + 1) * children - query)
-            interleave(q, query, query + size - 1, shape.width, rows)
             products(
-                rows, k, keys, listed, number, children, shape.width, scale, logits, stride,
-                -q.dtype.type(np.inf), parents.size == 0, v, value_width,
+                q, query, query + size - 1, k, keys, listed, number, children, shape.width, scale,
+                logits, stride, -q.dtype.type(np.inf), v, value_width,
             )  # fmt: skip
             hide_candidates(logits, stride, hidden, dark)
             for i in range(size):
@@ -129,7 +118,7 @@ def forward(
                     )  # fmt: skip
                 factors[i] = factor * weight
             clear(message)
-            combine(logits, stride, v, keys, listed, number, children, value_width, message, soon)
+            combine(logits, stride, v, keys, listed, number, children, value_width, message)
             for i in range(size):
                 factor = splat(factors[i])
                 for d in range(0, value_width, LANES):
@@ -163,11 +152,6 @@ def _keep(
 ):  # fmt: skip
     """Writes what one query keeps; in variant A that is taken out of the message."""
     kept = 0
-    if visible.size + scores.size + positions.size == 0:  # the usual case, in a loop of its own
-        kept = size
-        for i in range(size):
-            put(selection, out + i, row_of(listed, at(found, i), shape.children))
-        size = 0
     for i in range(size):
         position = at(found, i)
         cell = row_of(listed, position, shape.children)

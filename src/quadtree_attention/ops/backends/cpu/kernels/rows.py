@@ -14,7 +14,6 @@ import math
 import numpy as np
 
 from quadtree_attention.ops.backends.cpu.kernels.vectors import (
-    HALF,
     add,
     at,
     count_bits,
@@ -25,7 +24,6 @@ from quadtree_attention.ops.backends.cpu.kernels.vectors import (
     highest,
     inlined,
     load,
-    load_halves,
     multiply,
     prefetch,
     splat,
@@ -52,45 +50,28 @@ def row_of(families, j, children):
     return at(families, j >> count_bits(children - 1)) * children + (j & (children - 1))
 
 
-@inlined
-def interleave(a, first, last, width, out):
-    """Four rows as `products` takes them, up to and with `last`; beyond, that one is used again.
-
-    Half a vector of row 0 and half a one of row 1 lie side by side, then those of rows 2 and 3.
-    """
-    a0 = first * width
-    a1 = min(first + 1, last) * width
-    a2 = min(first + 2, last) * width
-    a3 = min(first + 3, last) * width
-    for d in range(0, width, HALF):
-        store(out, BLOCK * d, load_halves(a, a0 + d, a1 + d))
-        store(out, BLOCK * d + LANES, load_halves(a, a2 + d, a3 + d))
-
-
 @function
 def products(
-    a, b, base, families, count, children, width, scale, out, stride, padding, ahead, other,
+    a, first, last, b, base, families, count, children, width, scale, out, stride, padding, other,
     other_width,
 ):  # fmt: skip
-    """out[i, j] = scale * a[i] . b[base + row j] for four i.
+    """out[i, j] = scale * a[first + i] . b[base + row j] for four i, up to and with `last`.
+
+    Beyond `last` the last row is used again.
 
     Args:
-        a: Four rows that `interleave` wrote: two of them share a vector, and fewer sums across
-            lanes are left at the end.
         families, count: The list and its length.
         padding: What rows of `out` are filled up with to whole vectors.
-        ahead: Whether to fetch rows of `b` into the cache a little before they are needed; not if
-            `combine` has done so.
         other: Its listed rows are fetched into the cache, since they will be needed next.
     """
     # Sizes that the compiler knows make the loops twice as fast.
     if children == 4 and width == 32 and other_width == 32:
-        _products(a, b, base, families, count, 4, 32, scale, out, stride, ahead, other, 32)
+        _products(a, first, last, b, base, families, count, 4, 32, scale, out, stride, other, 32)
     elif children == 4 and width == 64 and other_width == 64:
-        _products(a, b, base, families, count, 4, 64, scale, out, stride, ahead, other, 64)
+        _products(a, first, last, b, base, families, count, 4, 64, scale, out, stride, other, 64)
     else:
         _products(
-            a, b, base, families, count, children, width, scale, out, stride, ahead, other,
+            a, first, last, b, base, families, count, children, width, scale, out, stride, other,
             other_width,
         )  # fmt: skip
     for i in range(BLOCK):
@@ -100,86 +81,67 @@ def products(
 
 @inlined
 def _products(
-    a, b, base, families, count, children, width, scale, out, stride, ahead, other, other_width
-):
-    size = count * children
-    for j in range(0, size, BLOCK):
-        row = base + row_of(families, j, children)
-        third = row + 2
-        if children == 2:  # of the next family; at the end of an odd list the last one again
-            third = base + row_of(families, min(j + 2, size - 2), children)
-        if ahead:
-            soon = base + row_of(families, min(j + AHEAD * BLOCK, size - children), children)
-            fetch(b, soon * width, BLOCK * width)
-        fetch(other, row * other_width, BLOCK * other_width)
-        b0 = row * width
-        b1 = b0 + width
-        b2 = third * width
-        b3 = b2 + width
-        s00 = s01 = s02 = s03 = s10 = s11 = s12 = s13 = zeros(a)
-        for d in range(0, width, HALF):
-            x0 = load(a, BLOCK * d)
-            x1 = load(a, BLOCK * d + LANES)
-            y = load_halves(b, b0 + d, b0 + d)
-            s00 = fma(x0, y, s00)
-            s10 = fma(x1, y, s10)
-            y = load_halves(b, b1 + d, b1 + d)
-            s01 = fma(x0, y, s01)
-            s11 = fma(x1, y, s11)
-            y = load_halves(b, b2 + d, b2 + d)
-            s02 = fma(x0, y, s02)
-            s12 = fma(x1, y, s12)
-            y = load_halves(b, b3 + d, b3 + d)
-            s03 = fma(x0, y, s03)
-            s13 = fma(x1, y, s13)
-        store_sums(out, j, stride, scale, s00, s01, s02, s03)
-        store_sums(out, j + 2 * stride, stride, scale, s10, s11, s12, s13)
-
-
-@inlined
-def fetch(array, first, count):
-    """Asks for numbers that will be needed soon; where there are none, nothing happens."""
-    for i in range(first, first + count, LINE):
-        prefetch(array, i)
+    a, first, last, b, base, families, count, children, width, scale, out, stride, other,
+    other_width,
+):  # fmt: skip
+    a0 = first * width
+    a1 = min(first + 1, last) * width
+    a2 = min(first + 2, last) * width
+    a3 = min(first + 3, last) * width
+    for n in range(count):
+        row = base + at(families, n) * children
+        soon = (base + at(families, min(n + AHEAD, count - 1)) * children) * width
+        for d in range(0, children * width, LINE):
+            prefetch(b, soon + d)
+        for d in range(0, children * other_width, LINE):
+            prefetch(other, row * other_width + d)
+        for j in range(0, children, 2):
+            b0 = (row + j) * width
+            b1 = b0 + width
+            s00 = s01 = s10 = s11 = s20 = s21 = s30 = s31 = zeros(a)
+            for d in range(0, width, LANES):
+                y0 = load(b, b0 + d)
+                y1 = load(b, b1 + d)
+                x = load(a, a0 + d)
+                s00 = fma(x, y0, s00)
+                s01 = fma(x, y1, s01)
+                x = load(a, a1 + d)
+                s10 = fma(x, y0, s10)
+                s11 = fma(x, y1, s11)
+                x = load(a, a2 + d)
+                s20 = fma(x, y0, s20)
+                s21 = fma(x, y1, s21)
+                x = load(a, a3 + d)
+                s30 = fma(x, y0, s30)
+                s31 = fma(x, y1, s31)
+            column = n * children + j
+            store_sums(out, column, stride, scale, s00, s01, s10, s11, s20, s21, s30, s31)
 
 
 @function
-def combine(weights, stride, b, base, families, count, children, width, out, soon):
-    """out[i] += sum over j of weights[i, j] * b[base + row j] for four i.
-
-    Args:
-        soon: Rows to be fetched into the cache meanwhile, for this is when memory has little else
-            to do: an array, the width of its rows, a base, a list and where in it to begin; -1 to
-            fetch nothing.
-    """
+def combine(weights, stride, b, base, families, count, children, width, out):
+    """out[i] += sum over j of weights[i, j] * b[base + row j] for four i."""
     if children == 4 and width == 32:
-        _combine(weights, stride, b, base, families, count, 4, 32, out, soon)
+        _combine(weights, stride, b, base, families, count, 4, 32, out)
     elif children == 4 and width == 64:
-        _combine(weights, stride, b, base, families, count, 4, 64, out, soon)
+        _combine(weights, stride, b, base, families, count, 4, 64, out)
     else:
-        _combine(weights, stride, b, base, families, count, children, width, out, soon)
+        _combine(weights, stride, b, base, families, count, children, width, out)
 
 
 @inlined
-def _combine(weights, stride, b, base, families, count, children, width, out, soon):
+def _combine(weights, stride, b, base, families, count, children, width, out):
     d = 0
     while d + 2 * LANES <= width:
-        _combine_columns(
-            weights, stride, b, base, families, count, children, width, out, soon, d, LANES
-        )
+        _combine_columns(weights, stride, b, base, families, count, children, width, out, d, LANES)
         d += 2 * LANES
     if d < width:  # the same column twice
-        _combine_columns(
-            weights, stride, b, base, families, count, children, width, out, soon, d, 0
-        )
+        _combine_columns(weights, stride, b, base, families, count, children, width, out, d, 0)
 
 
 @inlined
-def _combine_columns(
-    weights, stride, b, base, families, count, children, width, out, soon, d, second
-):
+def _combine_columns(weights, stride, b, base, families, count, children, width, out, d, second):
     """Two columns of vectors: the one at `d` and the one `second` numbers further."""
-    soon_rows, soon_width, soon_base, soon_families, soon_first = soon
     o0 = d
     o1 = o0 + width
     o2 = o1 + width
@@ -194,10 +156,6 @@ def _combine_columns(
     s31 = load(out, o3 + second)
     for n in range(count):
         row = (base + at(families, n) * children) * width + d
-        if soon_first >= 0:
-            soon_row = soon_base + at(soon_families, soon_first + n) * children
-            for j in range(children):
-                prefetch(soon_rows, (soon_row + j) * soon_width + d)
         for j in range(children):
             w = n * children + j
             y0 = load(b, row + j * width)

@@ -21,7 +21,6 @@ from numba.extending import models, register_model
 from quadtree_attention.ops.backends.cpu.shape import LANES
 
 intrinsic: Any = typed_intrinsic  # called without the typing context of its definition
-HALF = LANES // 2
 inlined = njit(nogil=True, error_model="numpy", forceinline=True)
 function = njit(nogil=True, error_model="numpy")
 
@@ -115,19 +114,6 @@ def at(typing_context, array, index):
 
 
 @intrinsic
-def put(typing_context, array, index, number):
-    """Writes one number."""
-
-    def build(context, builder, signature, args):
-        data, index, number = args
-        number = context.cast(builder, number, signature.args[2], array.dtype)
-        builder.store(number, _pointer(context, builder, array, data, index))
-        return context.get_dummy_value()
-
-    return types.void(array, types.intp, number), build
-
-
-@intrinsic
 def load(typing_context, array, index):
     def build(context, builder, signature, args):
         data, index = args
@@ -135,24 +121,6 @@ def load(typing_context, array, index):
         return builder.load(pointer, align=array.dtype.bitwidth // 8)
 
     return Vector(array.dtype)(array, types.intp), build
-
-
-@intrinsic
-def load_halves(typing_context, array, first, second):
-    """A vector whose halves are read from two places."""
-
-    def build(context, builder, signature, args):
-        data, *places = args
-        low, high = (
-            builder.load(
-                _vector_pointer(context, builder, array, data, place, HALF),
-                align=array.dtype.bitwidth // 8,
-            )
-            for place in places
-        )
-        return _shuffle(builder, low, high, list(range(LANES)))
-
-    return Vector(array.dtype)(array, types.intp, types.intp), build
 
 
 @intrinsic
@@ -306,34 +274,39 @@ lowest = _reduction(lambda builder, a, b: builder.select(builder.fcmp_ordered("<
 
 
 @intrinsic
-def store_sums(typing_context, array, index, stride, scale, a, b, c, d):
-    """Sums over each half of the lanes of four vectors, times `scale`.
+def store_sums(typing_context, array, index, stride, scale, a, b, c, d, e, f, g, h):
+    """Sums over the lanes of eight vectors, times `scale`.
 
-    Those of the first halves go to array[index : index + 4], the others one stride further.
+    The sums of a and b go to array[index] and array[index + 1], those of c and d to one stride
+    further, and so on.
     """
 
     def build(context, builder, signature, args):
-        data, index, stride, scale, a, b, c, d = args
+        data, index, stride, scale = args[:4]
 
         def fold(x: Any, y: Any, first: list[int], second: list[int]) -> Any:
             return builder.fadd(_shuffle(builder, x, y, first), _shuffle(builder, x, y, second))
 
-        # (x0+x2, y0+y2, x1+x3, y1+y3) of both halves, then the two pairs of those
-        ab, cd = (
+        # (x0+x2, y0+y2, x1+x3, y1+y3) of both halves, then the two pairs of those, then the halves
+        pairs = [
             fold(x, y, [0, 8, 1, 9, 4, 12, 5, 13], [2, 10, 3, 11, 6, 14, 7, 15])
-            for x, y in ((a, b), (c, d))
-        )
-        sums = fold(ab, cd, [0, 1, 8, 9, 4, 5, 12, 13], [2, 3, 10, 11, 6, 7, 14, 15])
+            for x, y in zip(args[4::2], args[5::2], strict=True)
+        ]
+        quads = [
+            fold(x, y, [0, 1, 8, 9, 4, 5, 12, 13], [2, 3, 10, 11, 6, 7, 14, 15])
+            for x, y in zip(pairs[::2], pairs[1::2], strict=True)
+        ]
+        sums = fold(quads[0], quads[1], [0, 1, 2, 3, 8, 9, 10, 11], [4, 5, 6, 7, 12, 13, 14, 15])
         sums = builder.fmul(sums, _spread(builder, scale))
-        for lanes in (list(range(HALF)), list(range(HALF, LANES))):
-            pointer = _vector_pointer(context, builder, array, data, index, HALF)
-            half = _shuffle(builder, sums, sums, lanes)
-            builder.store(half, pointer, align=array.dtype.bitwidth // 8)
+        for i in range(0, LANES, 2):
+            pointer = _vector_pointer(context, builder, array, data, index, 2)
+            pair = _shuffle(builder, sums, sums, [i, i + 1])
+            builder.store(pair, pointer, align=array.dtype.bitwidth // 8)
             index = builder.add(index, stride)
         return context.get_dummy_value()
 
     vector = Vector(array.dtype)
-    return types.void(array, types.intp, types.intp, array.dtype, *(vector,) * 4), build
+    return types.void(array, types.intp, types.intp, array.dtype, *(vector,) * 8), build
 
 
 @intrinsic
