@@ -197,15 +197,22 @@ def _summary(runs: dict[str, list[Result]]) -> list[str]:
 def _table(result: Result, runs: dict[str, list[Result]]) -> list[str]:
     measurement = result["measurement"] or {"rows": [], "batch": 0}
     rows = {row["recipe"]: row for row in measurement["rows"]}
-    head = ["attention", "params M", "GMACs", "seeds", "top-1", "best epoch's", "images/s", "MiB"]
+    head = ["attention", "params M", "GMACs", "seeds", "top-1", "best epoch's", "loss"]
+    head += ["images/s", "MiB"]
     lines = [_line(head), _line(["---"] + ["---:"] * (len(head) - 1))]
     for name, mine in runs.items():
         row = rows.get(name, {})
         cells = [label(name), _scaled(row, "params", 1e6), _scaled(row, "macs", 1e9)]
-        cells += [str(len(mine)), _spread(mine, "final"), _spread(mine, "best")]
+        cells += [str(len(mine)), _spread(mine, "final"), _spread(mine, "best"), _loss(mine)]
         cells += [_speed(row, measurement["batch"]), _scaled(row, "peak_mib", 1)]
         lines.append(_line(cells))
     return lines
+
+
+def _loss(runs: Sequence[Result]) -> str:
+    """Mean of the training loss of the last epoch."""
+    losses = [run["history"]["train/loss"][-1] for run in runs]
+    return f"{fmean(losses):.3f}" if losses else NOT_YET
 
 
 def _scaled(row: Result, field: str, unit: float) -> str:

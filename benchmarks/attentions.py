@@ -214,10 +214,12 @@ def measure_recipe(recipe: Recipe, options: Namespace) -> dict[str, Any]:
     try:
         counted = count(build(recipe, counted=True), (options.image, options.image))
         row |= {"params": counted.params, "macs": counted.macs}
+        # What rows before have left behind, such as the pools of their graphs, is not of this one
+        before = torch.cuda.memory_allocated() if options.device == "cuda" else 0
         step, record = training_step(recipe, options)
         peak = None
         if options.device == "cuda":
-            peak = peak_mib(step)
+            peak = peak_mib(step, before)
             if recipe.content["model"].get("cuda_graph", False):
                 record()
         timing = measure(step, options.device, seconds=options.seconds_per_row)
@@ -263,15 +265,15 @@ def training_step(recipe: Recipe, options: Namespace) -> tuple[Call, Call]:
     return step, record
 
 
-def peak_mib(step: Call) -> float:
-    """Most memory of a step: model, optimizer, images and all."""
+def peak_mib(step: Call, before: int) -> float:
+    """Most memory of a step: model, optimizer, images and all that was not there before them."""
     step()  # the state of the optimizer is made in the first
     torch.cuda.synchronize()
     gc.collect()
     torch.cuda.reset_peak_memory_stats()
     step()
     torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() / MIB
+    return (torch.cuda.max_memory_allocated() - before) / MIB
 
 
 def one_line(row: dict[str, Any], batch: int) -> str:
