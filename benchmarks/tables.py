@@ -3,7 +3,8 @@
 
 A target file holds blocks between `<!-- generated: NAME -->` and `<!-- end generated -->`. NAME is
 the name of a result file without its ending, "results" for all files about attention alone,
-"model-times" for all times of whole models, or "attentions" for all trainings with them.
+"model-times" for all times of whole models, "attentions" for all trainings with them, or "matching"
+for all comparisons of matchers.
 """
 
 import argparse
@@ -19,12 +20,14 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 TARGETS = (
     ROOT / "docs" / "benchmarks.md",
+    ROOT / "docs" / "matching.md",
     ROOT / "docs" / "models.md",
     ROOT / "docs" / "results" / "attentions.md",
 )
 PASSES = ("forward", "forward+backward")
 COUNTS, TIMES = "model-counts", "model-times"  # kinds of result files about whole models
 ATTENTIONS = "attentions"  # how names of files begin that `benchmarks.attention_tables` reads
+MATCHING = "matching"  # and `benchmarks.matching_tables`
 TASKS = ("classification", "backbone")
 MODEL_PASSES = ("forward", "training")
 FIGURES = ("code_params", "params_m", "gmacs", "score")  # what may be published of a model
@@ -134,7 +137,7 @@ def read_results(folder: Path = RESULTS) -> dict[str, dict[str, Any]]:
     """Every result file of a folder by its name, checked."""
     results = {}
     for path in sorted(folder.glob("*.json")):
-        if path.stem.startswith(ATTENTIONS):
+        if path.stem.startswith((ATTENTIONS, MATCHING)):
             continue
         results[path.stem] = json.loads(path.read_text())
         try:
@@ -387,12 +390,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.tables", description=main.__doc__)
     parser.add_argument("--check", action="store_true", help="change nothing, exit 1 if outdated")
     check = parser.parse_args(argv).check
-    from benchmarks import attention_tables  # built on this module
+    from benchmarks import attention_tables, matching_tables  # built on this module
 
     outdated = []
     try:
         results = read_results()
-        more = {ATTENTIONS: attention_tables.markdown(attention_tables.read_results(RESULTS))}
+        more = {
+            ATTENTIONS: attention_tables.markdown(attention_tables.read_results(RESULTS)),
+            MATCHING: matching_tables.markdown(matching_tables.read_results(RESULTS)),
+        }
         for path in TARGETS:
             text = path.read_text()
             new = updated(text, results, more)

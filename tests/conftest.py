@@ -2,6 +2,7 @@
 """Fixtures shared by all tests."""
 
 import json
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,14 @@ from quadtree_attention import use_backend
 
 ROOT = Path(__file__).parents[1]
 GOLDEN = ROOT.parent / "shared" / "golden"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Tests that run side by side (pytest -n) share the cores, and so do their processes."""
+    if workers := os.environ.get("PYTEST_XDIST_WORKER_COUNT"):
+        threads = max(1, (os.cpu_count() or 1) // int(workers))
+        os.environ["OMP_NUM_THREADS"] = str(threads)
+        torch.set_num_threads(threads)
 
 
 class Golden:

@@ -3,6 +3,7 @@
 
 import io
 import os
+import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -66,8 +67,12 @@ def _read(path: Path) -> bytes:
 
 def decode(data: bytes, name: str) -> Image.Image:
     """An upright RGB image from the bytes of a file; `name` is for messages."""
-    with _failures_named(name), Image.open(io.BytesIO(data)) as image:
-        return _rgb(ImageOps.exif_transpose(image))
+    if not data:
+        raise DataError(f"cannot decode {name}: it is empty; get it again")
+    with _failures_named(name), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of large images and damaged tags, which do no harm
+        with Image.open(io.BytesIO(data)) as image:
+            return _rgb(ImageOps.exif_transpose(image))
 
 
 @contextmanager
@@ -131,6 +136,6 @@ def _pixels(values: Array, accepted: str, shape: Iterable[int]) -> Array:
     if not (low >= -1e-3 and high <= 1 + 1e-3):  # what resizing leaves is no mistake; NaN is
         raise DataError(
             f"an image of floats must lie between 0 and 1, got {low:g} to {high:g}; divide by 255, "
-            "and leave normalising to the classifier"
+            "and leave normalising to the model"
         )
     return (values.clip(0, 1) * 255).round().astype(np.uint8)

@@ -12,6 +12,7 @@ import torch
 
 import quadtree_attention
 from quadtree_attention.models.convert import convert_backbone, load_official
+from quadtree_attention.models.matcher_convert import convert_matcher
 from tests.cli.test_info import command
 from tests.conftest import GOLDEN, Golden, golden_files
 from tests.models.test_backbone import golden_image, recipe_state
@@ -21,6 +22,7 @@ typer_testing = pytest.importorskip("typer.testing", reason="the command needs t
 
 from quadtree_attention.cli.main import app  # noqa: E402
 from quadtree_attention.models.weights import load_model, read_card, read_checkpoint  # noqa: E402
+from quadtree_attention.tasks.match.predictor import load_matcher  # noqa: E402
 
 pytestmark = [
     pytest.mark.usefixtures("only_reference"),
@@ -351,3 +353,99 @@ def test_help_and_usage():
     assert "gelu with a classifier, else relu" in text and "CHECKPOINT" in text
     result = run("official.pth")
     assert result.exit_code == 2 and "Missing option '--output'" in result.stderr
+
+
+# ---- matchers
+
+
+@pytest.fixture(scope="module")
+def loftr() -> dict[str, torch.Tensor]:
+    return matcher_state("loftr_linear_ds")
+
+
+def matcher_state(name: str) -> dict[str, torch.Tensor]:
+    """Small numbers in the shapes of an official matcher."""
+    shapes = json.loads((GOLDEN / "manifests" / f"{name}.json").read_text())["state_dict"]
+    generator = torch.Generator().manual_seed(0)
+    return {
+        key: torch.zeros(shape, dtype=torch.int64)
+        if key.endswith("num_batches_tracked")
+        else torch.rand(shape, generator=generator) * 0.02
+        for key, shape in shapes.items()
+    }
+
+
+def test_matcher_from_a_lightning_checkpoint(loftr):
+    text = converted({"epoch": 3, "pytorch-lightning_version": "1.3.5", "state_dict": loftr})
+    assert row(text, "model") == "loftr, by its blocks and channels"
+    assert row(text, "left out") == "nothing"
+    assert row(text, "position").startswith("fixed, as in most checkpoints; the tensors do not")
+    card = read_card("out.safetensors")
+    assert (card["model"], card["kwargs"], card["task"]) == ("loftr", {}, "match")
+    assert card["command"] == "quadtree convert official.pth -o out.safetensors"
+    assert card["licence"] == "of the source checkpoint; see its authors"
+    assert holds("out.safetensors", convert_matcher(loftr))
+    scope = {"image0": torch.rand(48, 64), "image1": torch.rand(64, 48)}
+    exec("\n".join(text.splitlines()[-2:]), scope)
+    assert scope["matches"].keypoints0.shape[1] == 2
+
+
+def test_quadtree_matchers_must_be_named():
+    torch.save({"state_dict": matcher_state("loftr_quadtree_indoor")}, "indoor.ckpt")
+    message = refused("indoor.ckpt", "-o", "out.safetensors")
+    assert "fit quadtree_indoor (K 32, 16) and quadtree_outdoor (K 16, 8) alike" in message
+    assert message.endswith("name the one the file was published as by --model\n")
+    options = ["--model", "quadtree_outdoor", "--position", "legacy", "--topk", "6"]
+    result = run("indoor.ckpt", "-o", "out.safetensors", *options)
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert row(result.stdout, "position") == "legacy, as given by --position"
+    card = read_card("out.safetensors")
+    assert card["kwargs"] == {"topk": 6, "position": "legacy"}
+    assert card["command"].endswith("--model quadtree_outdoor --topk 6 --position legacy")
+    model = load_matcher("out.safetensors")[1]
+    assert model.position == "legacy" and model.coarse_transformer.layers[0].attn.topk == (6, 6)
+
+
+def test_optimal_transport_is_told_by_its_tensor(loftr):
+    converted(loftr | {"matcher.coarse_matching.bin_score": torch.ones(())})
+    assert read_card("out.safetensors")["kwargs"] == {"matching": "optimal_transport"}
+    assert load_matcher("out.safetensors")[1].coarse_matching.method == "optimal_transport"
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "words"),
+    [
+        (
+            lambda s: s.pop("matcher.fine_preprocess.merge_feat.bias"),
+            [],
+            "does not fit FeatureMatcher: 1 missing: fine_windows.merge.bias; build",
+        ),
+        (
+            lambda s: s.update({"loss.weight": torch.ones(1)}),
+            [],
+            "1 tensors are not part of an official matcher: loss.weight; pass",
+        ),
+        (
+            lambda s: s.update({"matcher.backbone.conv1.weight": torch.zeros(1, 1, 7, 7)}),
+            [],
+            "1 mismatched: backbone.stem.weight is (1, 1, 7, 7), must be (128, 1, 7, 7)",
+        ),
+        (lambda s: s, ["--model", "quadtree_indoor"], "does not fit FeatureMatcher: "),
+        (lambda s: s, ["--model", "lofter"], "got 'lofter'; did you mean 'loftr'?"),
+        (lambda s: s, ["--act", "gelu"], "--act is for a backbone, and official.pth holds a match"),
+        (lambda s: s, ["--num-classes", "0"], "--num-classes is for a backbone, and official.pth"),
+        (lambda s: s, ["--topk", "8"], "topk"),
+        (lambda s: s, ["--position", "odd"], "position must be"),
+    ],
+)
+def test_matchers_and_options_that_do_not_fit(loftr, change, options, words):
+    state = dict(loftr)
+    change(state)
+    torch.save({"state_dict": state}, "official.pth")
+    assert words in refused("official.pth", "-o", "out.safetensors", *options)
+
+
+def test_position_is_not_for_backbones(classifier):
+    torch.save(classifier, "official.pth")
+    message = refused("official.pth", "-o", "out.safetensors", "--position", "legacy")
+    assert "--position is for a matcher, and official.pth holds a backbone, got 'legacy'" in message

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from quadtree_attention.errors import CheckpointError, OptionError
 from quadtree_attention.models.convert import (
@@ -20,6 +20,12 @@ from quadtree_attention.models.convert import (
     infer_options,
     is_official_backbone,
     split_backbone,
+)
+from quadtree_attention.models.matcher import matcher
+from quadtree_attention.models.matcher_convert import (
+    convert_matcher,
+    infer_matcher,
+    is_official_matcher,
 )
 from quadtree_attention.models.weights import (
     build_model,
@@ -43,13 +49,14 @@ class Request:
     act: str | None = None
     topk: int | None = None
     num_classes: str = "auto"
+    position: str | None = None
     force: bool = False
 
     def command(self) -> str:
         """The command line, without the folders of this machine."""
         options = {"--model": self.model, "--act": self.act, "--topk": self.topk}
-        if self.num_classes != "auto":
-            options["--num-classes"] = self.num_classes
+        options["--num-classes"] = None if self.num_classes == "auto" else self.num_classes
+        options["--position"] = self.position
         words = ["quadtree", "convert", self.checkpoint.name, "-o", self.output.name]
         for name, value in options.items():
             words += [] if value is None else [name, str(value)]
@@ -65,7 +72,8 @@ class Converted:
     tensors: dict[str, Tensor]
     parameters: int
     left_out: list[str]
-    has_classifier: bool
+    has_classifier: bool = False
+    task: str | None = None
 
 
 def run(request: Request, *, as_json: bool) -> None:
@@ -83,12 +91,16 @@ def run(request: Request, *, as_json: bool) -> None:
 
 def convert(state: Mapping[str, Tensor], request: Request) -> Converted:
     """The official tensors as those of our model, all checked against it."""
+    if is_official_matcher(state):
+        return _convert_matcher(state, request)
     if not is_official_backbone(state):
         raise CheckpointError(
             f"{request.checkpoint} has no tensors of an official backbone, such as "
-            f"patch_embed1.proj.weight; it has {', '.join([*state][:3])} and so on, {len(state)} "
-            "in all; give a classification, detection or segmentation checkpoint"
+            f"patch_embed1.proj.weight, nor of a matcher; it has {', '.join([*state][:3])} and so "
+            f"on, {len(state)} in all; give a classification, detection, segmentation or matching "
+            "checkpoint"
         )
+    _check_without(request, "position", "a matcher", "a backbone")
     backbone, left_out = split_backbone(state)
     tensors = convert_backbone(backbone)
     name = infer_name(tensors) if request.model is None else request.model
@@ -102,8 +114,41 @@ def convert(state: Mapping[str, Tensor], request: Request) -> Converted:
     # Without what is only assumed, so that another variant is told by its tensors.
     model = build_model(name, device="meta", **{**given, "num_classes": options["num_classes"]})
     check_fit(model, tensors)
-    parameters = sum(p.numel() for p in model.parameters())
-    return Converted(name, options, tensors, parameters, left_out, has_classifier)
+    return Converted(name, options, tensors, _parameters(model), left_out, has_classifier)
+
+
+def _convert_matcher(state: Mapping[str, Tensor], request: Request) -> Converted:
+    _check_without(request, "act", "a backbone", "a matcher")
+    _check_without(request, "num_classes", "a backbone", "a matcher")
+    tensors = convert_matcher(state)
+    name = request.model or _matcher_name(tensors)
+    options: dict[str, Any] = {"topk": request.topk, "position": request.position}
+    options = {option: value for option, value in options.items() if value is not None}
+    if "coarse_matching.bin_score" in tensors:
+        options["matching"] = "optimal_transport"
+    model = matcher(name, device="meta", **options)
+    check_fit(model, tensors)
+    return Converted(name, options, tensors, _parameters(model), [], task="match")
+
+
+def _matcher_name(tensors: Mapping[str, Tensor]) -> str:
+    try:
+        return infer_matcher(tensors)
+    except CheckpointError as error:
+        raise CheckpointError(f"{error} by --model") from error
+
+
+def _parameters(model: nn.Module) -> int:
+    return sum(p.numel() for p in model.parameters())
+
+
+def _check_without(request: Request, option: str, of: str, found: str) -> None:
+    value, default = getattr(request, option), getattr(Request, option)
+    if value != default:
+        raise OptionError(
+            f"--{option.replace('_', '-')} is for {of}, and {request.checkpoint} holds {found}, "
+            f"got {value!r}; leave it out"
+        )
 
 
 def _given(request: Request) -> dict[str, Any]:
@@ -125,6 +170,7 @@ def _card(converted: Converted, request: Request) -> dict[str, Any]:
     return {
         "model": converted.model,
         "kwargs": converted.kwargs,
+        **({} if converted.task is None else {"task": converted.task}),
         "parameters": converted.parameters,
         "source": {
             "file": request.checkpoint.name,
@@ -137,20 +183,35 @@ def _card(converted: Converted, request: Request) -> dict[str, Any]:
 
 
 def as_text(converted: Converted, request: Request) -> str:
-    kwargs = converted.kwargs
     known = "" if request.model else ", by its blocks and channels"
     rows = {
         "model": converted.model + known,
         "parameters": f"{converted.parameters:,} in {len(converted.tensors)} tensors",
+    }
+    rows |= _backbone_rows(converted, request) if converted.task is None else _matcher_rows(request)
+    rows["left out"] = _left_out(converted.left_out)
+    rows["written"] = f"{request.output} and {card_path(request.output).name}"
+    lines = [f"{name:11}  {value}" for name, value in rows.items()]
+    return "\n".join([*lines, "", *_usage(converted, request.output)])
+
+
+def _backbone_rows(converted: Converted, request: Request) -> dict[str, str]:
+    kwargs = converted.kwargs
+    rows = {
         "num_classes": str(kwargs["num_classes"] or "0, no classifier"),
         "topk": f"{kwargs['topk']}, {_why(converted, request.topk, '--topk')}",
     }
     if "value_act" in kwargs:
         rows["value_act"] = f"{kwargs['value_act']}, {_why(converted, request.act, '--act')}"
-    rows["left out"] = _left_out(converted.left_out)
-    rows["written"] = f"{request.output} and {card_path(request.output).name}"
-    lines = [f"{name:11}  {value}" for name, value in rows.items()]
-    return "\n".join([*lines, "", *_usage(converted, request.output)])
+    return rows
+
+
+def _matcher_rows(request: Request) -> dict[str, str]:
+    rows = {} if request.topk is None else {"topk": f"{request.topk}, as given by --topk"}
+    why = "as given by --position"
+    if request.position is None:
+        why = "as in most checkpoints; the tensors do not tell, --position changes it"
+    return rows | {"position": f"{request.position or 'fixed'}, {why}"}
 
 
 def _why(converted: Converted, given: object, option: str) -> str:
@@ -168,6 +229,11 @@ def _left_out(names: Sequence[str]) -> str:
 
 
 def _usage(converted: Converted, output: Path) -> list[str]:
+    if converted.task == "match":
+        return [
+            "from quadtree_attention.tasks.match.predictor import Matcher",
+            f"matches = Matcher({str(output)!r})(image0, image1)  # paths, arrays, tensors",
+        ]
     result = "logits = model(images)"
     if not converted.kwargs["num_classes"]:
         result = "maps = model.forward_intermediates(images, intermediates_only=True)"

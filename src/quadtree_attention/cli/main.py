@@ -2,6 +2,7 @@
 """Commands and their options; what a command does is imported when it runs."""
 
 import sys
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,11 +27,12 @@ Examples:
   quadtree info --plan --json --grid 4096 --levels 6 --topk 8 --variant A
 """
 
-CONVERT_HELP = """Turn an official backbone checkpoint into weights for this package.
+CONVERT_HELP = """Turn an official checkpoint into weights for this package.
 
 Reads classification, detection and segmentation checkpoints, also whole detectors and segmenters,
-of which it takes the backbone. Code in the file is never run, and every tensor of the backbone is
-accounted for. Writes OUT.safetensors, and beside it OUT.json, which says what it is.
+of which it takes the backbone, and matchers: LoFTR and its quadtree form. Code in the file is never
+run, and every tensor of the backbone or matcher is accounted for. Writes OUT.safetensors, and
+beside it OUT.json, which says what it is.
 
 \b
 Examples:
@@ -38,6 +40,7 @@ Examples:
   quadtree convert retinanet.pth -o b1_det.safetensors --json
   quadtree convert mine.pth -o mine.safetensors --model quadtree_b_b2 --act gelu --topk 16
   quadtree convert quadtree_b2.pth -o b2_features.safetensors --num-classes 0 --force
+  quadtree convert indoor.ckpt -o indoor.safetensors --model quadtree_indoor
 """
 
 TRAIN_HELP = """Train a model from a recipe file.
@@ -53,6 +56,29 @@ Examples:
   quadtree train classify --config recipes/classify/imagenet-b2.yaml --data.root imagenet
   quadtree train classify --config recipes/classify/imagenet-b2.yaml --resume
   quadtree train classify --config my.yaml --trainer.devices 8 --trainer.num_nodes 2
+"""
+
+MATCH_HELP = """Find what two images have in common, and how the camera moved.
+
+A and B are images of any size and kind. Points are (x, y) pixels of the images as they are seen,
+that is, turned as their EXIF tag says. --out draws the matches, --save writes keypoints0,
+keypoints1 and confidence as npz; without either, and without --json, the picture goes to
+matches.png. With --K0 and --K1, each fx,fy,cx,cy or 9 numbers or a text file with them, the
+relative pose is printed, by two estimators. Weights come with the package.
+
+--pairs matches many: every line of the file names two images in --images, as in SuperGlue's files
+(image0 image1 [rotation0 rotation1 [K0 K1 [T_0to1]]]), and gets one STEM0__STEM1.npz in --save-dir.
+A rotation turns the image by so many quarters counter-clockwise first, and points are pixels of the
+turned image. Pairs that are there already are skipped. An image that cannot be read is named at the
+end, the others are matched, and the exit code is 1.
+
+\b
+Examples:
+  quadtree match a.jpg b.jpg
+  quadtree match a.jpg b.jpg --out matches.jpg --save matches.npz --size 1024 --threshold 0.5
+  quadtree match a.jpg b.jpg --K0 1165,1165,649,484 --K1 camera1.txt
+  quadtree match a.jpg b.jpg --json --max 500 > matches.json
+  quadtree match --pairs pairs.txt --images photos --save-dir OUT --device cuda
 """
 
 CLASSIFY_HELP = """Tell what images show, with a trained classifier.
@@ -92,6 +118,26 @@ Examples:
   quadtree evaluate classify --predictions pets.npz --json
 """
 
+EVALUATE_MATCH_HELP = """Score matches in files against true poses and homographies.
+
+PAIRS lists pairs of images, one to a line, in the format of SuperGlue: image0 image1 rotation0
+rotation1 K0 K1 T_0to1 for a pose, or image0 image1 and 9 numbers of a homography. OUT is a folder
+that quadtree match --pairs PAIRS --save-dir OUT has filled, or another program in the same way:
+STEM0__STEM1.npz per pair, with keypoints0, keypoints1 and confidence. A pair without such a file
+counts as failed.
+
+Shows the area under the curve of recall over error (AUC), for poses up to 5, 10 and 20 degrees,
+for the corners of homographies up to 3, 5 and 10 pixels, the median error, the share of correct
+matches and their number; AUC always with two estimators, as the choice can move it by more than a
+better matcher does.
+
+\b
+Examples:
+  quadtree evaluate match --pairs pairs.txt --predictions OUT
+  quadtree evaluate match --pairs graf.txt --predictions OUT --images graf --json
+  quadtree evaluate match --pairs outdoor.txt --predictions OUT --epipolar 1e-4 --out scores.json
+"""
+
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
@@ -108,11 +154,13 @@ def _quadtree() -> None:
 
 
 @contextmanager
-def mistakes_on_one_line() -> Iterator[None]:
+def mistakes_on_one_line(*, debug: bool = False) -> Iterator[None]:
     """Ends the command with the message alone where the user can put something right."""
     try:
         yield
     except QuadtreeAttentionError as error:
+        if debug:
+            traceback.print_exc()
         print("quadtree:", " ".join(str(error).split()), file=sys.stderr)
         raise typer.Exit(2) from None
 
@@ -169,7 +217,9 @@ def info(
 def convert(
     checkpoint: Annotated[
         Path,
-        typer.Argument(metavar="CHECKPOINT", help="Official .pth, .pt or .safetensors file."),
+        typer.Argument(
+            metavar="CHECKPOINT", help="Official .pth, .pt, .ckpt or .safetensors file."
+        ),
     ],
     output: Annotated[
         Path, typer.Option("--output", "-o", help="Weights to write, a .safetensors file.")
@@ -192,6 +242,13 @@ def convert(
     num_classes: Annotated[
         str, typer.Option(help="auto, or 0 to leave out the classifier.")
     ] = "auto",
+    position: Annotated[
+        str | None,
+        typer.Option(
+            help="Position encoding of a matcher, fixed, or legacy for some old ones.",
+            show_default="fixed",
+        ),
+    ] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite files that are there.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print the card as JSON.")] = False,
 ) -> None:
@@ -206,6 +263,7 @@ def convert(
                 act=act,
                 topk=topk,
                 num_classes=num_classes,
+                position=position,
                 force=force,
             ),
             as_json=json,
@@ -228,6 +286,87 @@ def train(
         from quadtree_attention.tasks.training.command import train
 
         train(task, context.args)
+
+
+@app.command(help=MATCH_HELP)
+def match(
+    image0: Annotated[
+        str | None, typer.Argument(metavar="A", help="An image.", show_default=False)
+    ] = None,
+    image1: Annotated[
+        str | None, typer.Argument(metavar="B", help="Another one.", show_default=False)
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Picture to draw, .png or .jpg.", show_default=False)
+    ] = None,
+    save: Annotated[
+        Path | None, typer.Option(help="Matches to write, .npz.", show_default=False)
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    size: Annotated[
+        int, typer.Option(help="Pixels of the longer side that images are matched at.")
+    ] = 640,
+    threshold: Annotated[
+        float | None,
+        typer.Option(help="Least confidence, 0 to 1.", show_default="that of the weights"),
+    ] = None,
+    max_matches: Annotated[
+        int | None, typer.Option("--max", help="Keep the N best.", metavar="N", show_default="all")
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option(help="cpu or cuda.", show_default="cuda if there is one")
+    ] = None,
+    weights: Annotated[
+        Path | None,
+        typer.Option(help="Weights of a matcher, .safetensors.", show_default="of the package"),
+    ] = None,
+    camera0: Annotated[
+        str | None, typer.Option("--K0", help="Camera of A.", metavar="K", show_default=False)
+    ] = None,
+    camera1: Annotated[
+        str | None, typer.Option("--K1", help="Camera of B.", metavar="K", show_default=False)
+    ] = None,
+    pairs: Annotated[
+        Path | None, typer.Option(help="File of pairs.", metavar="FILE", show_default=False)
+    ] = None,
+    images: Annotated[
+        Path | None,
+        typer.Option(help="Folder of their images.", metavar="DIR", show_default="that of FILE"),
+    ] = None,
+    save_dir: Annotated[
+        Path | None,
+        typer.Option(help="Folder for their matches.", metavar="OUT", show_default=False),
+    ] = None,
+    force: Annotated[
+        bool, typer.Option("--force", help="Match pairs again that are there.")
+    ] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show where mistakes arise.")] = False,
+) -> None:
+    with mistakes_on_one_line(debug=debug):
+        from quadtree_attention.cli.match import Request, run
+
+        all_read = run(
+            Request(
+                image0=image0,
+                image1=image1,
+                out=out,
+                save=save,
+                K0=camera0,
+                K1=camera1,
+                pairs=pairs,
+                images=images,
+                save_dir=save_dir,
+                force=force,
+                weights=weights,
+                size=size,
+                threshold=threshold,
+                max_matches=max_matches,
+                device=device,
+            ),
+            as_json=json,
+        )
+    if not all_read:
+        raise typer.Exit(1)
 
 
 @app.command(help=CLASSIFY_HELP)
@@ -310,3 +449,48 @@ def evaluate_classify(
             ),
             as_json=json,
         )
+
+
+@evaluate_app.command("match", help=EVALUATE_MATCH_HELP)
+def evaluate_match(
+    pairs: Annotated[Path, typer.Option(metavar="PAIRS", help="File of pairs with their truth.")],
+    predictions: Annotated[
+        Path, typer.Option(metavar="OUT", help="Folder of the matches, an .npz per pair.")
+    ],
+    images: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Folder of the images; homographies and turned images need it.",
+            show_default=False,
+        ),
+    ] = None,
+    pose_pixels: Annotated[
+        float, typer.Option(help="Threshold of the estimators of poses, in pixels.")
+    ] = 0.5,
+    epipolar: Annotated[
+        float,
+        typer.Option(
+            help="Matches are correct below this squared distance from epipolar lines, normalised; "
+            "outdoors 1e-4 is usual."
+        ),
+    ] = 5e-4,
+    side: Annotated[
+        int,
+        typer.Option(
+            help="Measure homographies at this shorter side of image 1, as LoFTR does; 0: at the "
+            "size it has."
+        ),
+    ] = 480,
+    out: Annotated[
+        Path | None, typer.Option(help="JSON to write, with every pair.", show_default=False)
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON, with every pair.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show where mistakes arise.")] = False,
+) -> None:
+    with mistakes_on_one_line(debug=debug):
+        from quadtree_attention.cli.evaluate_match import run
+        from quadtree_attention.tasks.match.evaluate import Settings
+
+        settings = Settings(pose_pixels=pose_pixels, epipolar=epipolar, side=side)
+        run(pairs, predictions, images=images, out=out, settings=settings, as_json=json)

@@ -92,3 +92,15 @@ def test_wrong_points():
 def test_unknown_estimator():
     with pytest.raises(OptionError, match="estimator must be poselib or opencv, got 'magsac'"):
         homography(np.zeros((5, 2)), np.zeros((5, 2)), estimator="magsac")
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_points_that_are_no_numbers_or_far_away(estimator):
+    points = np.random.default_rng(0).uniform(0, 480, (20, 2))
+    for value in (np.nan, np.inf):
+        other = points.copy()
+        other[3, 1] = value
+        with pytest.raises(OptionError, match="points must be finite"):
+            relative_pose(points, other, K0, K1, estimator=estimator)
+    other[3, 1] = 1e12
+    relative_pose(points, other, K0, K1, estimator=estimator)

@@ -2,7 +2,7 @@
 """Pairs of images of synthetic scenes, rendered on the device that trains."""
 
 from dataclasses import fields, replace
-from typing import Any
+from typing import Any, Literal
 
 import pytorch_lightning as pl
 import torch
@@ -38,6 +38,7 @@ class MatchData(pl.LightningDataModule):
     """Synthetic scenes seen by two cameras, and planes; nothing is read but textures.
 
     Args:
+        source: "synthetic".
         textures: Folder of photographs to cover surfaces with; None: procedural textures only.
         procedural: Procedural textures; as many as there are of photographs by default.
         height: Of the images.
@@ -56,6 +57,7 @@ class MatchData(pl.LightningDataModule):
 
     def __init__(
         self,
+        source: Literal["synthetic"] = "synthetic",
         textures: str | None = None,
         procedural: int | None = None,
         height: int = 480,

@@ -166,7 +166,8 @@ def _poselib_homography(points0: Array, points1: Array, threshold: float) -> Hom
 
 def _camera(K: Array, points: Array) -> dict[str, object]:
     """The camera for poselib, which wants the size of an image that a pinhole has no use for."""
-    width, height = np.ceil(np.maximum(points.max(axis=0), 2 * K[:2, 2])).astype(int).tolist()
+    size = np.maximum(points.max(axis=0), 2 * K[:2, 2]).clip(1, 2**31 - 1)
+    width, height = np.ceil(size).astype(int).tolist()
     parameters = [K[0, 0], K[1, 1], K[0, 2], K[1, 2]]
     return {"model": "PINHOLE", "width": width, "height": height, "params": parameters}
 
@@ -193,4 +194,6 @@ def check_points(points0: Array, points1: Array) -> tuple[Array, Array]:
             f"points must be (N, 2) and as many in both images, got {points0.shape} and "
             f"{points1.shape}; row i of one belongs to row i of the other"
         )
+    if not (np.isfinite(points0).all() and np.isfinite(points1).all()):
+        raise OptionError("points must be finite numbers, got others; leave out such matches")
     return points0, points1

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Training of a matcher."""
 
+import sys
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,13 @@ from quadtree_attention.tasks.match.data import grey
 from quadtree_attention.tasks.match.estimate import relative_pose
 from quadtree_attention.tasks.match.losses import coarse_loss, fine_loss
 from quadtree_attention.tasks.match.metrics import POSE_THRESHOLDS, auc, pose_error
-from quadtree_attention.tasks.match.supervision import View, true_matches, view_from_flow
+from quadtree_attention.tasks.match.posed import summary
+from quadtree_attention.tasks.match.supervision import (
+    View,
+    true_matches,
+    view_from_depth,
+    view_from_flow,
+)
 from quadtree_attention.tasks.training.loader import seed_from, set_seed
 from quadtree_attention.tasks.training.module import TaskModule
 
@@ -57,6 +64,8 @@ class MatchModule(TaskModule):
         self.kwargs = options or {}
         self.model: FeatureMatcher = matcher(model, **self.kwargs)
         self.errors: list[float] = []
+        self.skipped: dict[str, None] = {}  # unreadable files, in the order they were met
+        self.told = 0
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
         view0, view1 = views(batch)
@@ -72,6 +81,7 @@ class MatchModule(TaskModule):
         self.log_mean("train/loss", loss.detach(), count, prog_bar=True)
         self.log_mean("train/coarse", coarse.detach(), count)
         self.log_mean("train/fine", fine.detach(), count)
+        self.skipped |= dict.fromkeys(batch.get("skipped", ()))
         return loss
 
     def _fine_loss(
@@ -97,6 +107,15 @@ class MatchModule(TaskModule):
             self.log_mean("val/precision", right.float().mean() * 100, matches)
         self.log_mean("val/matches", float(matches) / pairs, pairs, prog_bar=True)
         self.errors += pose_errors(found, batch)
+        self.skipped |= dict.fromkeys(batch.get("skipped", ()))
+
+    def on_train_epoch_end(self) -> None:
+        if new := list(self.skipped)[self.told :]:
+            self.told = len(self.skipped)
+            print(
+                f"quadtree: replaced pairs for {self.told} unreadable files so far: {summary(new)}",
+                file=sys.stderr,
+            )
 
     def on_validation_epoch_end(self) -> None:
         errors = self._from_all_processes(self.errors)
@@ -117,11 +136,19 @@ class MatchModule(TaskModule):
 
 
 def images(batch: dict[str, Any]) -> dict[str, Tensor]:
-    """What the matcher sees of a batch."""
-    return {name: grey(batch[name]) for name in ("image0", "image1")}
+    """What the matcher sees of a batch: grey images, and masks where they are padded."""
+    masks = {name: batch[name] for name in ("mask0", "mask1") if name in batch}
+    return {name: grey(batch[name]) for name in ("image0", "image1")} | masks
 
 
 def views(batch: dict[str, Any]) -> tuple[View, View]:
+    """Where pixels go, from flow if it is known, else from depth and pose."""
+    if "flow0to1" not in batch:
+        depth0, depth1, K0, K1 = (batch[name] for name in ("depth0", "depth1", "K0", "K1"))
+        return (
+            view_from_depth(depth0, depth1, K0, K1, batch["T_0to1"]),
+            view_from_depth(depth1, depth0, K1, K0, batch["T_1to0"]),
+        )
     return (
         view_from_flow(batch["flow0to1"], batch["visible0"]),
         view_from_flow(batch["flow1to0"], batch["visible1"]),

@@ -16,18 +16,19 @@ Example:
     2
 """
 
+import io
 import os
 import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
 
-from quadtree_attention.errors import CheckpointError, OptionError
+from quadtree_attention.errors import CheckpointError, DataError, OptionError
 from quadtree_attention.images import ImageLike, to_image
 from quadtree_attention.models.convert import check_fit
 from quadtree_attention.models.matcher import FeatureMatcher, matcher
@@ -39,9 +40,14 @@ from quadtree_attention.tasks.match.estimate import (
     homography,
     relative_pose,
 )
+from quadtree_attention.tasks.match.files import write_whole
 from quadtree_attention.tasks.match.metrics import Array
 
 SIZE = 640  # pixels of the longer side that images are matched at
+LEAST = 0.25  # of that for the shorter side of long images, which else are nothing but borders
+MOST_PIXELS = 2  # of an image that is matched, over those of a square of that size
+WEIGHTS = Path(__file__).parents[2] / "weights"
+PRETRAINED = {"default": WEIGHTS / "matcher.safetensors"}
 
 
 @dataclass(frozen=True)
@@ -55,6 +61,7 @@ class Matches:
         confidence: (N,), from 0 to 1.
         seconds: What matching took, reading aside.
         images: The two images, upright.
+        sizes: (width, height) that they were matched at.
     """
 
     keypoints0: Array
@@ -62,6 +69,7 @@ class Matches:
     confidence: Array
     seconds: float = field(default=0.0, compare=False)
     images: tuple[Image.Image, Image.Image] | None = field(default=None, repr=False, compare=False)
+    sizes: tuple[tuple[int, int], tuple[int, int]] | None = field(default=None, compare=False)
 
     def __len__(self) -> int:
         return len(self.confidence)
@@ -87,33 +95,80 @@ class Matches:
         points = self.keypoints0, self.keypoints1
         return relative_pose(*points, K0, K1, estimator=estimator, **options)
 
+    def draw(
+        self,
+        path: str | os.PathLike[str] | None = None,
+        *,
+        images: tuple[ImageLike, ImageLike] | None = None,
+        max_lines: int | None = None,
+        title: str | None = None,
+    ) -> Image.Image:
+        """A picture of the matches, coloured by confidence; see `draw.draw`.
+
+        Args:
+            path: File to write as well, all or nothing; its suffix tells the format.
+            images: The two images, where the matches do not have them (as after `load`).
+            max_lines: Matches to show at most, spread evenly.
+            title: What to write above them; None counts them.
+        """
+        from quadtree_attention.tasks.match.draw import MAX_LINES, draw, save_picture
+
+        limit = MAX_LINES if max_lines is None else max_lines
+        picture = draw(self, images=images, max_lines=limit, title=title)
+        if path is not None:
+            save_picture(picture, path)
+        return picture
+
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes `keypoints0`, `keypoints1` and `confidence` as npz, all or nothing."""
-        target = Path(path)
-        unfinished = target.with_name(target.name + ".unfinished")
+        content = io.BytesIO()
+        np.savez(
+            content,
+            keypoints0=self.keypoints0,
+            keypoints1=self.keypoints1,
+            confidence=self.confidence,
+        )
+        write_whole(path, content.getvalue())
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Self:
+        """The matches of a file from `save`, or from anyone who writes the same three arrays.
+
+        Raises:
+            DataError: The file cannot be read, or does not hold matches.
+        """
         try:
-            with unfinished.open("wb") as file:
-                np.savez(
-                    file,
-                    keypoints0=self.keypoints0,
-                    keypoints1=self.keypoints1,
-                    confidence=self.confidence,
-                )
-            unfinished.replace(target)
-        except OSError as error:
-            unfinished.unlink(missing_ok=True)
-            raise OptionError(
-                f"{target} cannot be written: {error.strerror or error}; write elsewhere"
-            ) from error
+            with np.load(path, allow_pickle=False) as stored:
+                arrays = [stored[name] for name in ("keypoints0", "keypoints1", "confidence")]
+        except FileNotFoundError as error:
+            raise DataError(f"there is no file {str(path)!r}; check the path") from error
+        except KeyError as error:
+            raise DataError(f"{path} holds no matches: {error.args[0]}; match again") from error
+        except Exception as error:  # damaged files fail in every possible way
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            raise DataError(f"cannot read {path}: {reason}; match again") from error
+        points0, points1, confidence = arrays
+        count = confidence.size
+        numbers = all(array.dtype.kind in "fiu" for array in arrays)
+        shapes = points0.shape, points1.shape, confidence.shape
+        if not numbers or shapes != ((count, 2), (count, 2), (count,)):
+            raise DataError(
+                f"{path} must hold keypoints0 and keypoints1 (N, 2) and confidence (N,), got "
+                f"{', '.join(map(str, shapes))} of {', '.join(str(a.dtype) for a in arrays)}; "
+                "match again"
+            )
+        return cls(points0, points1, confidence)
 
 
 class Matcher:
     """Matches two images of any size and kind.
 
     Args:
-        path: Weights with their card, as `quadtree train match` writes them (`best.safetensors`).
+        path: Weights with their card, as `quadtree train match` (`best.safetensors`) and `quadtree
+            convert` write them; None takes those that come with the package.
         device: Where to run; None takes a GPU if there is one.
-        size: Pixels of the longer side that images are matched at; smaller images stay as they are.
+        size: Pixels of the longer side that images are matched at; smaller images stay as they are,
+            and very long ones keep more, so that their shorter side does not vanish.
         threshold: Least confidence of a match; None takes that of the model.
 
     Raises:
@@ -123,7 +178,7 @@ class Matcher:
 
     def __init__(
         self,
-        path: str | os.PathLike[str],
+        path: str | os.PathLike[str] | None = None,
         *,
         device: str | torch.device | None = None,
         size: int = SIZE,
@@ -134,11 +189,26 @@ class Matcher:
         if threshold is not None and not 0 <= threshold < 1:
             raise OptionError(f"threshold must be from 0 to below 1, got {threshold}; pass such")
         self.size = size
-        self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        self.card, model = load_matcher(path)
+        self.device = _device(device)
+        self.path = pretrained_path() if path is None else Path(path)
+        self.card, model = load_matcher(self.path)
         if threshold is not None:
             model.coarse_matching.threshold = threshold
         self.model = model.to(self.device).eval()
+
+    @classmethod
+    def from_pretrained(cls, name: str = "default", **options: Any) -> Self:
+        """A matcher with weights that come with the package; nothing is downloaded.
+
+        Args:
+            name: "default", the only one so far.
+            **options: Those of `Matcher`.
+
+        Raises:
+            OptionError: There are no weights of that name.
+            CheckpointError: They were not installed.
+        """
+        return cls(pretrained_path(name), **options)
 
     def __call__(self, image0: ImageLike, image1: ImageLike) -> Matches:
         """The matches of two images.
@@ -150,18 +220,52 @@ class Matcher:
 
         Raises:
             DataError: A file cannot be read as an image.
+            OptionError: There is too little memory.
         """
         images = (to_image(image0), to_image(image1))
         began = time.perf_counter()
-        small = [shrunk(image, self.size) for image in images]
-        data = {f"image{i}": _grey(image).to(self.device) for i, image in enumerate(small)}
-        with torch.inference_mode():
-            found = self.model(data)
+        small = (shrunk(images[0], self.size), shrunk(images[1], self.size))
+        found = self._found(*small)
         points0, points1 = (
             _to_original(found[f"keypoints{i}"], small[i].size, images[i].size) for i in range(2)
         )
         confidence = found["confidence"].float().cpu().numpy()
-        return Matches(points0, points1, confidence, time.perf_counter() - began, images)
+        seconds = time.perf_counter() - began
+        sizes = small[0].size, small[1].size
+        return Matches(points0, points1, confidence, seconds, images, sizes)
+
+    def _found(self, image0: Image.Image, image1: Image.Image) -> dict[str, Tensor]:
+        data = {"image0": _grey(image0).to(self.device), "image1": _grey(image1).to(self.device)}
+        try:
+            with torch.inference_mode():
+                return self.model(data)
+        except torch.OutOfMemoryError as error:
+            raise OptionError(
+                f"images of {image0.size} and {image1.size} pixels do not fit into the memory of "
+                f"{self.device}; pass a smaller size, or another device"
+            ) from error
+
+
+def pretrained_path(name: str = "default") -> Path:
+    """Where weights lie that come with the package.
+
+    Raises:
+        OptionError: There are no weights of that name.
+        CheckpointError: They were not installed.
+    """
+    if name not in PRETRAINED:
+        raise OptionError(
+            f"pretrained matchers are {', '.join(PRETRAINED)}, got {name!r}; take one of them, or "
+            "pass the path of other weights to Matcher"
+        )
+    path = PRETRAINED[name]
+    if not path.is_file():
+        raise CheckpointError(
+            f"the weights of the {name} matcher are not installed: there is no file "
+            f"{path.name} in the folder {WEIGHTS.name} of the package; install "
+            "quadtree-attention again, or pass other weights (--weights FILE, Matcher(path))"
+        )
+    return path
 
 
 def load_matcher(path: str | os.PathLike[str]) -> tuple[dict[str, Any], FeatureMatcher]:
@@ -175,17 +279,40 @@ def load_matcher(path: str | os.PathLike[str]) -> tuple[dict[str, Any], FeatureM
         for name, tensor in read_checkpoint(path).items()
     }
     check_fit(model, tensors)
+    if broken := [name for name, tensor in tensors.items() if not tensor.isfinite().all()]:
+        raise CheckpointError(
+            f"{path} holds numbers that are not finite, in {', '.join(broken[:3])}; training "
+            "diverged, or they did not fit into half precision; take other weights"
+        )
     model.load_state_dict(tensors)
     return card, model
 
 
 def shrunk(image: Image.Image, size: int) -> Image.Image:
-    """The image with a longer side of `size` pixels, unless it is smaller."""
-    longer = max(image.size)
-    if longer <= size:
+    """The image with a longer side of `size` pixels, unless it is smaller.
+
+    Of an image that is more than four times as long as wide the shorter side gets `LEAST` * size
+    pixels, as far as the image then has no more than `MOST_PIXELS` * size * size.
+    """
+    longer, shorter = max(image.size), min(image.size)
+    scale = max(size / longer, LEAST * size / shorter)
+    scale = min(scale, (MOST_PIXELS * size * size / (longer * shorter)) ** 0.5)
+    if longer <= size or scale >= 1:
         return image
-    width, height = (max(1, round(side * size / longer)) for side in image.size)
+    width, height = (max(1, round(side * scale)) for side in image.size)
     return image.resize((width, height), Image.Resampling.BICUBIC, reducing_gap=3.0)
+
+
+def _device(device: str | torch.device | None) -> torch.device:
+    try:
+        chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        torch.zeros(1, device=chosen).cpu()
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise OptionError(
+            f"there is no device {str(device)!r} here: {str(error).splitlines()[0]}; pass cpu, or "
+            "leave it out"
+        ) from error
+    return chosen
 
 
 def _grey(image: Image.Image) -> Tensor:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from quadtree_attention.data.cameras import project, rotate, unproject
 from quadtree_attention.models.parts.coarse_matching import CoarseMatches
 
 DEPTH_TOLERANCE = 0.2  # share by which depths may differ and still be of one surface
@@ -52,22 +53,12 @@ def view_from_depth(depth: Tensor, other: Tensor, K: Tensor, other_K: Tensor, T:
         other_K: Camera of the other view.
         T: Motion (B, 4, 4) from this camera to the other.
     """
-    _, height, width = depth.shape
-    zero = torch.zeros(len(depth), height, width, 2, dtype=depth.dtype, device=depth.device)
-    pixels = view_from_flow(zero, depth > 0).target  # (B, H, W, 2)
-    rays = torch.cat([pixels, torch.ones_like(pixels[..., :1])], dim=-1) @ inverse_of(K)
-    points = (rays * depth[..., None]) @ T[:, None, :3, :3].mT + T[:, None, None, :3, 3]
-    ahead = points[..., 2] > 1e-6
-    projected = points @ other_K[:, None].mT.to(points.dtype)
-    target = projected[..., :2] / projected[..., 2:].clamp(min=1e-6)
-    found = depth_at(other, target)
+    # No matrix products: a training step runs in bfloat16, which would move points by pixels
+    points = rotate(T[:, :3, :3], unproject(depth, K)) + T[:, None, None, :3, 3]
+    target = project(points, other_K)
+    found = depth_at(other, target)  # 0 where the point is behind the camera
     agrees = (found > 0) & ((found - points[..., 2]).abs() < DEPTH_TOLERANCE * found)
-    return View(target, (depth > 0) & ahead & agrees)
-
-
-def inverse_of(K: Tensor) -> Tensor:
-    """What pixels in rows are multiplied by to become rays: (B, 1, 3, 3)."""
-    return torch.linalg.inv(K)[:, None].mT
+    return View(target, (depth > 0) & agrees)
 
 
 def depth_at(depth: Tensor, points: Tensor) -> Tensor:

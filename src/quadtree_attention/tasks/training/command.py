@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Training from a recipe: what stands behind `quadtree train`."""
 
+import argparse
 import difflib
 import importlib
 import logging
 import re
 import warnings
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,6 +22,7 @@ from quadtree_attention.models.weights import save_weights
 
 try:
     import pytorch_lightning as pl
+    import yaml  # type: ignore[import-untyped]  # comes with jsonargparse
     from jsonargparse import ArgumentError, Namespace
     from lightning_fabric.utilities.exceptions import MisconfigurationException
     from pytorch_lightning.callbacks import Callback, ModelCheckpoint
@@ -41,8 +44,16 @@ from quadtree_attention.tasks.training.checkpoints import (
 from quadtree_attention.tasks.training.module import TaskModule
 
 TASKS = {
-    "classify": ("ClassifyModule", "ClassifyData"),
-    "match": ("MatchModule", "MatchData"),
+    "classify": "ClassifyModule",
+    "match": "MatchModule",
+}
+DATA: dict[str, str | dict[str, str]] = {  # by data.source where that decides, the default first
+    "classify": "data.ClassifyData",
+    "match": {
+        "synthetic": "data.MatchData",
+        "scannet": "scannet.ScanNetData",
+        "megadepth": "megadepth.MegaDepthData",
+    },
 }
 LATEST = "latest"  # --resume without a path
 _UNKNOWN = (  # the ways in which the parser speaks of a name it does not know
@@ -130,13 +141,7 @@ def train(task: str, args: list[str]) -> None:
     if task not in TASKS:
         raise OptionError(f"the task must be one of {', '.join(TASKS)}, got {task!r}; take one")
     _quiet()
-    module_name, data_name = TASKS[task]
-    package = f"quadtree_attention.tasks.{task}"
-    cli = _parse(
-        getattr(importlib.import_module(f"{package}.module"), module_name),
-        getattr(importlib.import_module(f"{package}.data"), data_name),
-        args,
-    )
+    cli = _parse(_named(task, f"module.{TASKS[task]}"), _data_class(task, args), args)
     folder = run_dir(cli.config)
     checkpoint = _checkpoint(cli.config.resume, folder)
     if checkpoint:  # looked at before any work
@@ -144,6 +149,52 @@ def train(task: str, args: list[str]) -> None:
     cli.trainer.fit(cli.model, datamodule=cli.datamodule, ckpt_path=checkpoint)
     if cli.trainer.is_global_zero and cli.trainer.state.finished:
         _finish(cli.trainer, cli.model, folder, command=["quadtree", "train", task, *args])
+
+
+def _named(task: str, name: str) -> Any:
+    """A class of a task by `file.Class`."""
+    file, kind = name.split(".")
+    return getattr(importlib.import_module(f"quadtree_attention.tasks.{task}.{file}"), kind)
+
+
+def _data_class(task: str, args: list[str]) -> Any:
+    """The data of a task: of some, the recipe says which, and has the options of that class."""
+    choices = DATA[task]
+    if isinstance(choices, str):
+        return _named(task, choices)
+    source = _source(args) or next(iter(choices))
+    if source not in choices:
+        close = difflib.get_close_matches(str(source), choices, n=1)
+        hint = f"did you mean {close[0]}?" if close else "take one of them"
+        raise OptionError(f"data.source must be {', '.join(choices)}, got {source!r}; {hint}")
+    return _named(task, choices[source])
+
+
+def _source(args: list[str]) -> str | None:
+    """`data.source` of the options and recipes, of which later ones win; None if it is nowhere.
+
+    What cannot be read is left to the parser to speak of.
+    """
+    given: list[tuple[str, str]] = []
+
+    class Collect(argparse.Action):
+        def __call__(self, parser: Any, namespace: Any, values: Any, option: Any = None) -> None:
+            given.append((option, values))
+
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("-c", "--config", "--data.source", action=Collect)
+    with suppress(argparse.ArgumentError):
+        parser.parse_known_args(args)
+    found = None
+    for option, value in given:
+        if option == "--data.source":
+            found = value
+            continue
+        with suppress(OSError, ValueError, yaml.YAMLError):
+            recipe = yaml.safe_load(Path(value).read_text())
+            data = recipe.get("data") if isinstance(recipe, dict) else None
+            found = str(data["source"]) if isinstance(data, dict) and "source" in data else found
+    return found
 
 
 def run_dir(config: Namespace) -> Path:

@@ -1,0 +1,219 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pairs of photographs of MegaDepth, by the indices that LoFTR was trained with.
+
+What a folder must hold::
+
+    <root>/index/                               or megadepth_indices/
+        scene_info_0.1_0.7/<scene>.npz          training, see below
+        scene_info_val_1500/<scene>.npz         validation, unless val_scenes is given
+        trainvaltest_list/{train,val}_list.txt  the scenes to use, one a line; without it, all
+    <root>/train/, or <root> itself             what the paths in the index are relative to
+        Undistorted_SfM/...jpg                  photographs, undistorted by D2-Net
+        phoenix/...h5                           depth maps of MegaDepth, under the key "depth"
+
+An npz file has `image_paths` and `depth_paths` (N,), `intrinsics` (N, 3, 3), `poses` (N, 4, 4) from
+the world to the cameras, and `pair_infos`: of every pair ((i, j), overlap, ...). These are arrays
+of objects, which `npz.py` reads without running code. Photographs that are not used have None.
+"""
+
+import importlib
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from quadtree_attention.errors import DataError, MissingDependencyError, OptionError
+from quadtree_attention.images import to_image
+from quadtree_attention.models.matcher import COARSE_STRIDE
+from quadtree_attention.tasks.match.npz import read_npz, strings
+from quadtree_attention.tasks.match.posed import (
+    Array,
+    Batch,
+    PosedData,
+    folder_of,
+    geometry,
+    resized_camera,
+    resized_depth,
+    resized_image,
+    scene_files,
+)
+
+KEYS = ("image_paths", "depth_paths", "intrinsics", "poses", "pair_infos")
+
+
+class MegaDepthData(PosedData):
+    """Pairs of photographs of MegaDepth, in the layout of LoFTR's indices.
+
+    Args:
+        source: "megadepth".
+        root: Folder with `index` and `train`.
+        size: Longer side of what the model sees; the shorter is padded to it, and a mask tells.
+        batch_size: Pairs of a batch on one process.
+        pairs_per_scene: Pairs drawn from each scene in an epoch.
+        min_overlap: Training pairs have a larger overlap.
+        val_pairs: Most pairs to validate on, evenly spread over those there are.
+        val_scenes: Training scenes, the last ones, to validate on; 0: the official pairs.
+        workers: Processes that read files; None: one per core, 8 at most; 0: no other process.
+        strict: Fail at the first unreadable file instead of counting and replacing its pair.
+        seed: Decides which pairs, and their order.
+    """
+
+    title = "MegaDepth"
+
+    def __init__(
+        self,
+        source: Literal["megadepth"] = "megadepth",
+        root: str | None = None,
+        size: int = 840,
+        batch_size: int = 1,
+        pairs_per_scene: int = 100,
+        min_overlap: float = 0.0,
+        val_pairs: int = 1500,
+        val_scenes: int = 0,
+        workers: int | None = None,
+        strict: bool = False,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(
+            root=root,
+            batch_size=batch_size,
+            pairs_per_scene=pairs_per_scene,
+            val_pairs=val_pairs,
+            val_scenes=val_scenes,
+            min_overlap=min_overlap,
+            workers=workers,
+            strict=strict,
+            seed=seed,
+        )
+        if size < COARSE_STRIDE or size % COARSE_STRIDE:
+            raise OptionError(
+                f"size must be a multiple of {COARSE_STRIDE}, got {size}; pass such, as 840"
+            )
+        self.size = size
+
+    def training_scenes(self) -> list["MegaDepthScene"]:
+        return self._read_scenes("scene_info_0.1_0.7", "train_list.txt", self.min_overlap)
+
+    def official_scenes(self) -> list["MegaDepthScene"]:
+        try:
+            return self._read_scenes("scene_info_val_1500", "val_list.txt", None)
+        except DataError as error:
+            raise DataError(
+                f"{error}, or pass --data.val_scenes to hold out training ones"
+            ) from None
+
+    def _read_scenes(
+        self, folder: str, listed: str, min_overlap: float | None
+    ) -> list["MegaDepthScene"]:
+        index = folder_of(self.root, ("index", "megadepth_indices"), "LoFTR's indices of MegaDepth")
+        files = scene_files(index / folder, index / "trainvaltest_list" / listed)
+        import_h5py()
+        photographs = self.root / "train" if (self.root / "train").is_dir() else self.root
+        return [MegaDepthScene(file, photographs, self.size, min_overlap) for file in files]
+
+
+class MegaDepthScene:
+    """Pairs of photographs of one index file.
+
+    Args:
+        path: The npz file.
+        root: What paths in it are relative to.
+        size: Side to give out.
+        min_overlap: Pairs have a larger overlap; None: all are used.
+    """
+
+    def __init__(self, path: Path, root: Path, size: int, min_overlap: float | None) -> None:
+        arrays = read_npz(path, KEYS)
+        self.path = path
+        self.root = root
+        self.size = size
+        self.images = strings(arrays["image_paths"])
+        self.depths = strings(arrays["depth_paths"])
+        self.intrinsics = arrays["intrinsics"]
+        self.poses = arrays["poses"]
+        self.pairs = _pairs(arrays["pair_infos"], min_overlap, path)
+        counts = {len(a) for a in (self.images, self.depths, self.intrinsics, self.poses)}
+        if len(counts) > 1 or (len(self.pairs) and not 0 <= self.pairs.max() < max(counts)):
+            raise DataError(f"arrays and pairs of {path} do not fit together; get the file again")
+
+    def __len__(self) -> int:
+        return len(self.pairs)
+
+    def read(self, index: int) -> Batch:
+        batch: Batch = {}
+        cameras, poses = [], []
+        for i, photograph in enumerate(self.pairs[index].tolist()):
+            view, K = self._view(photograph)
+            batch |= {f"{name}{i}": value for name, value in view.items()}
+            cameras.append(K)
+            poses.append(np.asarray(self.poses[photograph], float))
+        return batch | geometry(cameras, poses, f"{self.pairs[index]} in {self.path}")
+
+    def _view(self, photograph: int) -> tuple[Batch, Array]:
+        """Image, depth and mask of a photograph, padded to a square, and its camera."""
+        image_path, depth_path = self.images[photograph], self.depths[photograph]
+        K = self.intrinsics[photograph]
+        if image_path is None or depth_path is None or np.shape(K) != (3, 3):
+            raise DataError(f"{self.path} has no path or no 3x3 camera of photograph {photograph}")
+        image = to_image(self.root / image_path)
+        depth = read_depth(self.root / depth_path)
+        width, height = fitted(image.size, self.size)
+        pad = (0, self.size - width, 0, self.size - height)
+        view = {
+            "image": F.pad(resized_image(image, width, height), pad),
+            "depth": F.pad(resized_depth(depth, width, height), pad),
+            "mask": F.pad(torch.ones(height, width, dtype=torch.bool), pad),
+        }
+        return view, resized_camera(np.asarray(K, float), image.size, (width, height))
+
+
+def fitted(old: tuple[int, int], size: int) -> tuple[int, int]:
+    """(width, height) with the longer side `size`, both multiples of a coarse cell."""
+    longer = max(old)
+    width, height = (
+        max(COARSE_STRIDE, round(side * size / longer) // COARSE_STRIDE * COARSE_STRIDE)
+        for side in old
+    )
+    return width, height
+
+
+def read_depth(path: Path) -> Array:
+    """Depth (H, W), 0 where it is not known."""
+    h5py = import_h5py()
+    try:
+        with h5py.File(path, "r") as file:
+            depth: Array = np.asarray(file["depth"], np.float32)
+    except Exception as error:  # damaged files fail in every possible way
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise DataError(f"cannot read the depth {path}: {reason}") from error
+    if depth.ndim != 2 or depth.size == 0:
+        raise DataError(f"the depth {path} must be (H, W), got {depth.shape}")
+    return depth
+
+
+def import_h5py() -> Any:
+    try:
+        return importlib.import_module("h5py")
+    except ModuleNotFoundError as error:
+        raise MissingDependencyError(
+            f"the depth maps of MegaDepth need h5py, got {error}; "
+            "pip install 'quadtree-attention[train]'"
+        ) from error
+
+
+def _pairs(infos: Array, min_overlap: float | None, path: Path) -> Array:
+    """(N, 2) numbers of photographs."""
+    try:
+        kept = [
+            (int(i), int(j))
+            for (i, j), overlap, *_ in infos
+            if min_overlap is None or float(overlap) > min_overlap
+        ]
+    except (TypeError, ValueError) as error:
+        raise DataError(
+            f"pair_infos of {path} must be ((i, j), overlap, ...) each, got {error}; "
+            "get the file again"
+        ) from error
+    return np.array(kept, np.int64).reshape(-1, 2)

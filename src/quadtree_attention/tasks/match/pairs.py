@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files that list pairs of images, one pair to a line, as SuperGlue's do.
+
+The number of words in a line tells what it holds:
+
+    2   image0 image1
+    4   image0 image1 rotation0 rotation1
+    11  image0 image1 and 9 numbers of a homography, pixels of image 0 to those of image 1
+    22  image0 image1 rotation0 rotation1, 9 numbers of K0 and 9 of K1
+    38  as 22, and 16 numbers of the motion from camera 0 to camera 1
+
+Matrices are written row by row. A rotation is the number of quarter turns counter-clockwise that
+make the image upright. Blank lines and lines that begin with # are skipped. The homography is our
+own addition, for the sets of images of planes.
+
+Example:
+    >>> import tempfile
+    >>> path = Path(tempfile.mkdtemp()) / "pairs.txt"
+    >>> _ = path.write_text("desk/1.jpg desk/2.jpg 0 1")
+    >>> (pair,) = read_pairs(path)
+    >>> pair.name, pair.rotation1
+    ('1__2', 1)
+"""
+
+import os
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path, PurePath
+
+import numpy as np
+
+from quadtree_attention.errors import DataError
+from quadtree_attention.tasks.match.metrics import Array
+
+ROTATIONS = ("0", "1", "2", "3")
+WORDS = (
+    "2 (image0 image1), 4 (and rotation0 rotation1), 11 (image0 image1 and a homography), 22 "
+    "(image0 image1 rotation0 rotation1 K0 K1) or 38 (and T_0to1)"
+)
+ROUNDING = 1e-2  # how far a written rotation may be from one
+
+
+@dataclass(frozen=True, eq=False)
+class PairLine:
+    """One line of a file of pairs; None is what it does not say.
+
+    Attributes:
+        line: Its number, from 1.
+        image0: Path of image 0, from the folder of the images.
+        image1: Path of image 1.
+        rotation0: Quarter turns counter-clockwise that make image 0 upright, 0 to 3.
+        rotation1: Likewise of image 1.
+        K0: Camera (3, 3) of image 0, as it was taken (not turned).
+        K1: Camera of image 1.
+        T_0to1: True motion (4, 4) from camera 0 to camera 1, as they were held (not turned).
+        H_0to1: True homography (3, 3) from pixels of image 0 to those of image 1.
+        name: What to call files about the pair, `<stem0>__<stem1>`; see `read_pairs`.
+    """
+
+    line: int
+    image0: str
+    image1: str
+    rotation0: int = 0
+    rotation1: int = 0
+    K0: Array | None = None
+    K1: Array | None = None
+    T_0to1: Array | None = None
+    H_0to1: Array | None = None
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.name:
+            stems = (PurePath(image).stem for image in (self.image0, self.image1))
+            object.__setattr__(self, "name", "__".join(stems))
+
+
+def read_pairs(path: str | os.PathLike[str]) -> list[PairLine]:
+    """The pairs that a file lists.
+
+    A pair is called `<stem0>__<stem1>`. Where that would be the name of two different pairs, both
+    are named by their whole paths, with "-" for "/" (`desk-1__desk-2`), and if these are the same,
+    too, by their paths and line (`desk-1__desk-2-17`). Lines with the same images, turned alike,
+    have one name: their matches are the same.
+
+    Raises:
+        DataError: The file cannot be read or lists nothing, or a line is wrong.
+    """
+    path = Path(path)
+    lines = _read(path).splitlines()
+    pairs = [
+        _parse(path, number, words)
+        for number, line in enumerate(lines, start=1)
+        if (words := line.split()) and not words[0].startswith("#")
+    ]
+    if not pairs:
+        raise DataError(f"{path} lists no pairs; write one to a line: image0 image1")
+    return _with_unique_names(pairs)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"cannot read {path}: it is no text in UTF-8 ({error.reason}); pass a file of pairs"
+        ) from error
+    except (OSError, ValueError) as error:  # ValueError: a zero byte in the path
+        reason = getattr(error, "strerror", None) or error
+        raise DataError(f"cannot read {path}: {reason}; check the path") from error
+
+
+def _parse(path: Path, number: int, words: Sequence[str]) -> PairLine:
+    where = f"{path}, line {number}"
+    if len(words) not in (2, 4, 11, 22, 38):
+        raise DataError(
+            f"{where}: a line must have {WORDS} words, got {len(words)}; paths must not have spaces"
+        )
+    image0, image1, *rest = words
+    if len(words) == 11:
+        homography = _matrix(where, "the homography", rest, 3)
+        if not np.linalg.cond(homography) < 1e12:
+            raise DataError(f"{where}: the homography has no inverse, got {' '.join(rest)}; fix it")
+        return PairLine(number, image0, image1, H_0to1=homography)
+    rotation0, rotation1 = (_rotation(where, i, word) for i, word in enumerate(rest[:2] or "00"))
+    cameras = rest[2:]
+    return PairLine(
+        number,
+        image0,
+        image1,
+        rotation0,
+        rotation1,
+        K0=_camera(where, "K0", cameras[:9]) if cameras else None,
+        K1=_camera(where, "K1", cameras[9:18]) if cameras else None,
+        T_0to1=_motion(where, cameras[18:]) if cameras[18:] else None,
+    )
+
+
+def _rotation(where: str, i: int, word: str) -> int:
+    if word not in ROTATIONS:
+        raise DataError(
+            f"{where}: rotation{i} must be 0, 1, 2 or 3 quarter turns, got {word!r}; write 0 for "
+            "an image that is upright"
+        )
+    return int(word)
+
+
+def _matrix(where: str, what: str, words: Sequence[str], side: int) -> Array:
+    values = []
+    for word in words:
+        try:
+            values.append(float(word))
+        except ValueError as error:
+            raise DataError(
+                f"{where}: {what} must be {side * side} numbers, got {word!r}; fix the line"
+            ) from error
+    matrix = np.array(values).reshape(side, side)
+    if not np.isfinite(matrix).all():
+        raise DataError(f"{where}: {what} must be finite, got {' '.join(words)}; fix the line")
+    return matrix
+
+
+def _camera(where: str, what: str, words: Sequence[str]) -> Array:
+    matrix = _matrix(where, what, words, 3)
+    if matrix[0, 0] <= 0 or matrix[1, 1] <= 0 or matrix[2].tolist() != [0, 0, 1]:
+        raise DataError(
+            f"{where}: {what} must be fx 0 cx 0 fy cy 0 0 1 with fx and fy above 0, got "
+            f"{' '.join(words)}; fix the line"
+        )
+    return matrix
+
+
+def _motion(where: str, words: Sequence[str]) -> Array:
+    matrix = _matrix(where, "T_0to1", words, 4)
+    turn = matrix[:3, :3]
+    rigid = np.abs(turn @ turn.T - np.eye(3)).max() < ROUNDING and np.linalg.det(turn) > 0
+    if not rigid or matrix[3].tolist() != [0, 0, 0, 1]:
+        raise DataError(
+            f"{where}: T_0to1 must be a rotation and a translation over 0 0 0 1, got "
+            f"{' '.join(words)}; fix the line"
+        )
+    return matrix
+
+
+def _with_unique_names(pairs: list[PairLine]) -> list[PairLine]:
+    shared = _shared(pairs)
+    pairs = [replace(p, name=_by_paths(p)) if p.name in shared else p for p in pairs]
+    shared = _shared(pairs)
+    first: dict[tuple[str, str, int, int], int] = {}  # the line that names its repetitions
+    for p in pairs:
+        first.setdefault(_matched(p), p.line)
+    return [
+        replace(p, name=f"{_by_paths(p)}-{first[_matched(p)]}") if p.name in shared else p
+        for p in pairs
+    ]
+
+
+def _shared(pairs: Iterable[PairLine]) -> set[str]:
+    """Names that different pairs have."""
+    owners = Counter(name for name, _ in {(p.name, _matched(p)) for p in pairs})
+    return {name for name, count in owners.items() if count > 1}
+
+
+def _matched(pair: PairLine) -> tuple[str, str, int, int]:
+    """What the matches of a pair depend on."""
+    return pair.image0, pair.image1, pair.rotation0, pair.rotation1
+
+
+def _by_paths(pair: PairLine) -> str:
+    paths = (PurePath(image) for image in (pair.image0, pair.image1))
+    return "__".join("-".join([*p.parent.relative_to(p.anchor).parts, p.stem]) for p in paths)

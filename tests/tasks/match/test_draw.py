@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pictures of matches: where lines go, what they look like, and which are shown."""
+
+import numpy as np
+import pytest
+from PIL import Image
+
+pytest.importorskip("poselib", reason="estimators need the extra 'models'")
+
+from quadtree_attention.errors import OptionError
+from quadtree_attention.tasks.match.draw import (
+    BACKGROUND,
+    COLOURS,
+    HEADER,
+    MAX_LINES,
+    colours,
+    draw,
+    lay_out,
+    spread,
+)
+from quadtree_attention.tasks.match.predictor import Matches
+
+
+def grey(width: int, height: int) -> Image.Image:
+    return Image.new("RGB", (width, height), (90, 90, 90))
+
+
+def some(count: int, *, images=None, seconds: float = 0.0) -> Matches:
+    generator = np.random.default_rng(0)
+    points = generator.uniform(0, (319, 199), (count, 2))
+    return Matches(points, points[::-1].copy(), generator.uniform(0, 1, count), seconds, images)
+
+
+def near(pixel: tuple[int, ...], expected: np.ndarray) -> bool:
+    return bool(np.abs(np.asarray(pixel, int) - expected).max() < 12)
+
+
+def test_ends_and_line_of_a_match():
+    points0, points1 = np.array([[100.0, 150.0]]), np.array([[20.0, 30.0]])
+    images = grey(400, 300), grey(200, 400)
+    for confidence, tone in ((0.0, COLOURS[0]), (1.0, COLOURS[-1])):
+        picture = draw(Matches(points0, points1, np.array([confidence]), 1.0, images))
+        # 800x600 and 400x800 pixels are shown, the first in the middle of the height
+        ends = np.array([[201, 301 + HEADER + 100], [806 + 41, 61 + HEADER]])
+        for x, y in ends:
+            assert near(picture.getpixel((int(x), int(y))), tone)
+        x, y = ends.mean(axis=0).astype(int)
+        around = np.asarray(picture)[y - 2 : y + 3, x].astype(int)
+        untouched = np.asarray(picture)[HEADER + 790, 900].astype(int)
+        assert np.abs(around - untouched).max() > 20 and np.ptp(untouched) < 5
+
+
+def test_wide_images_are_below_each_other():
+    first, second = lay_out((2000, 200), (1000, 100))
+    assert (first.x, first.y, first.width, first.height) == (0, HEADER, 1600, 160)
+    assert (second.width, second.height) == (1600, 160) and second.y > HEADER + 160
+    first, second = lay_out((640, 480), (480, 640))
+    assert (first.width, first.height, second.width, second.height) == (800, 600, 600, 800)
+    assert second.x > 800 and first.y - second.y == 100
+
+
+@pytest.mark.parametrize("sizes", [((1, 1), (1, 1)), ((20_000, 3), (3, 20_000)), ((5, 9), (7, 7))])
+def test_extreme_sizes_give_a_picture_with_room_for_words(sizes):
+    images = Image.new("RGB", sizes[0]), Image.new("RGB", sizes[1])
+    picture = draw(some(0, images=images))
+    assert 640 <= picture.width <= 1610 and HEADER < picture.height <= 1000
+
+
+def test_spread_is_even_and_takes_good_and_bad():
+    generator = np.random.default_rng(0)
+    crowd = generator.uniform((0, 0), (100, 100), (5000, 2))
+    others = generator.uniform((0, 0), (800, 600), (500, 2))
+    points, confidence = np.concatenate([crowd, others]), generator.uniform(0.2, 1, 5500)
+    shown = spread(points, confidence, (800, 600), 100)
+    assert len(set(shown.tolist())) == 100
+    in_the_crowd = (points[shown] < 100).all(axis=1).sum()
+    assert in_the_crowd < 10  # of the matches it is 91 %, of the image 2 %
+    assert abs(confidence[shown].mean() - 0.6) < 0.1
+    assert (np.diff(confidence[shown]) >= 0).all()  # the best are drawn last, on top
+    assert np.array_equal(shown, spread(points, confidence, (800, 600), 100))
+    assert sorted(spread(points[:80], confidence[:80], (800, 600), 100)) == list(range(80))
+    assert len(spread(points, confidence, (800, 600), 0)) == 0
+
+
+def test_colours_grow_lighter():
+    tones = np.array(colours(np.linspace(-0.1, 1.1, 50))) @ [0.299, 0.587, 0.114]
+    assert (np.diff(tones) >= -1).all() and tones[-1] - tones[0] > 100
+
+
+def test_the_bar_tells_of_the_matches():
+    images = grey(320, 200), grey(320, 200)
+
+    def bar(matches: Matches, **options: object) -> bytes:
+        return draw(matches, **options).crop((0, 0, 700, HEADER)).tobytes()
+
+    bars = {
+        bar(some(0, images=images)),
+        bar(some(1, images=images)),
+        bar(some(50, images=images)),
+        bar(some(50, images=images, seconds=2.0)),
+        bar(some(50, images=images), max_lines=20),
+        bar(some(50, images=images), title="a.jpg, b.jpg"),
+    }
+    assert len(bars) == 6 and draw(some(0, images=images)).getpixel((2, 2)) == BACKGROUND
+
+
+def test_draw_and_save(tmp_path):
+    images = grey(320, 200), grey(320, 200)
+    matches = some(3 * MAX_LINES, images=images)
+    picture = matches.draw(tmp_path / "m.png", max_lines=20)
+    with Image.open(tmp_path / "m.png") as stored:
+        assert stored.format == "PNG" and stored.tobytes() == picture.tobytes()
+    matches.draw(tmp_path / "m.JPG")
+    with Image.open(tmp_path / "m.JPG") as stored:
+        assert stored.format == "JPEG" and stored.size == picture.size
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["m.JPG", "m.png"]
+    with pytest.raises(OptionError, match=r"pictures are written as .png, .jpg, .*, got '.*m.txt'"):
+        matches.draw(tmp_path / "m.txt")
+    (tmp_path / "folder.png").mkdir()
+    with pytest.raises(OptionError, match="cannot be written: Is a directory"):
+        matches.draw(tmp_path / "folder.png")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["folder.png", "m.JPG", "m.png"]
+
+
+def test_images_can_be_handed_in():
+    arrays = np.full((200, 320), 90, np.uint8), np.full((200, 320, 3), 90, np.uint8)
+    with pytest.raises(OptionError, match="these matches have no images; pass images="):
+        some(5).draw()
+    expected = some(5, images=(grey(320, 200), grey(320, 200))).draw()
+    assert some(5).draw(images=arrays).tobytes() == expected.tobytes()
+    with pytest.raises(OptionError, match="max_lines must be at least 0, got -1"):
+        some(5).draw(images=arrays, max_lines=-1)

@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Recipes of the matcher: what they choose, what they share, and what they say without data."""
+
+import sys
+
+import numpy as np
+import pytest
+import torch
+import yaml
+
+pytest.importorskip("pytorch_lightning", reason="training needs the extra 'train'")
+pytest.importorskip("poselib", reason="estimators need the extra 'models'")
+
+from quadtree_attention.errors import DataError, MissingDependencyError, OptionError
+from quadtree_attention.models.matcher import matcher
+from quadtree_attention.models.parts.context_attention import (
+    FullAttention,
+    LinearAttention,
+    PooledAttention,
+)
+from quadtree_attention.nn import QuadtreeAttention
+from quadtree_attention.tasks.match.megadepth import MegaDepthData
+from quadtree_attention.tasks.training.command import train
+from tests.conftest import ROOT
+
+FOLDER = ROOT / "recipes" / "match"
+LITE = {  # attention, and what is particular about it
+    "linear": (LinearAttention, {}),
+    "full": (FullAttention, {}),
+    "spatial-reduction": (PooledAttention, {"pool_size": 8}),
+    "quadtree-a": (QuadtreeAttention, {"variant": "A", "topk": (8, 8)}),
+    "quadtree-b": (QuadtreeAttention, {"variant": "B", "topk": (8, 8)}),
+    "quadtree-b-k1": (QuadtreeAttention, {"variant": "B", "topk": (1, 1)}),
+    "quadtree-b-k4": (QuadtreeAttention, {"variant": "B", "topk": (4, 4)}),
+}
+POSED = ("scannet-quadtree-b", "megadepth-quadtree-b")
+
+
+def load(name):
+    return yaml.safe_load((FOLDER / f"{name}.yaml").read_text())
+
+
+def attentions(name):
+    settings = load(name)["model"]
+    with torch.device("meta"):
+        model = matcher(settings["model"], **settings["options"])
+    return [layer.attn for layer in model.coarse_transformer.layers]
+
+
+def refused(*args):
+    with pytest.raises((OptionError, DataError)) as caught:
+        train("match", list(args))
+    return str(caught.value)
+
+
+def config(name):
+    return "--config", str(FOLDER / f"{name}.yaml")
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def test_lite_recipes_differ_in_the_attention_only():
+    assert {path.stem.removeprefix("loftr-lite-") for path in FOLDER.glob("loftr-lite-*")} == set(
+        LITE
+    )
+    recipes = [load(f"loftr-lite-{name}") for name in LITE]
+    assert len({str(recipe["model"].pop("options")) for recipe in recipes}) == len(LITE)
+    assert all(recipe == recipes[0] for recipe in recipes)
+
+
+@pytest.mark.parametrize("name", LITE)
+def test_lite_recipe_has_the_attention_of_its_name(name):
+    kind, particulars = LITE[name]
+    found = attentions(f"loftr-lite-{name}")
+    assert len(found) == 8 and all(type(attention) is kind for attention in found)
+    assert {key: getattr(found[0], key) for key in particulars} == particulars
+
+
+@pytest.mark.parametrize("name", POSED)
+def test_published_recipes(name):
+    recipe = load(name)
+    assert all(a.topk == (16, 8) and a.variant == "B" for a in attentions(name))
+    assert recipe["trainer"]["max_epochs"] == 30
+    assert recipe["trainer"]["precision"] == "bf16-mixed"
+    assert recipe["data"]["batch_size"] == 1  # on each of 8 GPUs
+
+
+@pytest.mark.parametrize("name", POSED)
+def test_without_data_the_missing_folder_is_named(name, tmp_path):
+    cpu = ("--trainer.accelerator", "cpu", "--trainer.precision", "32-true")
+    small = ("--model.options", "{dims: [16, 24, 32], num_pairs: 1, num_heads: 2, fine_heads: 2}")
+    assert "pass --data.root FOLDER" in refused(*config(name), *small, *cpu)
+    told = refused(*config(name), *small, *cpu, "--data.root", "nowhere")
+    assert told.startswith("there is no folder nowhere; pass the one of")
+    (tmp_path / "empty").mkdir()
+    told = refused(*config(name), *small, *cpu, "--data.root", "empty")
+    assert told.startswith("there is no folder empty/")
+    assert not (tmp_path / "runs").exists()
+
+
+def test_the_missing_folder_of_textures_is_named():
+    cpu = ("--trainer.accelerator", "cpu", "--trainer.precision", "32-true")
+    told = refused(*config("synthetic-quadtree"), *cpu, "--data.textures", "nowhere")
+    assert "nowhere" in told
+
+
+def test_without_h5py_the_extra_that_brings_it_is_named(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "h5py", None)  # as if it were not installed
+    folder = tmp_path / "index" / "scene_info_0.1_0.7"
+    folder.mkdir(parents=True)
+    np.savez(folder / "0000.npz", pair_infos=np.zeros(0))
+    with pytest.raises(MissingDependencyError, match=r"need h5py.*quadtree-attention\[train\]"):
+        MegaDepthData(root=str(tmp_path)).setup()
+
+
+def test_source_decides_which_options_there_are():
+    ending = "did you mean data.min_overlap?"
+    assert refused("--data.source", "scannet", "--data.min_overlp", "0.3").endswith(ending)
+    assert "there is no option data.textures," in refused(*config(POSED[0]), "--data.textures", "x")
+    assert "there is no option data.min_overlap," in refused("--data.min_overlap", "0.3")
+    told = refused("--data.source=scanet")
+    assert told == (
+        "data.source must be synthetic, scannet, megadepth, got 'scanet'; did you mean scannet?"
+    )
+
+
+@pytest.mark.parametrize(
+    ("args", "option"),
+    [
+        ([], "textures"),
+        (["--data.source", "megadepth"], "size"),
+        (["--data.source=scannet"], "pairs_per_scene"),
+        ([*config(POSED[1])], "size"),
+        (["--config", "other.yaml", *config(POSED[1])], "size"),
+        ([*config(POSED[1]), "--config", "other.yaml", "--data.root", "x"], "min_overlap"),
+    ],
+)
+def test_the_last_source_given_is_taken(args, option, tmp_path, capsys):
+    (tmp_path / "other.yaml").write_text("data: {source: megadepth}\n")
+    with pytest.raises(SystemExit):
+        train("match", [*args, "--print_config"])
+    shown = yaml.safe_load(capsys.readouterr().out)["data"]
+    assert option in shown and "source" in shown
+
+
+def test_help_lists_the_options_of_the_source(capsys):
+    with pytest.raises(SystemExit):
+        train("match", ["--data.source", "scannet", "--help"])
+    shown = capsys.readouterr().out
+    assert "--data.pairs_per_scene" in shown and "--data.textures" not in shown

@@ -1,0 +1,235 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Frames in the layout of ScanNet: rendered, written, read back and trained on."""
+
+import csv
+import shutil
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("pytorch_lightning", reason="training needs the extra 'train'")
+pytest.importorskip("poselib", reason="estimators need the extra 'models'")
+
+from quadtree_attention.errors import DataError, OptionError
+from quadtree_attention.tasks.match.module import pose_errors, views
+from quadtree_attention.tasks.match.scannet import ScanNetData
+from quadtree_attention.tasks.match.supervision import true_matches, view_from_flow
+from quadtree_attention.tasks.training.command import train
+from tests.tasks.match.posed_files import batch_of, scannet_pairs, write_scannet
+
+SIZE = {"height": 96, "width": 128}
+RECIPE = """
+model:
+  model: quadtree_small
+  options: {dims: [16, 24, 32], num_pairs: 1, num_heads: 2, fine_heads: 2, num_levels: 2, topk: 4}
+  warmup_epochs: 1
+  fine_matches: 32
+data:
+  {source: scannet, height: 96, width: 128, batch_size: 2, pairs_per_scene: 2, val_scenes: 1,
+   workers: 0}
+trainer: {max_epochs: 1, accelerator: cpu, enable_progress_bar: false}
+"""
+
+
+@pytest.fixture(scope="module")
+def pairs():
+    return scannet_pairs(3)
+
+
+@pytest.fixture(scope="module")
+def stored(pairs, tmp_path_factory):
+    root = tmp_path_factory.mktemp("scannet")
+    write_scannet(root, pairs, scores=[(0.9, 0.6), (0.5, 0.3), (0.7, 0.8)])
+    return root
+
+
+@pytest.fixture
+def root(stored, tmp_path):
+    """A copy to spoil."""
+    return shutil.copytree(stored, tmp_path / "scannet")
+
+
+def ready(root, **options):
+    data = ScanNetData(**{"root": str(root), "val_scenes": 1, "workers": 0} | SIZE | options)
+    data.setup("fit")
+    return data
+
+
+def test_files_come_back_as_they_were_rendered(stored, pairs):
+    """Both directions of the last scene, through JPEG, PNG and text."""
+    data = ready(stored, batch_size=2)
+    (batch,) = batch_of(data, data.val_dataloader())
+    assert batch["skipped"] == []
+    pair = pairs[2]
+    for i, j in ((0, 1), (1, 0)):  # the second sample has the views swapped
+        assert (batch["image0"][i] - getattr(pair, f"image{i}")[0]).abs().mean() < 0.02
+        torch.testing.assert_close(
+            batch["depth1"][i], getattr(pair, f"depth{j}")[0], atol=6e-4, rtol=0
+        )
+        torch.testing.assert_close(batch["K0"][i], pair.K0[0])
+    torch.testing.assert_close(batch["T_0to1"][0], pair.T_0to1[0], atol=1e-5, rtol=0)
+    torch.testing.assert_close(batch["T_0to1"][1] @ pair.T_0to1[0], torch.eye(4), atol=1e-5, rtol=0)
+    torch.testing.assert_close(batch["T_1to0"][1], pair.T_0to1[0], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_supervision_from_depth_agrees_with_the_exact_flow(stored, pairs, precision):
+    """Also inside of the mixed precision that a training step runs in."""
+    data = ready(stored, batch_size=2)
+    (batch,) = batch_of(data, data.val_dataloader())
+    with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bfloat16"):
+        found = views(batch)
+    exact0 = view_from_flow(pairs[2].flow0to1, pairs[2].visible0)
+    exact1 = view_from_flow(pairs[2].flow1to0, pairs[2].visible1)
+    for view, exacts in zip(found, ((exact0, exact1), (exact1, exact0)), strict=True):
+        for i, exact in enumerate(exacts):
+            away = (view.target[i] - exact.target[0]).norm(dim=-1)
+            assert away[exact.seen[0]].max() < 0.05
+            assert view.seen[i][exact.seen[0]].float().mean() > 0.98
+            assert view.seen[i].any() and not view.seen[i].all()
+    truth, expected = (true_matches(*both, 8)[0] for both in (found, (exact0, exact1)))
+    mine, exact = (
+        set(zip(m.cells0.tolist(), m.cells1.tolist(), strict=True))
+        for m in (truth[truth.batch_indexes == 0], expected)
+    )
+    # Next to an edge the pixel nearest to a point may show what is behind it
+    assert len(exact) > 60 and len(exact - mine) <= 0.02 * len(exact)
+
+
+def test_true_matches_give_the_pose(stored):
+    data = ready(stored, batch_size=2)
+    (batch,) = batch_of(data, data.val_dataloader())
+    truth, points = true_matches(*views(batch), 4)
+    cells = torch.stack([truth.cells0 % 32, truth.cells0 // 32], dim=1) * 4.0
+    found = {"keypoints0": cells, "keypoints1": points, "batch_indexes": truth.batch_indexes}
+    assert max(pose_errors(found, batch)) < 1.0
+
+
+def drawn(data, epoch):
+    """Which pair each sample of an epoch is, by the place of its second camera."""
+    loader = data.train_dataloader()
+    loader.sampler.set_epoch(epoch)
+    return [tuple(T[:3, 3].tolist()) for batch in loader for T in batch["T_0to1"]]
+
+
+def test_epochs_draw_as_many_pairs_from_each_scene(stored):
+    data = ready(stored, pairs_per_scene=5)
+    assert data.batches_per_epoch == 10
+    first = drawn(data, 0)
+    # scene 0 has two pairs above the least overlap of 0.4, scene 1 one
+    counts = sorted(first.count(place) for place in set(first))
+    assert len(counts) == 3 and counts[2] == 5 and counts[0] + counts[1] == 5
+    assert drawn(ready(stored, pairs_per_scene=5), 0) == first
+    assert drawn(data, 1) != first
+    assert drawn(ready(stored, pairs_per_scene=5, workers=2), 0) == first
+    assert drawn(ready(stored, pairs_per_scene=5, seed=1), 0) != first
+
+
+def test_resuming_gives_the_rest_of_an_epoch(stored):
+    loader = ready(stored, pairs_per_scene=4).train_dataloader()
+    whole = [batch["T_0to1"] for batch in loader]
+    loader.load_state_dict({"epoch": 0, "batches": 5})
+    rest = [batch["T_0to1"] for batch in loader]
+    assert len(rest) == 3 and all(map(torch.equal, rest, whole[5:]))
+
+
+def test_overlap_and_lists_decide_what_is_used(root):
+    assert len(ready(root, min_overlap=0.55)._scenes["train"]) == 1  # the second has none left
+    folder = root / "scannet_indices" / "scene_data" / "train_list"
+    folder.mkdir()
+    (folder / "scannet_all.txt").write_text("scene0002_02.npz\nscene0000_02.npz\n")
+    scenes = ready(root)._scenes
+    assert scenes["train"][0].pairs[0, 0] == 2 and scenes["val"][0].pairs[0, 0] == 0
+    with pytest.raises(DataError, match=r"0 training scenes of .* an overlap above 0\.95"):
+        ready(root, min_overlap=0.95)
+
+
+def test_official_pairs_are_validated_on(root, pairs):
+    with pytest.raises(
+        DataError, match=r"no folder .*scannet_test_1500; .* pass --data\.val_scenes"
+    ):
+        ready(root, val_scenes=0)
+    index = root / "scannet_test_1500"
+    index.mkdir()
+    shutil.copy(root / "scannet_indices" / "intrinsics.npz", index)
+    np.savez(index / "test.npz", name=np.array([[1, 2, 0, 7]]))
+    (root / "train" / "scene0001_02").rename(root / "moved")
+    (root / "test").mkdir()
+    (root / "moved").rename(root / "test" / "scene0001_02")
+    data = ready(root, val_scenes=0)
+    (batch,) = batch_of(data, data.val_dataloader())
+    torch.testing.assert_close(batch["T_0to1"], pairs[1].T_0to1, atol=1e-5, rtol=0)
+
+
+def test_sizes_follow_the_options(stored, pairs):
+    """Twice as small: edges stay in place, and the camera follows."""
+    data = ready(stored, height=48, width=64)
+    batch = batch_of(data, data.val_dataloader())[0]
+    assert batch["image0"].shape == (1, 3, 48, 64) and batch["depth1"].shape == (1, 48, 64)
+    middle = torch.tensor([31.5, 23.5, 1.0])  # of the small image, 63.5, 47.5 of the other
+    ray = torch.linalg.solve(batch["K0"][0], middle)
+    torch.testing.assert_close(pairs[2].K0[0] @ ray, torch.tensor([63.5, 47.5, 1.0]))
+
+
+def test_a_training_run(root, tmp_path, capsys):
+    """As `quadtree train match` does it; broken files are replaced, counted and named."""
+    (root / "train" / "scene0001_02" / "depth" / "0.png").unlink()
+    (tmp_path / "recipe.yaml").write_text(RECIPE)
+    options = ["--config", str(tmp_path / "recipe.yaml"), "--run_dir", str(tmp_path / "run")]
+    train("match", [*options, "--data.root", str(root)])
+    (row,) = csv.DictReader((tmp_path / "run" / "history.csv").open())
+    assert float(row["train/coarse"]) > 0 and float(row["train/fine"]) > 0
+    assert {"val/auc10", "val/matches"} <= set(row)
+    assert (tmp_path / "run" / "best.safetensors").exists()
+    told = capsys.readouterr().err
+    assert "quadtree: replaced pairs for 1 unreadable files so far: cannot read the depth" in told
+    assert "scene0001_02/depth/0.png" in told
+    # The recipe as it was run knows its source, and goes on
+    again = ["--config", str(tmp_path / "run" / "config.yaml"), "--resume"]
+    train("match", [*again, "--trainer.max_epochs", "2"])
+    rows = list(csv.DictReader((tmp_path / "run" / "history.csv").open()))
+    assert rows[0] == row and len(rows) == 2
+
+
+def broken(root, kind):
+    folder = root / "train" / "scene0002_02"
+    if kind == "colour":
+        (folder / "color" / "0.jpg").write_bytes((folder / "color" / "0.jpg").read_bytes()[:300])
+        return "color/0.jpg"
+    if kind == "depth":
+        shutil.copy(folder / "color" / "0.jpg", folder / "depth" / "7.png")
+        return "depth/7.png must be grey with 16 bits, got the mode RGB"
+    if kind == "lost pose":
+        np.savetxt(folder / "pose" / "7.txt", np.full((4, 4), -np.inf))
+        return "pose/7.txt must be 4x4 finite numbers"
+    (folder / "pose" / "7.txt").write_text("1 2\n3 oops\n")
+    return "cannot read the pose"
+
+
+@pytest.mark.parametrize("kind", ["colour", "depth", "lost pose", "pose"])
+def test_broken_files(root, kind):
+    told = broken(root, kind)
+    data = ready(root, strict=True)
+    with pytest.raises(DataError, match=r"leave out --data\.strict") as caught:
+        next(iter(data.val_dataloader()))
+    assert told in str(caught.value)
+    lenient = ready(root)
+    with pytest.raises(DataError, match="100 pairs in a row cannot be read") as caught:
+        next(iter(lenient.val_dataloader()))  # both directions have the broken file
+    assert told in str(caught.value)
+
+
+def test_what_is_refused_before_any_work(tmp_path, stored):
+    with pytest.raises(OptionError, match=r"ScanNet needs the folder .* pass --data\.root"):
+        ScanNetData()
+    with pytest.raises(OptionError, match="min_overlap must be from 0 to below 1, got 1"):
+        ScanNetData(root="x", min_overlap=1)
+    with pytest.raises(OptionError, match="pairs_per_scene must be at least 1, got 0"):
+        ScanNetData(root="x", pairs_per_scene=0)
+    with pytest.raises(DataError, match="there is no folder nowhere; pass the one of ScanNet"):
+        ScanNetData(root="nowhere").setup()
+    with pytest.raises(DataError, match=r"no folder .*scannet_indices or .*index; put LoFTR's"):
+        ScanNetData(root=str(tmp_path)).setup()
+    with pytest.raises(OptionError, match="4 pairs of 2 scenes do not fill one batch of 8"):
+        ready(stored, pairs_per_scene=2, batch_size=8).train_dataloader()
