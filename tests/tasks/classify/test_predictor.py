@@ -295,7 +295,7 @@ def jpeg() -> bytes:
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (b"", "it is not an image"),
+        (b"", "it is empty"),
         (b"hello, this is no image\n", "it is not an image"),
         (jpeg()[:600], "damaged"),
         (jpeg()[:20], "it is not an image|damaged"),
