@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Many training runs, several at once, within a time limit; and the file that keeps their results.
 
-A small model leaves a GPU idle while the host launches kernels, so runs share it.
+A small model leaves a GPU idle while the host launches kernels, so runs share it. A `Suite` says
+what is trained and what is kept of it: `benchmarks.attentions` and `benchmarks.match_attentions`
+each have one.
 """
 
 import csv
@@ -17,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,20 +27,46 @@ from typing import Any
 
 import yaml
 
-from benchmarks.attention_tables import METRICS, ORDER, check_result, empty_result
 from benchmarks.tables import number
 
-PREFIX = "tiny20-"
-LEFT_OUT = ("debug",)  # recipes of the family that compare nothing
+LAST = "last.ckpt"  # as training calls the checkpoint to go on with
+LEFT_OUT = ("debug",)  # recipes of a family that compare nothing
 TRAIN = (
     "import sys; from quadtree_attention.tasks.training.command import train; "
-    "train('classify', sys.argv[1:])"
+    "*options, task = sys.argv[1:]; train(task, options)"
 )
 POLL_SECONDS = 0.2
 GRACE_SECONDS = 5.0  # for a run that was asked to end
 PRINTED_LINES, RECORDED_LINES = 15, 5  # of the output of a run that failed
 _PATH = re.compile(r"(?<![\w:/.])(?:/[\w.+@-]+)+/?")
-_NUMBERS = re.compile(r"\[\s+([-+\d.eE,\s]+?)\s+\]")
+_NUMBERS = re.compile(r"\[\s+((?:null|[-+\d.eE,\s])+?)\s+\]")
+
+
+@dataclass(frozen=True)
+class Suite:
+    """A comparison of attentions by training.
+
+    Attributes:
+        task: What `quadtree train` trains.
+        prefix: How the names of its recipes begin.
+        order: Recipes without the prefix, the most important first.
+        metrics: Columns of the history of every run.
+        score: The one of them that tells the best epoch.
+        score_name: What a reader calls it.
+        empty_result: Makes a result without runs.
+        check_result: Raises `ValueError` for what is no result of this suite.
+        optional: Columns that a run may lack, altogether or in some epochs.
+    """
+
+    task: str
+    prefix: str
+    order: Sequence[str]
+    metrics: Sequence[str]
+    score: str
+    score_name: str
+    empty_result: Callable[[], dict[str, Any]]
+    check_result: Callable[[dict[str, Any]], None]
+    optional: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -60,22 +88,23 @@ class Recipe:
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def find_recipes(folder: Path, names: str | None = None) -> list[Recipe]:
-    """Recipes of a folder: those named, in that order, or all, the most important first.
+def find_recipes(folder: Path, suite: Suite, names: str | None = None) -> list[Recipe]:
+    """Recipes of a suite: those named, in that order, or all, the most important first.
 
     Raises:
         ValueError: There is no such recipe, or it cannot be read.
     """
-    known = [path.stem.removeprefix(PREFIX) for path in sorted(folder.glob(f"{PREFIX}*.yaml"))]
+    prefix, order = suite.prefix, suite.order
+    known = [path.stem.removeprefix(prefix) for path in sorted(folder.glob(f"{prefix}*.yaml"))]
     known = [name for name in known if name not in LEFT_OUT]
-    known.sort(key=lambda name: ORDER.index(name) if name in ORDER else len(ORDER))
+    known.sort(key=lambda name: order.index(name) if name in order else len(order))
     wanted = list(dict.fromkeys(names.split(","))) if names is not None else known
     for name in wanted:
         if name not in known:
             raise ValueError(f"there is no recipe {name!r} in {folder}; known: {', '.join(known)}")
     if not wanted:
-        raise ValueError(f"there are no recipes {PREFIX}*.yaml in {folder}")
-    return [_read_recipe(name, folder / f"{PREFIX}{name}.yaml") for name in wanted]
+        raise ValueError(f"there are no recipes {prefix}*.yaml in {folder}")
+    return [_read_recipe(name, folder / f"{prefix}{name}.yaml") for name in wanted]
 
 
 def _read_recipe(name: str, path: Path) -> Recipe:
@@ -112,6 +141,11 @@ class Job:
         return f"{self.recipe.name} seed {self.seed}"
 
     @property
+    def name(self) -> str:
+        """Of its files."""
+        return f"{self.recipe.name}-s{self.seed}"
+
+    @property
     def key(self) -> dict[str, Any]:
         """What tells it from other runs."""
         return {
@@ -122,6 +156,10 @@ class Job:
         }
 
 
+class ResultFileError(ValueError):
+    """A file that is not the result file it should be."""
+
+
 class ResultFile:
     """A result file that grows run by run, over several commands.
 
@@ -129,10 +167,12 @@ class ResultFile:
 
     Args:
         path: Of the file; made with the first change.
+        suite: What it is about.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, suite: Suite) -> None:
         self.path = path
+        self.suite = suite
         self.session: dict[str, Any] = {}
         self.seeds: list[int] = []
 
@@ -145,12 +185,15 @@ class ResultFile:
         """The content.
 
         Raises:
-            ValueError: The file is something else.
+            ResultFileError: The file is something else.
         """
         if not self.path.exists():
-            return empty_result()
-        result = json.loads(self.path.read_text())
-        check_result(result)
+            return self.suite.empty_result()
+        try:
+            result = json.loads(self.path.read_text())
+            self.suite.check_result(result)
+        except ValueError as error:
+            raise ResultFileError(f"{self.path} is no result of this program: {error}") from error
         return result
 
     def has(self, job: Job) -> bool:
@@ -185,9 +228,9 @@ class ResultFile:
         result["failures"] = [*_without(result["failures"], job), failure]
         self._write(result)
 
-    def set_measurement(self, measurement: dict[str, Any]) -> None:
-        """Records what `measure` found, in place of what it found before."""
-        self._write(self.read() | {"measurement": measurement})
+    def set(self, **entries: Any) -> None:
+        """Records what is not about runs, in place of what was there before."""
+        self._write(self.read() | entries)
 
     def _session_key(self) -> dict[str, str]:
         return {"session": self.session["date"]}
@@ -199,7 +242,7 @@ class ResultFile:
         used = {entry["session"] for key in ("runs", "failures") for entry in result[key]}
         result["sessions"] = [sessions[date] for date in sorted(used)]
         result["seeds"] = sorted({*result["seeds"], *self.seeds})
-        check_result(result)
+        self.suite.check_result(result)
         write_atomically(self.path, dumps(result))
 
 
@@ -233,6 +276,7 @@ class Running:
         log: Its output.
         began: When, on the clock of `time.monotonic`.
         beside: Most runs that there were beside it at any time.
+        before: Seconds that it ran before it was stopped, if it goes on.
     """
 
     job: Job
@@ -241,6 +285,18 @@ class Running:
     log: Path
     began: float
     beside: int = 0
+    before: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        return round(self.before + time.monotonic() - self.began, 1)
+
+    @property
+    def state(self) -> Path:
+        return self.folder.with_name(f"{self.folder.name}.json")
+
+
+Keep = Callable[[Job, Path], dict[str, Any]]
 
 
 class RunFailedError(Exception):
@@ -255,6 +311,8 @@ def run_jobs(
     deadline: float,
     work: Path,
     total: int,
+    keep: Keep | None = None,
+    resume: bool = False,
 ) -> tuple[list[Job], list[Job]]:
     """Runs jobs side by side, and records each as it ends.
 
@@ -265,6 +323,10 @@ def run_jobs(
         deadline: When those still running are stopped, on the clock of `time.monotonic`.
         work: Folder for what they write.
         total: How many there are with those done before, for the progress lines.
+        keep: Given a run that is done and its folder, puts aside what is to be kept of it; what it
+            returns is recorded with the run.
+        resume: Goes on with a run that was stopped, from its last checkpoint in `work`. All start
+            then, whether or not they would be ready in time.
 
     Returns:
         Those that failed, and those that were stopped or not started.
@@ -273,14 +335,16 @@ def run_jobs(
     done = total - len(waiting)
     try:
         while (waiting or running) and time.monotonic() < deadline:
-            _start_more(waiting, running, results, jobs=jobs, deadline=deadline, work=work)
+            _start_more(
+                waiting, running, results, jobs=jobs, deadline=deadline, work=work, resume=resume
+            )
             if not running:
                 break  # none of those waiting would be ready in time
             time.sleep(POLL_SECONDS)
             for run in [run for run in running if run.process.poll() is not None]:
                 running.remove(run)
                 done += 1
-                if not _record(run, results, f"[{done}/{total}]"):
+                if not _record(run, results, f"[{done}/{total}]", keep):
                     failed.append(run.job)
     finally:
         _stop(running)
@@ -295,39 +359,61 @@ def _start_more(
     jobs: int,
     deadline: float,
     work: Path,
+    resume: bool,
 ) -> None:
     while len(running) < jobs:
         left = deadline - time.monotonic()
-        ready = (job for job in waiting if results.expected_seconds(job) < left)
+        ready = (job for job in waiting if resume or results.expected_seconds(job) < left)
         if (job := next(ready, None)) is None:
             return
         waiting.remove(job)
-        running.append(_start(job, work))
+        running.append(_start(job, work, results.suite.task, resume=resume))
         for run in running:
             run.beside = max(run.beside, len(running) - 1)
 
 
-def _start(job: Job, work: Path) -> Running:
-    folder = work / f"{job.recipe.name}-s{job.seed}"
-    shutil.rmtree(folder, ignore_errors=True)  # an earlier try; training refuses to write over it
-    log = work / f"{folder.name}.log"
+def _start(job: Job, work: Path, task: str, *, resume: bool) -> Running:
+    folder, log = work / job.name, work / f"{job.name}.log"
+    before = _seconds_before(job, folder) if resume else None
+    if before is None:
+        shutil.rmtree(folder, ignore_errors=True)  # training refuses to write over an earlier try
     options = [
         *("--config", str(job.recipe.path)),
         *("--seed_everything", str(job.seed)),
         *("--run_dir", str(folder)),
         *("--trainer.enable_progress_bar", "false"),
         *job.options,
+        *([] if before is None else ["--resume"]),
     ]
     env = os.environ | {"OMP_NUM_THREADS": "1"}  # runs share the cores
     with log.open("wb") as output:
         process = subprocess.Popen(
-            [sys.executable, "-c", TRAIN, *options],
+            [sys.executable, "-c", TRAIN, *options, task],
             env=env,
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
         )
-    return Running(job, process, folder, log, time.monotonic())
+    run = Running(job, process, folder, log, time.monotonic(), before=before or 0.0)
+    _write_state(run)
+    return run
+
+
+def _seconds_before(job: Job, folder: Path) -> float | None:
+    """How long this very run went on before it was stopped; None if there is nothing to go on with.
+
+    Recipe, options and length must be the same, which `_write_state` has noted beside its folder.
+    """
+    state = folder.with_name(f"{folder.name}.json")
+    if not (folder / LAST).exists() or not state.exists():
+        return None
+    found = json.loads(state.read_text())
+    return found["seconds"] if found["key"] == job.key else None
+
+
+def _write_state(run: Running) -> None:
+    state = {"key": run.job.key, "seconds": run.seconds}
+    write_atomically(run.state, json.dumps(state) + "\n")
 
 
 def _stop(running: Sequence[Running]) -> None:
@@ -335,6 +421,7 @@ def _stop(running: Sequence[Running]) -> None:
         run.process.terminate()
     end = time.monotonic() + GRACE_SECONDS
     for run in running:
+        _write_state(run)
         try:
             run.process.wait(max(0.0, end - time.monotonic()))
         except subprocess.TimeoutExpired:
@@ -342,28 +429,30 @@ def _stop(running: Sequence[Running]) -> None:
             run.process.wait()
 
 
-def _record(run: Running, results: ResultFile, progress: str) -> bool:
+def _record(run: Running, results: ResultFile, progress: str, keep: Keep | None) -> bool:
     """Records a run that has ended, and says so; whether it has a result."""
-    seconds = round(time.monotonic() - run.began, 1)
+    seconds, suite = run.seconds, results.suite
     try:
-        outcome = {"seconds": seconds, "beside": run.beside} | _outcome(run)
+        outcome = {"seconds": seconds, "beside": run.beside} | _outcome(run, suite)
+        outcome |= keep(run.job, run.folder) if keep else {}
     except RunFailedError as error:
+        run.state.unlink(missing_ok=True)  # another try begins anew
         results.add_failure(run.job, [hide_paths(line) for line in error.args[-RECORDED_LINES:]])
         _tell(f"{progress} {run.job}: failed after {number(seconds)} s, its last output:")
         for line in error.args:
             _tell(f"    {line}")
         return False
     results.add_run(run.job, outcome)
-    final, best = outcome["final"], outcome["best"]
+    final, best, score = outcome["final"], outcome["best"], _short(suite.score)
     _tell(
-        f"{progress} {run.job}: top-1 {final['top1']:.1f} (best {best['top1']:.1f} in epoch "
-        f"{best['epoch']}), {number(seconds)} s with {run.beside} beside it"
+        f"{progress} {run.job}: {suite.score_name} {final[score]:.1f} (best {best[score]:.1f} in "
+        f"epoch {best['epoch']}), {number(seconds)} s with {run.beside} beside it"
     )
     return True
 
 
-def _outcome(run: Running) -> dict[str, Any]:
-    """Accuracy and history of a run.
+def _outcome(run: Running, suite: Suite) -> dict[str, Any]:
+    """Scores and history of a run.
 
     Raises:
         RunFailedError: It has none.
@@ -373,21 +462,25 @@ def _outcome(run: Running) -> dict[str, Any]:
         said = code > 0 and lines  # one that was killed did not get to say why
         raise RunFailedError(*lines[-PRINTED_LINES:], *([] if said else [f"exit code {code}"]))
     try:
-        history = read_history(run.folder / "history.csv", run.job.epochs)
+        history = read_history(run.folder / "history.csv", run.job.epochs, suite)
     except (OSError, ValueError) as error:
         raise RunFailedError(*lines[-PRINTED_LINES:], str(error)) from error
-    top1 = history["val/top1"]
-    best = max(range(len(top1)), key=top1.__getitem__)
-    final = {name.removeprefix("val/"): history[name][-1] for name in METRICS if "val/" in name}
+    score = history[suite.score]
+    best = max(range(len(score)), key=score.__getitem__)
+    columns = (name for name in history if name.startswith("val/"))
     return {
-        "final": final,
-        "best": {"epoch": history["epoch"][best], "top1": top1[best]},
+        "final": {_short(name): history[name][-1] for name in columns},
+        "best": {"epoch": history["epoch"][best], _short(suite.score): score[best]},
         "history": history,
     }
 
 
-def read_history(path: Path, epochs: int) -> dict[str, list[Any]]:
-    """The columns of a run's history.
+def _short(metric: str) -> str:
+    return metric.removeprefix("val/")
+
+
+def read_history(path: Path, epochs: int, suite: Suite) -> dict[str, list[Any]]:
+    """The columns of a run's history; None is what an optional one lacks.
 
     Raises:
         ValueError: Epochs or columns are missing, or a number is not finite.
@@ -396,14 +489,18 @@ def read_history(path: Path, epochs: int) -> dict[str, list[Any]]:
         rows = list(csv.DictReader(file))
     if len(rows) != epochs:
         raise ValueError(f"history.csv has {len(rows)} epochs, expected {epochs}")
+    names = ("seconds", *suite.metrics)
     try:
         history: dict[str, list[Any]] = {
-            name: [round(float(row[name]), 4) for row in rows] for name in ("seconds", *METRICS)
+            name: [round(float(row[name]), 4) for row in rows] for name in names
         }
-    except (KeyError, TypeError) as error:
+    except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"history.csv lacks a column or a value: {error}") from error
+    for name in suite.optional:
+        if name in rows[0]:
+            history[name] = [round(float(row[name]), 4) if row[name] else None for row in rows]
     for name, column in history.items():
-        if not all(map(math.isfinite, column)):
+        if not all(value is None or math.isfinite(value) for value in column):
             raise ValueError(f"{name} is not finite: {column}")
     return {"epoch": [int(row["epoch"]) for row in rows], **history}
 

@@ -1,24 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
 """The table that compares attentions, from the result files of `benchmarks.attentions`."""
 
-import json
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
-from benchmarks.tables import (
-    _MACHINE_FIELDS,
-    _VERSION_FIELDS,
-    ATTENTIONS,
-    SCHEMA,
-    _check_fields,
-    _circumstances,
-    _line,
-    number,
+from benchmarks import attention_results
+from benchmarks.attention_results import (
+    NOT_MEASURED,
+    NOT_YET,
+    Result,
+    check_common,
+    check_run_of,
+    flat,
+    machines,
+    missing_runs,
+    read_results_of,
+    runs_of,
+    scaled,
+    sources,
+    speed,
 )
+from benchmarks.tables import ATTENTIONS, _line
 
 LABELS = {  # in the order of the table
     "sr": "spatial reduction (PVTv2)",
@@ -51,40 +55,15 @@ ORDER = (  # in which they are trained: the most important first
     "focal-lepe", "quadtree-b-no-lepe", "quadtree-b-k1", "quadtree-b-k4", "quadtree-b-k16",
 )  # fmt: skip
 
-Result = dict[str, Any]
-
-NOT_YET = "not yet"
 NOISE = 1.5  # points: the standard error of 65 to 70 % right out of 1,000 images
 
-_RESULT_FIELDS = {
-    "kind": str, "schema": int, "seeds": list, "sessions": list, "runs": list, "failures": list,
-    "measurement": dict | None,
-}  # fmt: skip
-_SESSION_FIELDS = {
-    "command": str, "date": str, "commit": str | None, "device": str, "machine": dict,
-    "versions": dict,
-}  # fmt: skip
-_KEY_FIELDS = {"recipe": str, "seed": int, "epochs": int, "fingerprint": str}
-_RUN_FIELDS = _KEY_FIELDS | {
-    "data": str | None, "seconds": float, "beside": int, "final": dict, "best": dict,
-    "history": dict, "session": str,
-}  # fmt: skip
-_FAILURE_FIELDS = _KEY_FIELDS | {"lines": list, "session": str}
 _FINAL_FIELDS = {"loss": float, "top1": float, "top5": float}
 _BEST_FIELDS = {"epoch": int, "top1": float}
-_MEASUREMENT_FIELDS = _SESSION_FIELDS | {
-    "batch": int, "image": int, "precision": str, "rows": list,
-}  # fmt: skip
-_ROW_FIELDS = {
-    "recipe": str, "params": int, "macs": int, "median_ms": float, "q25_ms": float,
-    "q75_ms": float, "repeats": int, "peak_mib": float | None,
-}  # fmt: skip
 
 
 def empty_result() -> Result:
     """A result without runs."""
-    lists: Result = {"seeds": [], "sessions": [], "runs": [], "failures": []}
-    return {"kind": ATTENTIONS, "schema": SCHEMA, **lists, "measurement": None}
+    return attention_results.empty_result(ATTENTIONS)
 
 
 def check_result(result: Result) -> None:
@@ -93,61 +72,27 @@ def check_result(result: Result) -> None:
     Raises:
         ValueError: A field is missing, unknown, or not of its type.
     """
-    _check_fields(result, _RESULT_FIELDS, "result")
-    if (result["kind"], result["schema"]) != (ATTENTIONS, SCHEMA):
-        found = f"{result['kind']!r}, schema {result['schema']}"
-        raise ValueError(f"kind is {found}, expected {ATTENTIONS!r}, schema {SCHEMA}")
-    for i, session in enumerate(result["sessions"]):
-        _check_session(session, _SESSION_FIELDS, f"sessions[{i}]")
-    for i, run in enumerate(result["runs"]):
-        _check_run(run, f"runs[{i}]")
-    for i, failure in enumerate(result["failures"]):
-        _check_fields(failure, _FAILURE_FIELDS, f"failures[{i}]")
-    if (measurement := result["measurement"]) is not None:
-        _check_session(measurement, _MEASUREMENT_FIELDS, "measurement")
-        for i, row in enumerate(measurement["rows"]):
-            fields = {"recipe": str, "error": str} if "error" in row else _ROW_FIELDS
-            _check_fields(row, fields, f"measurement.rows[{i}]")
-
-
-def _check_session(session: Result, fields: dict[str, Any], where: str) -> None:
-    _check_fields(session, fields, where)
-    _check_fields(session["machine"], _MACHINE_FIELDS, f"{where}.machine")
-    versions = _VERSION_FIELDS | {"timm": str, "pytorch_lightning": str | None}
-    _check_fields(session["versions"], versions, f"{where}.versions")
+    check_common(result, ATTENTIONS, check_run=_check_run)
 
 
 def _check_run(run: Result, where: str) -> None:
-    _check_fields(run, _RUN_FIELDS, where)
-    _check_fields(run["final"], _FINAL_FIELDS, f"{where}.final")
-    _check_fields(run["best"], _BEST_FIELDS, f"{where}.best")
-    columns = dict.fromkeys(("epoch", "seconds", *METRICS), list)
-    _check_fields(run["history"], columns, f"{where}.history")
-    for name, column in run["history"].items():
-        if len(column) != run["epochs"]:
-            raise ValueError(f"{where}.history.{name} has {len(column)} of {run['epochs']} epochs")
+    columns = ("epoch", "seconds", *METRICS)
+    check_run_of(run, where, final=_FINAL_FIELDS, best=_BEST_FIELDS, columns=columns)
 
 
 def read_results(folder: Path) -> dict[str, Result]:
     """Every result file about attentions in a folder by its name, checked."""
-    results = {}
-    for path in sorted(folder.glob(f"{ATTENTIONS}*.json")):
-        results[path.stem] = json.loads(path.read_text())
-        try:
-            check_result(results[path.stem])
-        except ValueError as error:
-            raise ValueError(f"{path.name}: {error}") from error
-    return results
+    return read_results_of(folder, ATTENTIONS, check_result)
 
 
 def markdown(results: dict[str, Result]) -> str:
     """The sections of all result files."""
-    return "\n\n".join(_section(*item) for item in results.items()) or "Not measured yet."
+    return "\n\n".join(_section(*item) for item in results.items()) or NOT_MEASURED
 
 
 def _section(name: str, result: Result) -> str:
     runs = compared_runs(result)
-    lines = [f"### {_machine(result)}: `{name}.json`", "", *_summary(runs), ""]
+    lines = [f"### {machines(result)}: `{name}.json`", "", *_summary(runs), ""]
     lines += [*_table(result, runs), "", *_order(runs), *_lepe(runs), *_growth(runs)]
     lines += [*_missing(result, runs), *_pictures(runs)]
     return "\n".join([*lines, *_sources(name, result)])
@@ -155,14 +100,7 @@ def _section(name: str, result: Result) -> str:
 
 def compared_runs(result: Result) -> dict[str, list[Result]]:
     """The runs of every recipe by seed; only those as long as most are, others do not compare."""
-    lengths = Counter(run["epochs"] for run in result["runs"])
-    epochs = max(lengths, key=lambda length: (lengths[length], length), default=0)
-    runs = sorted(result["runs"], key=lambda run: run["seed"])
-    names = dict.fromkeys([*LABELS, *(run["recipe"] for run in runs)])
-    return {
-        name: [run for run in runs if (run["recipe"], run["epochs"]) == (name, epochs)]
-        for name in names
-    }
+    return runs_of(result, LABELS)
 
 
 def top1(runs: Sequence[Result], when: str = "final") -> float | None:
@@ -174,14 +112,8 @@ def label(name: str) -> str:
     return LABELS.get(name, name)
 
 
-def _machine(result: Result) -> str:
-    abouts = [*result["sessions"], *filter(None, [result["measurement"]])]
-    names = dict.fromkeys(about["machine"]["device_name"] for about in abouts)
-    return ", ".join(names) or NOT_YET
-
-
 def _summary(runs: dict[str, list[Result]]) -> list[str]:
-    every = _flat(runs)
+    every = flat(runs)
     if not every:
         return ["No run has finished yet."]
     seeds = sorted({run["seed"] for run in every})
@@ -202,9 +134,9 @@ def _table(result: Result, runs: dict[str, list[Result]]) -> list[str]:
     lines = [_line(head), _line(["---"] + ["---:"] * (len(head) - 1))]
     for name, mine in runs.items():
         row = rows.get(name, {})
-        cells = [label(name), _scaled(row, "params", 1e6), _scaled(row, "macs", 1e9)]
+        cells = [label(name), scaled(row, "params", 1e6), scaled(row, "macs", 1e9)]
         cells += [str(len(mine)), _spread(mine, "final"), _spread(mine, "best"), _loss(mine)]
-        cells += [_speed(row, measurement["batch"]), _scaled(row, "peak_mib", 1)]
+        cells += [speed(row, measurement["batch"]), scaled(row, "peak_mib", 1)]
         lines.append(_line(cells))
     return lines
 
@@ -213,20 +145,6 @@ def _loss(runs: Sequence[Result]) -> str:
     """Mean of the training loss of the last epoch."""
     losses = [run["history"]["train/loss"][-1] for run in runs]
     return f"{fmean(losses):.3f}" if losses else NOT_YET
-
-
-def _scaled(row: Result, field: str, unit: float) -> str:
-    if "error" in row:
-        return "failed"
-    return number(row[field] / unit) if row.get(field) is not None else NOT_YET
-
-
-def _speed(row: Result, batch: int) -> str:
-    return number(images_per_second(row, batch)) if "median_ms" in row else _scaled(row, "", 1)
-
-
-def images_per_second(row: Result, batch: int) -> float:
-    return 1e3 * batch / row["median_ms"]
 
 
 def _spread(runs: Sequence[Result], when: str) -> str:
@@ -289,25 +207,12 @@ def _growth(runs: dict[str, list[Result]]) -> list[str]:
 
 
 def _missing(result: Result, runs: dict[str, list[Result]]) -> list[str]:
-    """Runs that were asked for, or belong to the table, and are not there."""
-    reasons = {(x["recipe"], x["seed"]): x["lines"][-1] for x in result["failures"]}
-    lines = []
-    for name, mine in runs.items():
-        there = {run["seed"] for run in mine}
-        for seed in result["seeds"] or [0]:
-            reason = reasons.get((name, seed))
-            if seed not in there:
-                outcome = f"failed: {reason}" if reason else NOT_YET
-                lines.append(f"- {label(name)}, seed {seed}: {outcome}")
-    measured = {row["recipe"] for row in (result["measurement"] or {"rows": []})["rows"]}
-    unmeasured = [label(name) for name in runs if name not in measured]
-    if unmeasured:
-        lines.append(f"- speed and memory of {', '.join(unmeasured)}: {NOT_YET}")
+    lines = missing_runs(result, runs, label)
     return ["Missing:", "", *lines, ""] if lines else []
 
 
 def _pictures(runs: dict[str, list[Result]]) -> list[str]:
-    if not _flat(runs):
+    if not flat(runs):
         return []
     lines = ["![Loss and accuracy over epochs](attentions-curves.png)", ""]
     if any(runs[name] for name in TOPK.values()):
@@ -316,25 +221,6 @@ def _pictures(runs: dict[str, list[Result]]) -> list[str]:
 
 
 def _sources(name: str, result: Result) -> list[str]:
-    """How, when and where all of it was made."""
-    lines = []
-    for session in result["sessions"]:
-        made = [run for run in result["runs"] if run["session"] == session["date"]]
-        beside = max((run["beside"] for run in made), default=0)
-        minutes = number(sum(run["seconds"] for run in made) / 60)
-        lines += [f"Trained ({len(made)} runs, {minutes} minutes in all, up to {beside} others"]
-        lines[-1] += f" beside a run): {_about(name, session)}"
-        lines += ["", f"    {session['command']}", ""]
-    if (measurement := result["measurement"]) is not None:
-        shape = f"{measurement['batch']} x 3 x {measurement['image']} x {measurement['image']}"
-        lines += [f"Measured ({shape}, {measurement['precision']}): {_about(name, measurement)}"]
-        lines += ["", f"    {measurement['command']}", ""]
-    return lines[:-1]
-
-
-def _about(name: str, session: Result) -> str:
-    return f"{session['machine']['device_name']}. {_circumstances(name, session)[2]}"
-
-
-def _flat(runs: dict[str, list[Result]]) -> list[Result]:
-    return [run for mine in runs.values() for run in mine]
+    measured = result["measurement"] or {"batch": 0, "image": 0}
+    shape = f"{measured['batch']} x 3 x {measured['image']} x {measured['image']}"
+    return sources(name, result, shape)

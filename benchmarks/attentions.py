@@ -6,53 +6,53 @@
 `figures`: the pictures of docs/results/attentions.md, whose table `benchmarks.tables` makes.
 """
 
-import argparse
 import gc
-import shlex
 import sys
-import time
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import timm
 import torch
 import torch.nn.functional as F
 from timm.optim import create_optimizer_v2
 from torch import nn
 
-from benchmarks.attention_runs import (
-    Job,
-    Recipe,
-    ResultFile,
-    exits_when_terminated,
-    find_recipes,
-    hide_paths,
-    run_jobs,
-    working_folder,
+from benchmarks.attention_program import (
+    add_recipes,
+    add_runs,
+    add_steps,
+    available,
+    check_recipes,
+    describe,
+    find_result,
+    measure_recipes,
+    plan,
+    train_missing,
 )
+from benchmarks.attention_runs import Recipe, ResultFile, Suite, hide_paths
+from benchmarks.attention_tables import METRICS, ORDER, check_result, empty_result
 from benchmarks.measure import MIB, Call, measure, use_threads
 from benchmarks.models import SEED, count
-from benchmarks.program import (
-    OneLineParser,
-    at_least_one,
-    describe_run,
-    device_name,
-    one_line_of,
-    positive,
-    release_memory,
-    slug,
-    version_of,
-)
-from benchmarks.tables import ATTENTIONS, RESULTS, ROOT, number
+from benchmarks.program import OneLineParser, at_least_one, one_line_of
+from benchmarks.tables import ATTENTIONS, ROOT, number
 from quadtree_attention.models.weights import build_model
 
 PROGRAM = "python -m benchmarks.attentions"
 RECIPES = ROOT / "recipes" / "classify"
 PICTURES = ROOT / "docs" / "results"
 CLASSES = 20  # of the data set that the recipes are for
+SUITE = Suite(
+    task="classify",
+    prefix="tiny20-",
+    order=ORDER,
+    metrics=METRICS,
+    score="val/top1",
+    score_name="top-1",
+    empty_result=empty_result,
+    check_result=check_result,
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -72,42 +72,25 @@ def parse(argv: Sequence[str]) -> Namespace:
     _add_figures(commands)
     options = parser.parse_args(argv)
     if "recipes" in options:
-        try:
-            options.recipes = find_recipes(options.folder, options.recipes)
-        except ValueError as error:
-            parser.error(f"argument --recipes: {error}")
-        if options.device == "cuda" and not torch.cuda.is_available():
-            parser.error("argument --device: torch finds no CUDA device here; use --device cpu")
-        if options.out is None:
-            options.out = RESULTS / f"{ATTENTIONS}--{slug(device_name(options))}.json"
-        if options.out.is_dir():
-            parser.error(f"argument --out: {options.out} is a directory")
+        check_recipes(parser, options, SUITE, ATTENTIONS)
     return options
 
 
 def _add_train(commands: Any) -> None:
     parser = commands.add_parser("train", help="accuracy of every attention")
-    add = parser.add_argument
-    _add_recipes(parser)
-    add("--data", help="folder of the data; default: what the recipe says")
-    add("--seeds", type=_seeds, default="0,1", help="separated by commas")
-    add("--jobs", type=at_least_one, default=1, help="runs at the same time")
-    add("--time-limit", type=float, default=float("inf"), help="seconds; then runs are stopped")
-    add("--epochs", type=at_least_one, help="default: what the recipe says")
-    add("--work", help="folder that keeps checkpoints and output; default: a temporary one")
-    add("--extra", type=shlex.split, default="", help='more options: --extra "--trainer.x y"')
-    parser.set_defaults(run=train, device=_available(), threads=1)
+    add_recipes(parser, SUITE, RECIPES, ATTENTIONS)
+    parser.add_argument("--data", help="folder of the data; default: what the recipe says")
+    add_runs(parser, seeds="0,1")
+    parser.set_defaults(run=train, device=available(), threads=1)
 
 
 def _add_measure(commands: Any) -> None:
     parser = commands.add_parser("measure", help="speed, memory, parameters and work")
     add = parser.add_argument
-    _add_recipes(parser)
-    add("--device", choices=("cpu", "cuda"), default=_available())
+    add_recipes(parser, SUITE, RECIPES, ATTENTIONS)
+    add_steps(parser)
     add("--batch", type=at_least_one, default=128, help="images of a step")
     add("--image", type=at_least_one, default=224, help="pixels of a side")
-    add("--seconds-per-row", type=positive, default=1.0, help="time for the repeats of a row")
-    add("--threads", type=at_least_one, default=torch.get_num_threads(), help="CPU threads")
     parser.set_defaults(run=measure_all)
 
 
@@ -118,94 +101,24 @@ def _add_figures(commands: Any) -> None:
     parser.set_defaults(run=draw)
 
 
-def _add_recipes(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--recipes", help="names without tiny20-, separated by commas; default: all")
-    add("--folder", type=Path, default=RECIPES, help="folder of the recipes")
-    add("--out", type=Path, help="default: benchmarks/results/attentions--<device name>.json")
-
-
-def _available() -> str:
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def _seeds(text: str) -> list[int]:
-    return list(dict.fromkeys(int(seed) for seed in text.split(",")))
-
-
 def train(argv: Sequence[str], options: Namespace) -> int:
     """Trains what is not in the result file yet; exit code 1 if a run failed."""
-    deadline = time.monotonic() + options.time_limit
-    jobs = plan(options)
-    results = ResultFile(options.out)
-    results.begin(describe(argv, options), seeds=options.seeds)
-    missing = [job for job in jobs if not results.has(job)]
-    with exits_when_terminated(), working_folder(options.work) as work:
-        failed, unfinished = run_jobs(
-            missing, results, jobs=options.jobs, deadline=deadline, work=work, total=len(jobs)
-        )
-    for job in unfinished:
-        print(f"not finished: {job}", file=sys.stderr)
-    there = sum(map(results.has, jobs))
-    again = "" if there == len(jobs) else "; repeat the command for the others"
-    print(f"{there} of {len(jobs)} runs are in {options.out}{again}")
-    return 1 if failed else 0
-
-
-def plan(options: Namespace) -> list[Job]:
-    """Every run that was asked for, one seed after the other."""
-    data = Path(options.data).resolve().name if options.data else None
     settings = ["--data.root", options.data] if options.data else []
-    jobs = []
-    for seed in options.seeds:
-        for recipe in options.recipes:
-            epochs = options.epochs or recipe.epochs
-            fingerprint = recipe.fingerprint(data=data, extra=options.extra)
-            args = [*settings, "--trainer.max_epochs", str(epochs), *options.extra]
-            jobs.append(Job(recipe, seed, epochs, data, fingerprint, tuple(args)))
-    return jobs
-
-
-def describe(argv: Sequence[str], options: Namespace) -> dict[str, Any]:
-    """How, when and where it was made."""
-    about = describe_run(argv, Namespace(**vars(options), variant=None))
-    command = shlex.join([*shlex.split(PROGRAM), *(_portable(arg, options) for arg in argv)])
-    versions = about["versions"] | {
-        "timm": timm.__version__,
-        "pytorch_lightning": version_of("pytorch-lightning"),
-    }
-    kept = ("date", "commit", "device", "machine")
-    return {"command": command, **{key: about[key] for key in kept}, "versions": versions}
-
-
-def _portable(arg: str, options: Namespace) -> str:
-    """An argument as it would be on any machine: folders by their last name."""
-    flag, equals, value = arg.rpartition("=") if arg.startswith("--") else ("", "", arg)
-    if value in (getattr(options, "data", None), getattr(options, "work", None)):
-        value = Path(value).resolve().name
-    elif Path(value).is_absolute() and Path(value).is_relative_to(ROOT):
-        value = str(Path(value).relative_to(ROOT))
-    return flag + equals + hide_paths(value)
+    jobs = plan(options, options.data, settings)
+    return train_missing(jobs, options, SUITE, describe(PROGRAM, argv, options))
 
 
 def measure_all(argv: Sequence[str], options: Namespace) -> int:
     """Measures every recipe, one after the other, and records what was found."""
     use_threads(options.threads)
-    about = describe(argv, options) | {
+    about = describe(PROGRAM, argv, options) | {
         "batch": options.batch,
         "image": options.image,
         "precision": "bfloat16 autocast",
     }
-    results, rows = ResultFile(options.out), []
-    results.read()  # a file that is not ours is refused before any work
-    for recipe in options.recipes:
-        rows.append(measure_recipe(recipe, options))
-        release_memory(options.device)
-        results.set_measurement(about | {"rows": rows})
-        progress = f"[{len(rows)}/{len(options.recipes)}] {one_line(rows[-1], options.batch)}"
-        print(progress, file=sys.stderr, flush=True)
-    print(f"written: {options.out}")
-    return 0
+    return measure_recipes(
+        options, SUITE, about, measure_recipe, lambda row: one_line(row, options.batch)
+    )
 
 
 def measure_recipe(recipe: Recipe, options: Namespace) -> dict[str, Any]:
@@ -291,11 +204,10 @@ def draw(argv: Sequence[str], options: Namespace) -> int:
     """Draws the pictures of a result file."""
     from benchmarks.attention_figures import draw_all  # needs matplotlib
 
-    found = [options.results] if options.results else sorted(RESULTS.glob(f"{ATTENTIONS}*.json"))
-    if len(found) != 1:
-        print(f"{PROGRAM}: {len(found)} result files, choose with --results", file=sys.stderr)
+    found = find_result(PROGRAM, options.results, ATTENTIONS)
+    if found is None:
         return 2
-    for path in draw_all(ResultFile(found[0]).read(), options.out):
+    for path in draw_all(ResultFile(found, SUITE).read(), options.out):
         print(f"written: {path}")
     return 0
 

@@ -3,8 +3,9 @@
 
 A target file holds blocks between `<!-- generated: NAME -->` and `<!-- end generated -->`. NAME is
 the name of a result file without its ending, "results" for all files about attention alone,
-"model-times" for all times of whole models, "attentions" for all trainings with them, or "matching"
-for all comparisons of matchers.
+"model-times" for all times of whole models, "attentions" for all trainings with them, "matching"
+for all comparisons of matchers, "match-attentions" for all trainings of those, or "matchers" for
+what they cost.
 """
 
 import argparse
@@ -23,11 +24,15 @@ TARGETS = (
     ROOT / "docs" / "matching.md",
     ROOT / "docs" / "models.md",
     ROOT / "docs" / "results" / "attentions.md",
+    ROOT / "docs" / "results" / "matching-attentions.md",
 )
 PASSES = ("forward", "forward+backward")
 COUNTS, TIMES = "model-counts", "model-times"  # kinds of result files about whole models
 ATTENTIONS = "attentions"  # how names of files begin that `benchmarks.attention_tables` reads
 MATCHING = "matching"  # and `benchmarks.matching_tables`
+MATCH_ATTENTIONS = "match-attentions"  # and `benchmarks.match_attention_tables`
+MATCHERS = "matchers"  # and `benchmarks.matcher_tables`
+OUT_OF_MEMORY = "out of memory"
 TASKS = ("classification", "backbone")
 MODEL_PASSES = ("forward", "training")
 FIGURES = ("code_params", "params_m", "gmacs", "score")  # what may be published of a model
@@ -137,7 +142,7 @@ def read_results(folder: Path = RESULTS) -> dict[str, dict[str, Any]]:
     """Every result file of a folder by its name, checked."""
     results = {}
     for path in sorted(folder.glob("*.json")):
-        if path.stem.startswith((ATTENTIONS, MATCHING)):
+        if path.stem.startswith((ATTENTIONS, MATCHING, MATCH_ATTENTIONS, MATCHERS)):
             continue
         results[path.stem] = json.loads(path.read_text())
         try:
@@ -390,7 +395,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.tables", description=main.__doc__)
     parser.add_argument("--check", action="store_true", help="change nothing, exit 1 if outdated")
     check = parser.parse_args(argv).check
-    from benchmarks import attention_tables, matching_tables  # built on this module
+    from benchmarks import (  # built on this module
+        attention_tables,
+        match_attention_tables,
+        matcher_tables,
+        matching_tables,
+    )
 
     outdated = []
     try:
@@ -398,6 +408,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         more = {
             ATTENTIONS: attention_tables.markdown(attention_tables.read_results(RESULTS)),
             MATCHING: matching_tables.markdown(matching_tables.read_results(RESULTS)),
+            MATCHERS: matcher_tables.markdown(matcher_tables.read_results(RESULTS)),
+            MATCH_ATTENTIONS: match_attention_tables.markdown(
+                match_attention_tables.read_results(RESULTS)
+            ),
         }
         for path in TARGETS:
             text = path.read_text()

@@ -247,7 +247,7 @@ def test_measure_counts_and_times(
 def test_recipes_differ_in_the_attention_alone(attentions: ModuleType, tables: ModuleType) -> None:
     from benchmarks.attention_runs import find_recipes
 
-    found = find_recipes(ROOT / "recipes" / "classify")
+    found = find_recipes(ROOT / "recipes" / "classify", attentions.SUITE)
     assert tuple(recipe.name for recipe in found) == tables.ORDER
     assert sorted(tables.ORDER) == sorted(tables.LABELS)
     common = []

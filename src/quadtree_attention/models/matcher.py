@@ -44,9 +44,10 @@ from quadtree_attention.ops.tree import Tree
 
 COARSE_STRIDE, FINE_STRIDE = 8, 2
 # Without gradients, larger images go through the CNN one by one, and more matches through the fine
-# stage in parts, so that what is held besides the maps themselves stays below 1 GB.
+# stage in parts of at most 1 GB. So what a pair of large images needs is what the CNN needs for one
+# of them: at 2048x2048, in full width, 3.4 GB besides the maps of the other.
 _PIXELS_AT_ONCE = 2**20
-_MATCHES_AT_ONCE = 2**13
+_MATCHES_AT_ONCE = 2**12
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,10 @@ class Features:
     fine1: Tensor
     mask0: Tensor | None
     mask1: Tensor | None
+
+    def swapped(self) -> "Features":
+        """The same, with image 1 first."""
+        return Features(self.coarse1, self.coarse0, self.fine1, self.fine0, self.mask1, self.mask0)
 
 
 @dataclass(frozen=True)
@@ -124,7 +129,10 @@ class FeatureMatcher(nn.Module):
         border: Coarse cells along the edge of either image that match nothing.
         sinkhorn_iterations: Of optimal transport.
         window_size: Fine cells per side of a window.
-        max_entries: Entries of the matrix of all pairs of cells to hold at a time in `forward`.
+        max_entries: Entries of the matrix of all pairs of cells that `forward` makes at a time.
+        symmetric: Whether `forward` also refines image 0 and takes the middle of both results, so
+            that with block "vit" swapped images give the same points swapped. False is what the
+            original does: points of image 0 stay at their cells, those of image 1 are refined.
         masks_in_attention: Whether masks also act in CNN and transformer. False is what the
             official quadtree matcher does: they act in coarse matching only.
     """
@@ -150,6 +158,7 @@ class FeatureMatcher(nn.Module):
         sinkhorn_iterations: int = 3,
         window_size: int = 5,
         max_entries: int = 2**26,
+        symmetric: bool = False,
         masks_in_attention: bool = True,
         device: Any = None,
         dtype: Any = None,
@@ -162,6 +171,7 @@ class FeatureMatcher(nn.Module):
         given = {"num_levels": num_levels, "topk": topk, "pool_size": pool_size, "backend": backend}
         options = {option: value for option, value in given.items() if value is not None}
         self.position: Frequencies = position
+        self.symmetric = symmetric
         self.masks_in_attention = masks_in_attention
         self.coarse_transformer = MatchTransformer(
             coarse_dim,
@@ -225,12 +235,13 @@ class FeatureMatcher(nn.Module):
         )
         step = _MATCHES_AT_ONCE
         parts = [
-            self.fine(features, matches[start : start + step])
+            self._points(features, matches[start : start + step])
             for start in range(0, max(1, len(matches)), step)
         ]
+        points0, points1 = zip(*parts, strict=True)
         return {
-            "keypoints0": torch.cat([part.keypoints0 for part in parts]),
-            "keypoints1": torch.cat([part.keypoints1 for part in parts]),
+            "keypoints0": torch.cat(points0),
+            "keypoints1": torch.cat(points1),
             "confidence": matches.confidence,
             "batch_indexes": matches.batch_indexes,
         }
@@ -257,6 +268,17 @@ class FeatureMatcher(nn.Module):
         points0 = _cell_points(cells0, features.coarse0.shape[2], offset.dtype)
         points1 = _cell_points(cells1, features.coarse1.shape[2], offset.dtype)
         return FineMatches(points0, points1 + offset * self.window_radius, offset, std)
+
+    def _points(self, features: Features, matches: CoarseMatches) -> tuple[Tensor, Tensor]:
+        """Points of coarse matches in image 0 and in image 1."""
+        there = self.fine(features, matches)
+        if not self.symmetric:
+            return there.keypoints0, there.keypoints1
+        # Both are right where the model is; so is their middle, as far as one image is locally an
+        # affine map of the other, and errors of the two average out.
+        back = self.fine(features.swapped(), matches.swapped())
+        points0, points1 = there.keypoints0 + back.keypoints1, there.keypoints1 + back.keypoints0
+        return points0 / 2, points1 / 2
 
     def _maps(
         self, images: Sequence[Tensor], masks: Sequence[Sequence[Tensor | None]]

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from quadtree_attention import OptionError
 from quadtree_attention.models.parts.coarse_matching import (
@@ -152,6 +154,71 @@ def test_tiles_give_what_the_matrix_gives(method, dtype, masked, max_entries):
     for name in ("batch_indexes", "cells0", "cells1"):
         assert torch.equal(getattr(tiled, name), getattr(plain, name))
     torch.testing.assert_close(tiled.confidence, plain.confidence, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("max_entries", [1, 2000, 10**6])
+def test_ties_give_what_the_matrix_gives(method, dtype, masked, max_entries):
+    """Maps of a few kinds of cells: the same kinds match, and no cell is in two matches.
+
+    Which cells of a kind do is up to the last bit of their sums, in the matrix as in its tiles.
+    """
+    kinds = torch.randint(-3, 4, (24, 8)).to(dtype)
+    kinds0, kinds1 = torch.randint(24, (2, 9, 11)), torch.randint(24, (2, 7, 13))
+    maps = kinds[kinds0], kinds[kinds1]
+    shown = (masks(9, 11), masks(7, 13)) if masked else (None, None)
+    matching = CoarseMatching(method, threshold=0.0, border=0, max_entries=max_entries)
+    confidence = matching.confidence(*maps, *shown)
+    near = confidence > 0.999 * confidence.amax(dim=2, keepdim=True)
+    assert (near.sum(dim=2) > 1).float().mean() > 0.5  # most cells have several best ones
+    found = []
+    for matches in (
+        matching.select(confidence, (9, 11), (7, 13), *shown),
+        matching(*maps, *shown),
+    ):
+        samples = matches.batch_indexes
+        for cells in (matches.cells0, matches.cells1):
+            once = set(zip(samples.tolist(), cells.tolist(), strict=True))
+            assert len(once) == len(matches)
+        pairs = zip(
+            samples.tolist(),
+            kinds0.flatten(1)[samples, matches.cells0].tolist(),
+            kinds1.flatten(1)[samples, matches.cells1].tolist(),
+            strict=True,
+        )
+        found.append(dict(zip(pairs, matches.confidence.tolist(), strict=True)))
+    plain, tiled = found
+    assert len(plain) > 10
+    assert tiled == pytest.approx(plain, rel=1e-4)
+
+
+class LargestTensor(TorchDispatchMode):
+    """Remembers how many entries the largest tensor has that any operation returns."""
+
+    entries = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, torch.Tensor):
+                self.entries = max(self.entries, leaf.numel())
+        return out
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("masked", [False, True])
+def test_no_more_of_the_matrix_than_allowed(method, masked):
+    map0, map1 = draw(30, 31, dtype=torch.float32), draw(20, 41, dtype=torch.float32)
+    shown = (masks(30, 31), masks(20, 41)) if masked else (None, None)
+    matching = CoarseMatching(method, max_entries=50_000)
+    with LargestTensor() as largest:
+        matching(map0, map1, *shown)
+    assert 40_000 < largest.entries <= 50_000
+    with LargestTensor() as largest:
+        matching.confidence(map0, map1, *shown)
+    assert largest.entries == 2 * 930 * 820
 
 
 @pytest.mark.parametrize("max_entries", [1, 40, 10**6])

@@ -2,6 +2,7 @@
 """Synthetic pairs in batches, and a matcher that learns from them."""
 
 import csv
+import sys
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from quadtree_attention.tasks.match.data import MOTION, MatchData, grey
 from quadtree_attention.tasks.match.module import (
     MatchModule,
     correct,
+    f_scores,
     pose_errors,
     views,
 )
@@ -120,6 +122,29 @@ def test_true_matches_are_correct_and_give_the_pose(data):
     assert pose_errors(nothing, batch) == [float("inf")] * 2
 
 
+def test_f_score_counts_wrong_and_missing_matches(data):
+    batch = batch_of(data, data.val_dataloader(), [Draw(0, 0), Draw(0, 1)])
+    view0, view1 = views(batch)
+    truth, points = true_matches(view0, view1, 8)
+    points0 = torch.stack([truth.cells0 % 10, truth.cells0 // 10], dim=1) * 8.0
+    found = {"keypoints0": points0, "keypoints1": points, "batch_indexes": truth.batch_indexes}
+
+    def scores(found):
+        return f_scores(found, correct(found, view0), truth, 2).tolist()
+
+    assert scores(found) == [1.0, 1.0]
+    first = truth.batch_indexes == 0
+    none_of_second = {name: value[first] for name, value in found.items()}
+    assert scores(none_of_second) == [1.0, 0.0]
+    moved = found | {"keypoints1": torch.where(first[:, None], points, points + 4)}
+    assert scores(moved) == [1.0, 0.0]
+    half = {name: value[::2] for name, value in found.items()}
+    there, true = len(half["batch_indexes"]), len(first)
+    assert sum(scores(half)) / 2 == pytest.approx(2 * there / (there + true), abs=0.02)
+    nothing = {name: value[:0] for name, value in found.items()}
+    assert scores(nothing) == [0.0, 0.0]
+
+
 def test_grey_weighs_colours():
     assert grey(torch.ones(1, 3, 2, 2)).allclose(torch.ones(1, 1, 2, 2))
     assert grey(torch.eye(3).view(3, 3, 1, 1)).flatten().tolist() == pytest.approx(
@@ -151,4 +176,19 @@ def test_debug_recipe_trains(tmp_path):
     train("match", ["--config", str(recipe), "--run_dir", str(tmp_path / "run"), *options])
     (row,) = csv.DictReader((tmp_path / "run" / "history.csv").open())
     assert float(row["train/coarse"]) > 0 and float(row["train/fine"]) > 0
-    assert {"val/auc5", "val/auc10", "val/auc20", "val/matches"} <= set(row)
+    assert {"val/auc5", "val/auc10", "val/auc20", "val/matches", "val/fscore"} <= set(row)
+
+
+def test_trains_without_estimators(tmp_path, monkeypatch, capsys):
+    """The best epoch is told by what needs no estimator; their scores are left out, and said so."""
+    monkeypatch.setitem(sys.modules, "poselib", None)  # what an import finds if it is not installed
+    monkeypatch.delitem(sys.modules, "quadtree_attention.tasks.match.estimate")
+    recipe = ROOT / "recipes" / "match" / "synthetic-debug.yaml"
+    options = ["--trainer.max_epochs", "1", "--trainer.enable_progress_bar", "false"]
+    options += ["--data.pairs", "4"]
+    train("match", ["--config", str(recipe), "--run_dir", str(tmp_path / "run"), *options])
+    (row,) = csv.DictReader((tmp_path / "run" / "history.csv").open())
+    assert {"val/fscore", "val/matches"} <= set(row) and "val/auc10" not in row
+    assert (tmp_path / "run" / "best.safetensors").exists()
+    said = capsys.readouterr().err
+    assert said.count("validation leaves out val/auc5") == 1 and "got import of poselib" in said

@@ -39,6 +39,10 @@ class CoarseMatches:
         fields = (self.batch_indexes, self.cells0, self.cells1, self.confidence)
         return CoarseMatches(*(field[index] for field in fields))
 
+    def swapped(self) -> "CoarseMatches":
+        """The same pairs, with map 1 first."""
+        return CoarseMatches(self.batch_indexes, self.cells1, self.cells0, self.confidence)
+
 
 class CoarseMatching(nn.Module):
     """Confidence of all pairs of cells, and the pairs that are each other's best.
@@ -56,7 +60,8 @@ class CoarseMatching(nn.Module):
         threshold: A match has a confidence above it.
         border: Cells along the edge of what is visible that match nothing.
         iterations: Of Sinkhorn.
-        max_entries: Entries of the matrix to hold at a time where no gradient is needed.
+        max_entries: Entries of a part of the matrix that is made at a time where no gradient is
+            needed; 2**26 of float32 are 256 MiB, and as much again goes to temporary results.
     """
 
     bin_score: nn.Parameter | None
@@ -125,7 +130,7 @@ class CoarseMatching(nn.Module):
     def forward(
         self, map0: Tensor, map1: Tensor, mask0: Tensor | None, mask1: Tensor | None
     ) -> CoarseMatches:
-        """What `select` finds in `confidence`, for maps of any size: never holds the matrix."""
+        """What `select` finds in `confidence`, for maps of any size: never holds a large matrix."""
         with torch.autocast(map0.device.type, enabled=False):
             similarity = self._similarity(map0, map1, mask0, mask1, self.max_entries)
             scores, columns, rows = similarity.best(*self._potentials(similarity))

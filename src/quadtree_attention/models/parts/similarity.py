@@ -2,7 +2,10 @@
 """The similarities of all cells of one map with all cells of another, made row by row if large.
 
 At 2048x2048 pixels the maps have 65,536 cells each, and their similarities would take 17 GB.
-Nothing of that size is held: sums and maxima over rows and columns are taken tile by tile.
+Nothing of that size is held: sums and maxima over rows and columns are taken tile by tile. Tiles
+are made again for every pass, always of the same rows, so that all passes see the same numbers; and
+the maxima of rows and of columns come from one pass, so that two cells agree on being each other's
+best however the products were rounded.
 """
 
 from collections.abc import Iterator
@@ -22,8 +25,8 @@ class Similarity:
         features1: (B, T, C)
         visible0: Boolean (B, S), or None.
         visible1: Boolean (B, T), or None.
-        max_entries: Entries of the matrix to hold at a time; None for all. For gradients take
-            None: they would keep every tile anyway.
+        max_entries: Entries of a tile; None for the whole matrix. Temporary results take up to
+            three times as many again. For gradients take None: they would keep every tile anyway.
     """
 
     def __init__(
@@ -50,6 +53,7 @@ class Similarity:
         for _, tile in self.tiles():
             rows.append(tile.logsumexp(dim=2))
             columns = _add(columns, tile.logsumexp(dim=1))
+            del tile  # or it would stay until the next one is there
         assert columns is not None
         return torch.cat(rows, dim=1), columns
 
@@ -92,6 +96,7 @@ class Similarity:
             else:
                 column_place = torch.where(value > column_value, place, column_place)
                 column_value = torch.maximum(value, column_value)
+            del tile, scores
         assert column_place is not None
         return torch.cat(values, dim=1), torch.cat(places, dim=1), column_place
 
