@@ -1,16 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rays end on the first surface: checked by walking along them."""
 
+import dataclasses
+
 import pytest
 import torch
 
-from quadtree_attention.data import SceneOptions
+from quadtree_attention.data import SceneOptions, layout
 from quadtree_attention.data.draws import Draws
 from quadtree_attention.data.layout import first_camera, place, second_camera
+from quadtree_attention.data.probe import first_depth
 from quadtree_attention.data.solids import Solids, cast, see
 
 SIZE = (19, 26)
 OPTIONS = SceneOptions(objects=(8, 14))
+HARD = SceneOptions(rotation=(30, 80), baseline=(0.5, 1.5), overlap=(0.5, 0.6))  # few cameras fit
 CPU = torch.device("cpu")
 
 
@@ -68,6 +72,34 @@ def test_single_precision_is_enough():
     same = slot == slot32
     assert same.double().mean() > 0.999
     assert ((depth - exact).abs() / exact)[same].max() < 1e-4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_other_ways_to_cast_give_the_same(dtype):
+    """All slots together, as GPUs do it, and the kernel by which cameras are chosen."""
+    draws = Draws(4, range(5))
+    exact = first_camera(draws, SIZE, OPTIONS.focal)
+    solids = place(draws, exact, OPTIONS, textures=3).solids
+    camera, sight = exact.to(CPU, dtype), see(solids, exact, CPU, dtype)
+    depth, slot = cast(sight, *camera.rays())
+    together = cast(dataclasses.replace(sight, used=None), *camera.rays())
+    assert torch.equal(together[0], depth) and torch.equal(together[1], slot)
+    if dtype == torch.float64:
+        assert torch.equal(first_depth(sight, *camera.rays()), depth)
+
+
+@pytest.mark.parametrize("options", [OPTIONS, HARD])
+def test_cameras_do_not_depend_on_how_many_are_tried_at_once(options, monkeypatch):
+    def second():
+        draws = Draws(6, range(12))
+        camera = first_camera(draws, SIZE, options.focal)
+        return second_camera(draws, place(draws, camera, options, 3), camera, SIZE, options)
+
+    step_by_step = second()
+    monkeypatch.setattr(layout, "ROUNDS", (0, layout.ATTEMPTS))
+    at_once = second()
+    for name in ("K", "rotation", "centre"):
+        assert torch.equal(getattr(step_by_step, name), getattr(at_once, name))
 
 
 def test_rays_along_a_face_give_numbers():

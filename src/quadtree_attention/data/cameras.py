@@ -36,7 +36,7 @@ class Camera:
         """(B, ..., 3) in the world -> in the camera."""
         return rotate(self.rotation.mT, points - _spread(self.centre, points))
 
-    def rays(self, dx: float = 0.0, dy: float = 0.0) -> tuple[Tensor, Tensor]:
+    def rays(self, dx: float | Tensor = 0.0, dy: float | Tensor = 0.0) -> tuple[Tensor, Tensor]:
         """Image coordinates at depth 1, x (B, 1, W) and y (B, H, 1), of every pixel + (dx, dy)."""
         height, width = self.size
         columns = torch.arange(width, device=self.K.device) + dx

@@ -38,8 +38,10 @@ class Draws:
 
     def uniform(self, low: float, high: float, *shape: int) -> Tensor:
         """(B, *shape) between `low` and `high`."""
-        values = np.stack([generator.random(shape) for generator in self._generators])
-        return torch.from_numpy(values) * (high - low) + low
+        values = np.empty((len(self), math.prod(shape)))
+        for generator, row in zip(self._generators, values, strict=True):
+            generator.random(out=row)
+        return torch.from_numpy(values.reshape(-1, *shape)) * (high - low) + low
 
     def log_uniform(self, low: float, high: float, *shape: int) -> Tensor:
         """(B, *shape) whose logarithm is uniform: as often half as double."""
@@ -47,8 +49,10 @@ class Draws:
 
     def normal(self, *shape: int) -> Tensor:
         """(B, *shape) with mean 0 and deviation 1."""
-        values = np.stack([generator.standard_normal(shape) for generator in self._generators])
-        return torch.from_numpy(values)
+        values = np.empty((len(self), math.prod(shape)))
+        for generator, row in zip(self._generators, values, strict=True):
+            generator.standard_normal(out=row)
+        return torch.from_numpy(values.reshape(-1, *shape))
 
     def integers(self, low: int, high: int, *shape: int) -> Tensor:
         """(B, *shape) int64 of `low`, ..., `high` - 1."""
@@ -65,14 +69,23 @@ class Draws:
 
     def noise(self, *shape: int, device: torch.device) -> Tensor:
         """(B, *shape) float32, near enough to normal, for every pixel of an image."""
-        keys = self.integers(-(2**31), 2**31, 1).to(device, torch.int32)
-        count = math.prod(shape)
-        bits = hash_bits(torch.arange(count, dtype=torch.int32, device=device) + keys)  # (B, count)
-        bits = hash_bits(bits + keys * 7919)  # overlapping ranges of two items part here
-        total = bits & 255
-        for shift in (8, 16, 24):
-            total += (bits >> shift) & 255
-        return ((total - 510).float() / BYTE_SUM_STD).reshape(-1, *shape)
+        return hash_noise(self.keys().to(device), *shape)
+
+    def keys(self) -> Tensor:
+        """(B, 1) int32 of which `hash_noise` makes the noise of the items."""
+        return self.integers(-(2**31), 2**31, 1).to(torch.int32)
+
+
+def hash_noise(keys: Tensor, *shape: int) -> Tensor:
+    """(B, *shape) float32 of (B, 1) int32, each item by its key."""
+    count = math.prod(shape)
+    place = torch.arange(count, dtype=torch.int32, device=keys.device)
+    bits = hash_bits(place + keys)  # (B, count)
+    bits = hash_bits(bits + keys * 7919)  # overlapping ranges of two items part here
+    total = bits & 255
+    for shift in (8, 16, 24):
+        total = total + ((bits >> shift) & 255)
+    return ((total - 510).float() / BYTE_SUM_STD).reshape(-1, *shape)
 
 
 def hash_bits(x: Tensor) -> Tensor:

@@ -10,10 +10,11 @@ from torch import Tensor
 
 from quadtree_attention.data.cameras import BEHIND, inside, pixel_grid
 from quadtree_attention.data.draws import Draws
+from quadtree_attention.data.fused import apart, fused, send
 from quadtree_attention.data.options import HomographyOptions, check_size
 from quadtree_attention.data.photometric import distort
 from quadtree_attention.data.render import PATTERNS
-from quadtree_attention.data.textures import Textures
+from quadtree_attention.data.textures import Bank, Textures
 
 ATTEMPTS = 8  # homographies tried for a pair
 PROBE = 12  # points along each side by which their overlap is measured
@@ -59,34 +60,35 @@ def homography_pairs(
     size1 = size if size1 is None else size1
     check_size("size", size)
     check_size("size1", size1)
-    draws = Draws(seed, indices, stream=2)
-    exact = _homography(draws, size, size1, options)
-    texture = draws.integers(0, len(textures)).to(textures.device)
-    to_texels = _to_texels(draws, size, textures.size, options.texture_scale)
-    place_ = textures.device, torch.float32
-    forth, back = exact.to(*place_), torch.linalg.inv(exact).to(*place_)
-    views = ((to_texels, size), (to_texels @ torch.linalg.inv(exact), size1))
-    image0, image1 = (
-        distort(
-            _render(textures, texture, matrix.to(*place_), extent, options.samples),
-            indices,
-            seed=seed,
-            view=4 + view,
-            strength=options.photometric,
+    with apart(textures.device):
+        draws = Draws(seed, indices, stream=2)
+        forth = _homography(draws, size, size1, options)
+        back = torch.linalg.inv(forth)
+        texture = draws.integers(0, len(textures))
+        to_texels = _to_texels(draws, size, textures.size, options.texture_scale)
+        numbers = [_pack(to_texels, forth, texture), _pack(to_texels @ back, back, texture)]
+        bank = textures.bank
+        views = [
+            _view(packed, bank.texels, bank.levels, bank.size, *sizes, options.samples)
+            for packed, sizes in zip(
+                send(torch.stack(numbers).float(), textures.device),
+                ((size, size1), (size1, size)),
+                strict=True,
+            )
+        ]
+        image0, image1 = (
+            distort(image, indices, seed=seed, view=4 + view, strength=options.photometric)
+            for view, (image, *_) in enumerate(views)
         )
-        for view, (matrix, extent) in enumerate(views)
-    )
-    grid0, grid1 = pixel_grid(*size, like=forth), pixel_grid(*size1, like=forth)
-    target0, target1 = apply_homography(forth, grid0), apply_homography(back, grid1)
-    return HomographyPair(
-        image0=image0,
-        image1=image1,
-        H_0to1=forth,
-        flow0to1=target0 - grid0,
-        flow1to0=target1 - grid1,
-        visible0=inside(target0, size1),
-        visible1=inside(target1, size),
-    )
+        return HomographyPair(
+            image0=image0,
+            image1=image1,
+            H_0to1=send(forth.float(), textures.device),
+            flow0to1=views[0][1],
+            flow1to0=views[1][1],
+            visible0=views[0][2],
+            visible1=views[1][2],
+        )
 
 
 def apply_homography(H: Tensor, points: Tensor) -> Tensor:
@@ -170,22 +172,45 @@ def _to_texels(
     return torch.stack(entries, dim=-1).unflatten(-1, (3, 3))
 
 
-def _render(
-    textures: Textures, texture: Tensor, H: Tensor, size: tuple[int, int], samples: int
-) -> Tensor:
-    """(B, 3, H, W) of the plane, `H` from pixels to texels."""
-    batch = len(H)
-    index = texture[:, None, None].expand(batch, *size).flatten()
-    determinant = torch.linalg.det(H.double()).abs().to(H)[:, None, None]
+def _pack(to_texels: Tensor, to_other: Tensor, texture: Tensor) -> Tensor:
+    """(B, 20): all numbers of a view, so that they travel at once."""
+    # Of the matrix as it will be rounded; on a GPU it would be waited for
+    determinant = torch.linalg.det(to_texels.float().double()).abs()
+    parts = [to_texels.flatten(1), to_other.flatten(1), determinant[:, None], texture[:, None]]
+    return torch.cat(parts, dim=1)
+
+
+@fused(batched=1)
+def _view(
+    packed: Tensor,
+    texels: Tensor,
+    levels: Tensor,
+    texture_size: int,
+    size: tuple[int, int],
+    other_size: tuple[int, int],
+    samples: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Image, flow to the other view, and what is within it."""
+    bank = Bank(texels, levels, texture_size)
+    image = _render(bank, packed, size, samples)
+    grid = pixel_grid(*size, like=packed)
+    target = apply_homography(packed[:, 9:18].unflatten(1, (3, 3)), grid)
+    return image, target - grid, inside(target, other_size)
+
+
+def _render(bank: Bank, packed: Tensor, size: tuple[int, int], samples: int) -> Tensor:
+    """(B, 3, H, W) of the plane."""
+    batch = len(packed)
+    H = packed[:, :9].unflatten(1, (3, 3))  # from pixels to texels
+    determinant, texture = packed[:, 18, None, None], packed[:, 19, None, None].long()
+    index = texture.expand(batch, *size).flatten()
+    grid = pixel_grid(*size, like=H)
     total: Tensor | None = None
     for dx, dy in PATTERNS[samples]:
-        offset = torch.tensor([dx, dy]).to(H)
-        x, y, w = _homogeneous(H, pixel_grid(*size, like=H) + offset)
+        x, y, w = _homogeneous(H, torch.stack([grid[..., 0] + dx, grid[..., 1] + dy], dim=-1))
         w = w.clamp(min=HORIZON)  # beyond the horizon there is no plane: its mean colour
         area = determinant / w**3 / samples  # texels in a pixel
-        colour = textures.look_up(
-            index, (x / w).flatten(), (y / w).flatten(), area.sqrt().flatten()
-        )
+        colour = bank.look_up(index, (x / w).flatten(), (y / w).flatten(), area.sqrt().flatten())
         colour = colour.unflatten(1, (batch, *size))
         total = colour if total is None else total.add_(colour)
     assert total is not None

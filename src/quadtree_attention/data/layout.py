@@ -5,8 +5,9 @@ All of it is small and runs on the CPU in float64. The world is the frame of the
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import cycle, islice
+from itertools import cycle, islice, pairwise
 
 import torch
 import torch.nn.functional as F
@@ -28,7 +29,8 @@ from quadtree_attention.data.solids import Kind, Sight, Solids, cast, see
 
 # Which slots are filled is drawn, so every mix of kinds occurs
 PATTERN: tuple[Kind, ...] = ("plane", "box", "ellipsoid", "bar", "plane", "box", "plane")
-ATTEMPTS = 8  # second cameras tried for a scene
+ATTEMPTS = 8  # second cameras drawn for a scene
+ROUNDS = (0, 1, 3, ATTEMPTS)  # where rounds of trying them begin: most scenes need but the first
 PROBE = (12, 16)  # size of the images in which their overlap is measured
 SAME_SURFACE = 3e-5  # relative difference of depths that rounding can make
 
@@ -215,27 +217,46 @@ def second_camera(
     draws: Draws, scene: Scene, camera: Camera, size: tuple[int, int], options: SceneOptions
 ) -> Camera:
     """The first of several drawn cameras that shares enough of its view with `camera`."""
-    sight = _probe_sight(scene.solids, camera)
-    depth = cast(sight, *camera.resized(*PROBE).rays())[0]
+    from quadtree_attention.data.probe import first_depth  # Numba takes a while
+
+    depth = first_depth(_probe_sight(scene.solids, camera), *camera.resized(*PROBE).rays())
     typical = depth.flatten(1).median(dim=1).values
-    tries = _candidates(draws, camera, typical, size, options)
-    repeated = _repeat(scene.solids)
-    again = camera.map(lambda t: t.repeat_interleave(ATTEMPTS, 0))
-    room_rotation, room_centre = repeated.rotation[:, 0], repeated.centre[:, 0]
-    limit = repeated.half[:, 0] * 0.9
-    local = rotate(room_rotation.mT, tries.centre - room_centre).clamp(-limit, limit)
-    tries = Camera(tries.K, tries.rotation, rotate(room_rotation, local) + room_centre, size)
-    shared = torch.minimum(_seen(repeated, again, tries), _seen(repeated, tries, again))
-    low, high = options.overlap
-    misfit = (low - shared).clamp(min=0) * 10 + (shared - high).clamp(min=0)
+    tries = _in_room(scene.solids, _candidates(draws, camera, typical, size, options))
+    misfit = torch.full((len(draws), ATTEMPTS), torch.inf, dtype=torch.float64)
+    left = torch.arange(len(draws))
+    for first, end in pairwise(ROUNDS):
+        item = left.repeat_interleave(end - first)
+        attempt = torch.arange(first, end).repeat(len(left))
+        chosen = _choose_cameras(tries, item * ATTEMPTS + attempt)
+        solids, given = _choose(scene.solids, item), _choose_cameras(camera, item)
+        shared = _shared(solids, given, depth[item], chosen)
+        low, high = options.overlap
+        misfit[item, attempt] = (low - shared).clamp(min=0) * 10 + (shared - high).clamp(min=0)
+        left = (misfit.amin(dim=1) > 0).nonzero()[:, 0]
+        if not len(left):
+            break
     # argmin gives the first where several fit
-    best = misfit.reshape(-1, ATTEMPTS).argmin(dim=1) + torch.arange(len(draws)) * ATTEMPTS
-    return tries.map(lambda t: t[best])
+    best = misfit.argmin(dim=1) + torch.arange(len(draws)) * ATTEMPTS
+    return _choose_cameras(tries, best)
 
 
-def _repeat(solids: Solids) -> Solids:
+def _in_room(solids: Solids, tries: Camera) -> Camera:
+    """The cameras, `ATTEMPTS` per scene, moved into the room where they are not."""
+    rotation, centre, half = (
+        t[:, 0].repeat_interleave(ATTEMPTS, 0)
+        for t in (solids.rotation, solids.centre, solids.half * 0.9)
+    )
+    local = rotate(rotation.mT, tries.centre - centre).clamp(-half, half)
+    return Camera(tries.K, tries.rotation, rotate(rotation, local) + centre, tries.size)
+
+
+def _choose(solids: Solids, item: Tensor) -> Solids:
     tensors = (solids.rotation, solids.centre, solids.half, solids.active)
-    return Solids(solids.kinds, *(t.repeat_interleave(ATTEMPTS, 0) for t in tensors))
+    return Solids(solids.kinds, *(t[item] for t in tensors))
+
+
+def _choose_cameras(cameras: Camera, item: Tensor) -> Camera:
+    return cameras.map(lambda t: t[item])
 
 
 def _candidates(
@@ -285,15 +306,33 @@ def _probe_sight(solids: Solids, camera: Camera) -> Sight:
     return see(solids, camera, camera.K.device, torch.float64)
 
 
-def _seen(solids: Solids, camera: Camera, other: Camera) -> Tensor:
-    """(B,) share of a camera's view that the other one sees."""
-    camera = camera.resized(*PROBE)
-    depth = cast(_probe_sight(solids, camera), *camera.rays())[0]
-    visible = transfer(depth, camera, other, _probe_sight(solids, other))[1]
-    return visible.flatten(1).double().mean(dim=1)
+def _shared(solids: Solids, camera: Camera, depth: Tensor, other: Camera) -> Tensor:
+    """(B,) share of their views that both cameras see, of the one that shares less.
+
+    `depth` is that of `camera`, on the grid of the probe.
+    """
+    from quadtree_attention.data.probe import first_depth
+
+    sight, other_sight = _probe_sight(solids, camera), _probe_sight(solids, other)
+    small, other_small = camera.resized(*PROBE), other.resized(*PROBE)
+    other_depth = first_depth(other_sight, *other_small.rays())
+    forth = transfer(depth, small, other, other_sight, first_depth)[1]
+    back = transfer(other_depth, other_small, camera, sight, first_depth)[1]
+    shares = (visible.flatten(1).double().mean(dim=1) for visible in (forth, back))
+    return torch.minimum(*shares)
 
 
-def transfer(depth: Tensor, camera: Camera, other: Camera, sight: Sight) -> tuple[Tensor, Tensor]:
+def cast_depth(sight: Sight, x: Tensor, y: Tensor) -> Tensor:
+    return cast(sight, x, y)[0]
+
+
+def transfer(
+    depth: Tensor,
+    camera: Camera,
+    other: Camera,
+    sight: Sight,
+    first_depth: Callable[[Sight, Tensor, Tensor], Tensor] = cast_depth,
+) -> tuple[Tensor, Tensor]:
     """Where the surface points of a view are in the other one, and whether they are seen there.
 
     A point is seen if the first surface on the other camera's ray to it is the point itself: an
@@ -304,6 +343,7 @@ def transfer(depth: Tensor, camera: Camera, other: Camera, sight: Sight) -> tupl
         camera: Of the view.
         other: The other camera.
         sight: The solids from the other camera.
+        first_depth: Gives the depth of the first surface on rays.
 
     Returns:
         Pixels (B, H, W, 2) and visibility (B, H, W).
@@ -313,5 +353,5 @@ def transfer(depth: Tensor, camera: Camera, other: Camera, sight: Sight) -> tupl
     within = inside(pixels, other.size)
     there = points[..., 2].where(within, 1)
     x, y = points[..., 0] / there, points[..., 1] / there
-    first = cast(sight, x.where(within, 0), y.where(within, 0))[0]
+    first = first_depth(sight, x.where(within, 0), y.where(within, 0))
     return pixels, within & (first > there * (1 - SAME_SURFACE))

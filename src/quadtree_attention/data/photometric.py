@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quadtree_attention.data.cameras import pixel_grid
-from quadtree_attention.data.draws import Draws
+from quadtree_attention.data.draws import Draws, hash_noise
+from quadtree_attention.data.fused import fused, send
 from quadtree_attention.data.options import check_number
 from quadtree_attention.errors import ShapeError
 
@@ -57,16 +58,22 @@ def distort(
     draws = Draws(seed, indices, stream=100 + view)
     # A training loop's autocast would compute in 8 bits of precision
     with torch.autocast(image.device.type, enabled=False):
-        image = blur(image, _blur_kernels(draws, strength))
-        image = _vignette(image, draws, strength)
-        image = _tones(image, draws, strength)
-        image = _noise(image, draws, strength)
+        kernels = _blur_kernels(draws, strength)
+        numbers = torch.cat(
+            [
+                kernels.flatten(1),
+                _vignette_numbers(draws, image, strength),
+                _tone_numbers(draws, strength),
+                _noise_numbers(draws, strength),
+            ],
+            dim=1,
+        )
+        keys = send(draws.keys(), image.device)
+        numbers = send(numbers.to(image.dtype), image.device)
+        size = kernels[0].numel()
+        image = blur(image, numbers[:, :size].reshape(kernels.shape))
+        image = _develop(image, numbers[:, size:].contiguous(), keys)
         return _compress(image, draws, strength, jpeg * min(strength, 1.0))
-
-
-def _spread(values: Tensor, like: Tensor) -> Tensor:
-    """(B,) or (B, C) -> (B, 1 or C, 1, 1)."""
-    return values.to(like).reshape(len(values), -1, 1, 1)
 
 
 def _blur_kernels(draws: Draws, strength: float) -> Tensor:
@@ -76,12 +83,11 @@ def _blur_kernels(draws: Draws, strength: float) -> Tensor:
     sigma = torch.where(draws.chance(0.5), draws.uniform(0.4, 0.4 + 1.1 * strength), 0.3)
     length = torch.where(draws.chance(0.25), draws.uniform(0, min(3 * strength, REACH - 1)), 0.0)
     angle = draws.uniform(0, math.pi)
-    kernel = torch.zeros(len(draws), *x.shape, dtype=torch.float64)
-    for step in torch.linspace(-1, 1, 9).tolist():  # a moving spot, exposed nine times
-        move = (length * step)[:, None, None]
-        dx = x - move * angle.cos()[:, None, None]
-        dy = y - move * angle.sin()[:, None, None]
-        kernel += torch.exp(-(dx**2 + dy**2) / (2 * sigma[:, None, None] ** 2))
+    steps = torch.linspace(-1, 1, 9).double()  # a moving spot, exposed nine times
+    move = (length[:, None] * steps)[..., None, None]  # (B, 9, 1, 1)
+    angle, sigma = angle[:, None, None, None], sigma[:, None, None, None]
+    dx, dy = x - move * angle.cos(), y - move * angle.sin()
+    kernel = torch.exp(-(dx**2 + dy**2) / (2 * sigma**2)).sum(dim=1)
     return kernel / kernel.sum(dim=(1, 2), keepdim=True)
 
 
@@ -94,57 +100,78 @@ def blur(image: Tensor, kernels: Tensor) -> Tensor:
     return F.conv2d(padded, weight, groups=batch * channels)[0].unflatten(0, (batch, channels))
 
 
-def _vignette(image: Tensor, draws: Draws, strength: float) -> Tensor:
-    height, width = image.shape[2:]
-    middle = torch.tensor([width / 2, height / 2])
-    centre = (middle * (1 + draws.uniform(-0.15, 0.15, 2))).to(image)[:, None, None]
-    away = (pixel_grid(height, width, image) - centre) / middle.norm().to(image)
+def _vignette_numbers(draws: Draws, image: Tensor, strength: float) -> Tensor:
+    """(B, 3): centre, amount."""
+    middle = _middle(image)
+    centre = torch.tensor(middle) * (1 + draws.uniform(-0.15, 0.15, 2))
     amount = torch.where(draws.chance(0.5), draws.uniform(0, 0.4 * strength), 0.0)
-    fall = 1 - _spread(amount, image)[:, 0] * (away * away).sum(dim=-1)  # (B, H, W)
-    return image * fall.clamp_(min=0)[:, None]
+    return torch.cat([centre, amount[:, None]], dim=1)
 
 
-def _tones(image: Tensor, draws: Draws, strength: float) -> Tensor:
+def _middle(image: Tensor) -> tuple[float, float]:
+    return image.shape[3] / 2, image.shape[2] / 2
+
+
+def _tone_numbers(draws: Draws, strength: float) -> Tensor:
+    """(B, 7): exposure of three colours, gamma, grey, contrast, lift."""
     exposure = torch.exp2(draws.uniform(-0.6, 0.6) * strength)
     colour = torch.exp2(draws.uniform(-0.12, 0.12, 3) * strength)
     gamma = torch.exp2(draws.uniform(-0.4, 0.4) * strength)
     contrast = torch.exp2(draws.uniform(-0.4, 0.25) * strength)
-    lift = draws.uniform(-0.06, 0.06) * strength
-    image = (image * _spread(exposure[:, None] * colour, image)).clamp_(1e-4, 1)
-    image = image.pow(_spread(gamma, image))
+    lift = 0.5 + draws.uniform(-0.06, 0.06) * strength
     grey = torch.where(draws.chance(0.1), 1.0, draws.uniform(0, 0.3) * strength).clamp(max=1)
-    image = torch.lerp(image, image.mean(dim=1, keepdim=True), _spread(grey, image))
-    image = (image - 0.5) * _spread(contrast, image) + _spread(0.5 + lift, image)
-    return image.clamp_(0, 1)
+    others = torch.stack([gamma, grey, contrast, lift], dim=1)
+    return torch.cat([exposure[:, None] * colour, others], dim=1)
 
 
-def _noise(image: Tensor, draws: Draws, strength: float) -> Tensor:
-    """Of reading, the same everywhere, and of light, which grows with it."""
+def _noise_numbers(draws: Draws, strength: float) -> Tensor:
+    """(B, 2): variance of reading, the same everywhere, and of light, which grows with it."""
     read = draws.uniform(0, 0.015) * strength
     shot = draws.uniform(0, 0.0012) * strength**2
-    variance = image * _spread(shot, image) + _spread(read**2, image)
-    noise = draws.noise(*image.shape[1:], device=image.device).to(image.dtype)
-    return (image + variance.sqrt_() * noise).clamp_(0, 1)
+    return torch.stack([read**2, shot], dim=1)
+
+
+@fused(batched=3)
+def _develop(image: Tensor, numbers: Tensor, keys: Tensor) -> Tensor:
+    """What is done to every pixel by itself: vignetting, tones, noise."""
+    columns = numbers[..., None, None]  # (B, 12, 1, 1)
+    image = image * _vignette(image, columns[:, :2, 0, 0], columns[:, 2])[:, None]
+    image = (image * columns[:, 3:6]).clamp(1e-4, 1)
+    image = image.pow(columns[:, 6:7])
+    image = torch.lerp(image, image.mean(dim=1, keepdim=True), columns[:, 7:8])
+    image = (image - 0.5) * columns[:, 8:9] + columns[:, 9:10]
+    image = image.clamp(0, 1)
+    variance = image * columns[:, 11:12] + columns[:, 10:11]
+    noise = hash_noise(keys, *image.shape[1:]).to(image.dtype)
+    return (image + variance.sqrt() * noise).clamp(0, 1)
+
+
+def _vignette(image: Tensor, centre: Tensor, amount: Tensor) -> Tensor:
+    """(B, H, W): the share of light that is left."""
+    away = pixel_grid(image.shape[2], image.shape[3], image) - centre[:, None, None]
+    away = away / math.hypot(*_middle(image))
+    return (1 - amount * (away * away).sum(dim=-1)).clamp(min=0)
 
 
 def _compress(image: Tensor, draws: Draws, strength: float, share: float) -> Tensor:
     """Rounds the cosine transform of 8 x 8 blocks, which is what JPEG loses."""
     chosen = draws.chance(share)
     coarse = draws.uniform(0.2, 0.2 + strength)
-    rows = chosen.nonzero()[:, 0]
-    if not len(rows):
+    if not chosen.any():
         return image
     # Only those chosen: which they are is known on the CPU, nothing waits for the device
-    part = image[rows.to(image.device)]
+    rows = send(chosen.nonzero()[:, 0], image.device)
+    part = image[rows]
     height, width = part.shape[2:]
     padded = F.pad(part, (0, -width % BLOCK, 0, -height % BLOCK), mode="replicate")
     blocks = padded.unflatten(3, (-1, BLOCK)).unflatten(2, (-1, BLOCK)).transpose(3, 4)
-    basis = _cosines().to(image)
-    step = (STEPS / 255).to(image) * coarse[rows].to(image).reshape(-1, 1, 1, 1, 1, 1)
+    basis, steps = send(torch.stack([_cosines(), STEPS / 255]).to(image.dtype), image.device)
+    coarse = send(coarse[chosen].to(image.dtype), image.device)
+    step = steps * coarse.reshape(-1, 1, 1, 1, 1, 1)
     waves = basis @ blocks @ basis.t()  # (n, 3, rows, columns, 8, 8)
     blocks = basis.t() @ ((waves / step).round_() * step) @ basis
     part = blocks.transpose(3, 4).flatten(4, 5).flatten(2, 3)[..., :height, :width]
-    return image.index_copy(0, rows.to(image.device), part.clamp(0, 1))
+    return image.index_copy(0, rows, part.clamp(0, 1))
 
 
 def _cosines() -> Tensor:

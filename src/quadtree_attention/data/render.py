@@ -2,6 +2,7 @@
 """Colours of scenes: which texel every ray ends on, and how it is lit."""
 
 import math
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -9,7 +10,7 @@ from torch import Tensor
 from quadtree_attention.data.cameras import Camera
 from quadtree_attention.data.layout import Scene, Surfaces
 from quadtree_attention.data.solids import Sight, cast
-from quadtree_attention.data.textures import Textures
+from quadtree_attention.data.textures import Bank, Textures
 
 # Where in a pixel its rays go: spread over columns and over rows
 PATTERNS = {
@@ -23,51 +24,70 @@ AMBIENT = 0.85  # brightness of a surface along which the light runs
 
 def render(scene: Scene, sight: Sight, camera: Camera, textures: Textures, samples: int) -> Tensor:
     """(B, 3, H, W) float32 image; `camera` and `sight` are on the device of the textures."""
-    solids = _solid_table(scene, sight)
-    faces = _face_table(scene.surfaces, textures)
-    # More rays see finer texels each
-    pixel = 1 / (camera.K[:, 0, 0] * samples**0.5)
-    total: Tensor | None = None
-    for dx, dy in PATTERNS[samples]:
-        x, y = camera.rays(dx, dy)
-        depth, slot = cast(sight, x, y)
-        colour = _shade(solids, faces, textures, depth, slot, x, y, pixel)
-        total = colour if total is None else total.add_(colour)
-    assert total is not None
-    return (total / samples).clamp_(0, 1)
+    place_ = textures.device, torch.float32
+    own = solid_table(scene).to(*place_)
+    faces = face_table(scene.surfaces, textures.size).to(*place_)
+    return mean_colour(
+        paint(own, faces, sight, camera, textures.bank, samples, dx, dy)
+        for dx, dy in PATTERNS[samples]
+    )
 
 
-def _solid_table(scene: Scene, sight: Sight) -> Tensor:
-    """(19, B * S): what shading needs to know of a solid, gathered for every pixel."""
+def mean_colour(colours: Iterable[Tensor]) -> Tensor:
+    """The image (B, 3, H, W) of its samples, each of that shape."""
+    first, *others = colours
+    for colour in others:
+        first = first.add_(colour)
+    return (first / (1 + len(others))).clamp_(0, 1)
+
+
+def solid_table(scene: Scene) -> Tensor:
+    """(B, S, 7): what shading needs to know of a solid beside its place."""
     solids = scene.solids
     light = (solids.rotation.mT @ scene.light[:, None, :, None])[..., 0]  # (B, S, 3)
     round_ = torch.tensor([kind == "ellipsoid" for kind in solids.kinds])
     round_ = round_.expand(len(scene.light), -1)[..., None]
-    own = torch.cat([solids.half, light, round_], dim=-1).to(sight.origin)
-    return torch.cat([sight.slope.flatten(2), sight.origin, own], dim=-1).flatten(0, 1).t()
+    return torch.cat([solids.half, light, round_], dim=-1)
 
 
-def _face_table(surfaces: Surfaces, textures: Textures) -> Tensor:
-    """(15, B * S * 6): what shading needs to know of a face."""
-    columns = torch.cat(
-        [
-            surfaces.texture[..., None],
-            surfaces.axes.flatten(3),
-            surfaces.offset * textures.size,
-            surfaces.gain,
-            surfaces.bias,
-            surfaces.stain[..., None],
-            surfaces.stain_gain[..., None],
-        ],
-        dim=-1,
-    )
-    return columns.flatten(0, 2).t().to(textures.device, torch.float32)
+def face_table(surfaces: Surfaces, texels: int) -> Tensor:
+    """(B, S, 6, 15): what shading needs to know of a face; textures have `texels` on a side."""
+    columns = [
+        surfaces.texture[..., None],
+        surfaces.axes.flatten(3),
+        surfaces.offset * texels,
+        surfaces.gain,
+        surfaces.bias,
+        surfaces.stain[..., None],
+        surfaces.stain_gain[..., None],
+    ]
+    return torch.cat(columns, dim=-1)
+
+
+def paint(
+    own: Tensor,
+    faces: Tensor,
+    sight: Sight,
+    camera: Camera,
+    bank: Bank,
+    samples: int,
+    dx: float | Tensor,
+    dy: float | Tensor,
+) -> Tensor:
+    """(B, 3, H, W): colours of one of several rays of each pixel, by tables of solids and faces."""
+    solids = torch.cat([sight.slope.flatten(2), sight.origin, own], dim=-1).flatten(0, 1).t()
+    faces = faces.flatten(0, 2).t()
+    # More rays see finer texels each
+    pixel = 1 / (camera.K[:, 0, 0] * samples**0.5)
+    x, y = camera.rays(dx, dy)
+    depth, slot = cast(sight, x, y)
+    return _shade(solids, faces, bank, depth, slot, x, y, pixel)
 
 
 def _shade(
     solids: Tensor,
     faces: Tensor,
-    textures: Textures,
+    bank: Bank,
     depth: Tensor,
     slot: Tensor,
     x: Tensor,
@@ -99,10 +119,10 @@ def _shade(
     # On a slanted surface a pixel is longer than wide: its mean side
     footprint = texels_per_length * depth * pixel * inner.clamp(min=0.05).rsqrt()
     u, v = axes[0] * u + axes[1] * v + own[5], axes[2] * u + axes[3] * v + own[6]
-    colour = textures.look_up(own[0].long(), u, v, footprint)
+    colour = bank.look_up(own[0].long(), u, v, footprint)
     across, along = STAIN
     larger = u * across + v * along, v * across - u * along
-    stain = textures.look_up(own[13].long(), *larger, footprint * math.hypot(*STAIN))
+    stain = bank.look_up(own[13].long(), *larger, footprint * math.hypot(*STAIN))
     colour = gain * (colour - 0.5) + bias + own[14] * (stain - 0.5)
     colour = colour.clamp_(0, 1) * (AMBIENT + lit)
     return colour.unflatten(1, (batch, height, width)).transpose(0, 1)

@@ -12,14 +12,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quadtree_attention.data.cameras import pixel_grid, transform
+from quadtree_attention.data.cameras import transform
 from quadtree_attention.data.draws import Draws
-from quadtree_attention.data.layout import first_camera, place, second_camera, transfer
+from quadtree_attention.data.fused import apart, send
+from quadtree_attention.data.layout import first_camera, place, second_camera
 from quadtree_attention.data.options import SceneOptions, check_size
 from quadtree_attention.data.photometric import distort
-from quadtree_attention.data.render import render
-from quadtree_attention.data.solids import cast, see
 from quadtree_attention.data.textures import Textures
+from quadtree_attention.data.views import both_views
 
 
 @dataclass(frozen=True)
@@ -71,31 +71,29 @@ def scene_pairs(
     size1 = size if size1 is None else size1
     check_size("size", size)
     check_size("size1", size1)
-    draws = Draws(seed, indices)
-    exact0 = first_camera(draws, size, options.focal)
-    scene = place(draws, exact0, options, len(textures))
-    exact1 = second_camera(draws, scene, exact0, size1, options)
-
-    place_ = textures.device, torch.float32
-    sight0, sight1 = (see(scene.solids, exact, *place_) for exact in (exact0, exact1))
-    camera0, camera1 = exact0.to(*place_), exact1.to(*place_)
-    depth0 = cast(sight0, *camera0.rays())[0]
-    depth1 = cast(sight1, *camera1.rays())[0]
-    target0, visible0 = transfer(depth0, camera0, camera1, sight1)
-    target1, visible1 = transfer(depth1, camera1, camera0, sight0)
-    image0 = render(scene, sight0, camera0, textures, options.samples)
-    image1 = render(scene, sight1, camera1, textures, options.samples)
-    strength = options.photometric
-    return Pair(
-        image0=distort(image0, indices, seed=seed, view=0, strength=strength),
-        image1=distort(image1, indices, seed=seed, view=1, strength=strength),
-        depth0=depth0,
-        depth1=depth1,
-        K0=camera0.K,
-        K1=camera1.K,
-        T_0to1=transform(exact0, exact1).to(*place_),
-        flow0to1=target0 - pixel_grid(*size, like=depth0),
-        flow1to0=target1 - pixel_grid(*size1, like=depth1),
-        visible0=visible0,
-        visible1=visible1,
-    )
+    with apart(textures.device):
+        draws = Draws(seed, indices)
+        camera0 = first_camera(draws, size, options.focal)
+        scene = place(draws, camera0, options, len(textures))
+        camera1 = second_camera(draws, scene, camera0, size1, options)
+        cameras = camera0, camera1
+        view0, view1 = both_views(scene, cameras, textures, options.samples)
+        image0, depth0, flow0to1, visible0 = view0
+        image1, depth1, flow1to0, visible1 = view1
+        matrices = (camera0.K, camera1.K, transform(*cameras))
+        poses = torch.cat([matrix.flatten(1) for matrix in matrices], dim=1)
+        poses = send(poses.float(), textures.device)
+        strength = options.photometric
+        return Pair(
+            image0=distort(image0, indices, seed=seed, view=0, strength=strength),
+            image1=distort(image1, indices, seed=seed, view=1, strength=strength),
+            depth0=depth0,
+            depth1=depth1,
+            K0=poses[:, :9].unflatten(1, (3, 3)),
+            K1=poses[:, 9:18].unflatten(1, (3, 3)),
+            T_0to1=poses[:, 18:].unflatten(1, (4, 4)),
+            flow0to1=flow0to1,
+            flow1to0=flow1to0,
+            visible0=visible0,
+            visible1=visible1,
+        )

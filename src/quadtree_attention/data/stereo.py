@@ -9,12 +9,13 @@ from torch import Tensor
 
 from quadtree_attention.data.cameras import Camera
 from quadtree_attention.data.draws import Draws
-from quadtree_attention.data.layout import first_camera, place, transfer
+from quadtree_attention.data.fused import apart
+from quadtree_attention.data.layout import Scene, first_camera, place
 from quadtree_attention.data.options import StereoOptions, check_size
 from quadtree_attention.data.photometric import distort
-from quadtree_attention.data.render import render
 from quadtree_attention.data.solids import cast, see
 from quadtree_attention.data.textures import Textures
+from quadtree_attention.data.views import both_views
 
 
 @dataclass(frozen=True)
@@ -55,40 +56,37 @@ def stereo_pairs(
     """
     options = StereoOptions() if options is None else options
     check_size("size", size)
-    draws = Draws(seed, indices, stream=1)
-    exact0 = first_camera(draws, size, options.focal)
-    scene = place(draws, exact0, options, len(textures))
-    share = draws.uniform(*options.disparity)
-
-    place_ = textures.device, torch.float32
-    camera0 = exact0.to(*place_)
-    sight0 = see(scene.solids, exact0, *place_)
-    depth0 = cast(sight0, *camera0.rays())[0]
-    baseline = _baseline(depth0, exact0, share)
-    exact1 = Camera(exact0.K, exact0.rotation, baseline[:, None] * torch.eye(3)[0], size)
-    camera1, sight1 = exact1.to(*place_), see(scene.solids, exact1, *place_)
-    depth1 = cast(sight1, *camera1.rays())[0]
-    visible0 = transfer(depth0, camera0, camera1, sight1)[1]
-    visible1 = transfer(depth1, camera1, camera0, sight0)[1]
-    image0 = render(scene, sight0, camera0, textures, options.samples)
-    image1 = render(scene, sight1, camera1, textures, options.samples)
-    strength = options.photometric
-    shift = (camera0.K[:, 0, 0] * baseline.to(*place_))[:, None, None]
-    return StereoPair(
-        image0=distort(image0, indices, seed=seed, view=2, strength=strength),
-        image1=distort(image1, indices, seed=seed, view=3, strength=strength),
-        disparity0=shift / depth0,
-        disparity1=shift / depth1,
-        occluded0=~visible0,
-        occluded1=~visible1,
-        depth0=depth0,
-        depth1=depth1,
-        K=camera0.K,
-        baseline=baseline.to(*place_),
-    )
+    with apart(textures.device):
+        draws = Draws(seed, indices, stream=1)
+        camera0 = first_camera(draws, size, options.focal)
+        scene = place(draws, camera0, options, len(textures))
+        baseline = _baseline(scene, camera0, draws.uniform(*options.disparity), textures.device)
+        centre = baseline[:, None] * torch.eye(3)[0]
+        camera1 = Camera(camera0.K, camera0.rotation, centre, size)
+        cameras = camera0, camera1
+        view0, view1 = both_views(scene, cameras, textures, options.samples)
+        image0, depth0, _, visible0 = view0
+        image1, depth1, _, visible1 = view1
+        strength = options.photometric
+        K, baseline = camera0.K.to(depth0), baseline.to(depth0)
+        shift = (K[:, 0, 0] * baseline)[:, None, None]
+        return StereoPair(
+            image0=distort(image0, indices, seed=seed, view=2, strength=strength),
+            image1=distort(image1, indices, seed=seed, view=3, strength=strength),
+            disparity0=shift / depth0,
+            disparity1=shift / depth1,
+            occluded0=~visible0,
+            occluded1=~visible1,
+            depth0=depth0,
+            depth1=depth1,
+            K=K,
+            baseline=baseline,
+        )
 
 
-def _baseline(depth: Tensor, camera: Camera, share: Tensor) -> Tensor:
+def _baseline(scene: Scene, camera: Camera, share: Tensor, device: torch.device) -> Tensor:
     """(B,) so that the nearest pixel's disparity is `share` of the width."""
+    place_ = device, torch.float32
+    depth = cast(see(scene.solids, camera, *place_), *camera.to(*place_).rays())[0]
     nearest = depth.flatten(1).amin(dim=1).to(camera.K)
     return share * camera.size[1] * nearest / camera.K[:, 0, 0]

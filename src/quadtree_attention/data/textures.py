@@ -4,6 +4,7 @@
 import os
 import warnings
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
@@ -17,6 +18,53 @@ SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff",
 SIZE = 320  # pixels on a side: keeps the detail of photographs of 481 x 321
 LANCZOS = 1  # Pillow's number of the filter
 COARSEST = 8  # size below which textures are not halved any more
+
+
+@dataclass(frozen=True)
+class Bank:
+    """The tensors of textures, to be looked up in."""
+
+    texels: Tensor  # (N,) int32 of all levels, the finest first, one texture after the other
+    levels: Tensor  # (2, L) int64: where a level starts, and its size
+    size: int  # of the finest level
+
+    def look_up(self, index: Tensor, u: Tensor, v: Tensor, footprint: Tensor) -> Tensor:
+        """Colours of points on textures, between texels and between levels.
+
+        Args:
+            index: (N,) int64 numbers of textures.
+            u: (N,) texels from the left edge.
+            v: (N,) texels from the upper edge.
+            footprint: (N,) texels that the point covers, along one side.
+
+        Returns:
+            (3, N) float32 between 0 and 1.
+        """
+        level = footprint.clamp(min=1).log2().clamp(max=self.levels.shape[1] - 1)
+        fine = level.floor()
+        coarse = (fine + 1).clamp(max=self.levels.shape[1] - 1)
+        blend = level - fine
+        colour = torch.lerp(
+            self._bilinear(index, u, v, fine.long()),
+            self._bilinear(index, u, v, coarse.long()),
+            blend,
+        )
+        return colour.mul_(1 / 255)
+
+    def _bilinear(self, index: Tensor, u: Tensor, v: Tensor, level: Tensor) -> Tensor:
+        start, size = self.levels.index_select(1, level)
+        x0, x1, right = _neighbours(u, size, self.size)
+        y0, y1, down = _neighbours(v, size, self.size)
+        first = start + index * size * size
+        upper, lower = first + y0 * size, first + y1 * size
+        return torch.lerp(
+            torch.lerp(self._texel(upper + x0), self._texel(upper + x1), right),
+            torch.lerp(self._texel(lower + x0), self._texel(lower + x1), right),
+            down,
+        )
+
+    def _texel(self, row: Tensor) -> Tensor:
+        return _unpack(self.texels.index_select(0, row)).float()  # (3, N)
 
 
 class Textures:
@@ -39,10 +87,10 @@ class Textures:
         self.sizes = level_sizes(size)
         areas = [count * side**2 for side in self.sizes]
         starts = [sum(areas[:level]) for level in range(len(areas))]
-        # (2, levels): where a level starts, and its size
-        self._levels = torch.tensor([starts, self.sizes], device=images.device)
+        levels = torch.tensor([starts, self.sizes], device=images.device)
         # A colour is one number, so that a look-up reads once
-        self.texels = torch.cat([_pack(level).flatten() for level in _pyramid(images)])
+        texels = torch.cat([_pack(level).flatten() for level in _pyramid(images)])
+        self.bank = Bank(texels, levels, size)
 
     def __len__(self) -> int:
         return self.count
@@ -53,56 +101,24 @@ class Textures:
 
     @property
     def device(self) -> torch.device:
-        return self.texels.device
+        return self.bank.texels.device
 
     def images(self) -> Tensor:
         """(T, 3, S, S) uint8."""
-        finest = self.texels[: self.count * self.size**2]
+        finest = self.bank.texels[: self.count * self.size**2]
         channels = _unpack(finest.reshape(self.count, self.size, self.size))
         return channels.transpose(0, 1).to(torch.uint8)
 
     def to(self, device: torch.device | str) -> Self:
         """Moves the bank to a device, in place as modules do; pairs are made where it lies."""
-        self.texels, self._levels = self.texels.to(device), self._levels.to(device)
+        with torch.inference_mode(False):  # validation may come first; training goes on with them
+            bank = self.bank
+            self.bank = Bank(bank.texels.to(device), bank.levels.to(device), bank.size)
         return self
 
     def look_up(self, index: Tensor, u: Tensor, v: Tensor, footprint: Tensor) -> Tensor:
-        """Colours of points on textures, between texels and between levels.
-
-        Args:
-            index: (N,) int64 numbers of textures.
-            u: (N,) texels from the left edge.
-            v: (N,) texels from the upper edge.
-            footprint: (N,) texels that the point covers, along one side.
-
-        Returns:
-            (3, N) float32 between 0 and 1.
-        """
-        level = footprint.clamp(min=1).log2().clamp(max=len(self.sizes) - 1)
-        fine = level.floor()
-        coarse = (fine + 1).clamp(max=len(self.sizes) - 1)
-        blend = level - fine
-        colour = torch.lerp(
-            self._bilinear(index, u, v, fine.long()),
-            self._bilinear(index, u, v, coarse.long()),
-            blend,
-        )
-        return colour.mul_(1 / 255)
-
-    def _bilinear(self, index: Tensor, u: Tensor, v: Tensor, level: Tensor) -> Tensor:
-        start, size = self._levels.index_select(1, level)
-        x0, x1, right = _neighbours(u, size, self.size)
-        y0, y1, down = _neighbours(v, size, self.size)
-        first = start + index * size * size
-        upper, lower = first + y0 * size, first + y1 * size
-        return torch.lerp(
-            torch.lerp(self._texel(upper + x0), self._texel(upper + x1), right),
-            torch.lerp(self._texel(lower + x0), self._texel(lower + x1), right),
-            down,
-        )
-
-    def _texel(self, row: Tensor) -> Tensor:
-        return _unpack(self.texels.index_select(0, row)).float()  # (3, N)
+        """As `Bank.look_up`."""
+        return self.bank.look_up(index, u, v, footprint)
 
 
 def level_sizes(size: int) -> list[int]:

@@ -115,10 +115,16 @@ class MatchData(pl.LightningDataModule):
     def val_dataloader(self) -> ResumableLoader:
         return self._loader(self.val_pairs, training=False)
 
+    def transfer_batch_to_device(
+        self, batch: Batch, device: torch.device, dataloader_idx: int
+    ) -> Batch:
+        """Leaves the numbers where they are: to read them back would wait for the device."""
+        return {**batch, "device": device}
+
     def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
         """Renders the pairs whose numbers the batch holds."""
         assert self._textures is not None
-        textures = self._textures.to(batch["indices"].device)
+        textures = self._textures.to(batch.get("device", batch["indices"].device))
         indices: list[int] = batch["indices"].tolist()
         if not batch["training"]:
             # another seed than that of training, whose scenes are not seen here
