@@ -2,6 +2,7 @@
 """Pairs of images of synthetic scenes, rendered on the device that trains."""
 
 from dataclasses import fields, replace
+from functools import partial
 from typing import Any, Literal
 
 import pytorch_lightning as pl
@@ -31,6 +32,7 @@ from quadtree_attention.tasks.training.loader import (
 
 Batch = dict[str, Any]
 SHARED = ("image0", "image1", "flow0to1", "flow1to0", "visible0", "visible1")
+PROCEDURAL = 96
 MOTION = ("baseline", "rotation", "roll", "focal_ratio")  # what a curriculum makes harder
 
 
@@ -40,7 +42,8 @@ class MatchData(pl.LightningDataModule):
     Args:
         source: "synthetic".
         textures: Folder of photographs to cover surfaces with; None: procedural textures only.
-        procedural: Procedural textures; as many as there are of photographs by default.
+        procedural: Procedural textures; 96 by default, but no more than photographs if those are
+            there.
         height: Of the images.
         width: Of the images.
         pairs: Pairs of an epoch.
@@ -168,13 +171,14 @@ class MatchData(pl.LightningDataModule):
         )
 
     def _make_textures(self) -> Textures:
+        # Made where they are used: a GPU takes seconds for what a CPU takes minutes for
+        device = self.trainer.strategy.root_device if self.trainer else torch.device("cpu")
+        procedural = partial(ProceduralTextures, size=self.texture_size, device=device)
         if self.folder is None:
-            return ProceduralTextures(self.procedural or 96, size=self.texture_size)
-        photos = PhotoTextures(self.folder, size=self.texture_size)
-        count = len(photos) if self.procedural is None else self.procedural
-        if count == 0:
-            return photos
-        return MixedTextures(photos, ProceduralTextures(count, size=self.texture_size))
+            return procedural(self.procedural or PROCEDURAL)
+        photos = PhotoTextures(self.folder, size=self.texture_size).to(device)
+        count = min(PROCEDURAL, len(photos)) if self.procedural is None else self.procedural
+        return MixedTextures(photos, procedural(count)) if count else photos
 
 
 class PairNumbers(Dataset[Batch]):
