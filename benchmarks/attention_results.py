@@ -5,7 +5,6 @@ The fields, the runs that compare, and what a page says about missing runs and a
 where the others were made.
 """
 
-import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -18,6 +17,7 @@ from benchmarks.tables import (
     _check_fields,
     _circumstances,
     number,
+    read_checked,
 )
 
 Result = dict[str, Any]
@@ -126,14 +126,7 @@ def check_run_of(
 
 def read_results_of(folder: Path, kind: str, check: Callable[[Result], None]) -> dict[str, Result]:
     """Every result file of a kind in a folder by its name, checked."""
-    results = {}
-    for path in sorted(folder.glob(f"{kind}*.json")):
-        results[path.stem] = json.loads(path.read_text())
-        try:
-            check(results[path.stem])
-        except ValueError as error:
-            raise ValueError(f"{path.name}: {error}") from error
-    return results
+    return read_checked(folder.glob(f"{kind}*.json"), check)
 
 
 def runs_of(result: Result, names: Iterable[str]) -> dict[str, list[Result]]:

@@ -45,6 +45,7 @@ from benchmarks.tables import MATCHERS, OUT_OF_MEMORY, RESULTS, number
 from quadtree_attention.models.matcher import FeatureMatcher, matcher, matcher_names
 from quadtree_attention.models.parts.coarse_matching import CoarseMatches
 from quadtree_attention.models.parts.context_attention import ATTENTIONS
+from quadtree_attention.tasks.devices import out_of_memory
 
 PROGRAM = "python -m benchmarks.matchers"
 IMAGES = {"cuda": "640x480,1024x1024,2048x2048", "cpu": "640x480"}
@@ -168,12 +169,7 @@ def measured(work: Work, options: Namespace) -> dict[str, Any]:
         memory = peaks(work) if work.device == "cuda" else _peaks_elsewhere(work, options.threads)
         return row | times(work, options.seconds_per_row) | memory
     except Exception as error:  # whatever happens to one row, the others are still wanted
-        return row | {"error": OUT_OF_MEMORY if _is_memory(error) else one_line_of(error)}
-
-
-def _is_memory(error: Exception) -> bool:
-    told = str(error).lower()
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate" in told
+        return row | {"error": OUT_OF_MEMORY if out_of_memory(error) else one_line_of(error)}
 
 
 def prepare(work: Work) -> tuple[FeatureMatcher, Callable[[], object]]:

@@ -39,7 +39,7 @@ from benchmarks.program import (
 )
 from benchmarks.tables import RESULTS, ROOT
 from quadtree_attention.errors import QuadtreeAttentionError
-from quadtree_attention.images import to_image
+from quadtree_attention.images import ImageLike, to_image
 from quadtree_attention.models.weights import file_sha256
 from quadtree_attention.tasks.match.evaluate import Scores, evaluate
 from quadtree_attention.tasks.match.metrics import Array
@@ -53,7 +53,7 @@ RATIO = 0.8  # Lowe's: the nearest descriptor must be that much nearer than the 
 FEATURES = 8192
 DEFAULT = "quadtree"  # the weights of the package
 
-Match = Callable[[Path, Path], Matches]
+Match = Callable[[ImageLike, ImageLike], Matches]
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ def measure(
     folder.mkdir(parents=True, exist_ok=True)
     seconds = []
     for pair in pairs:
-        matches = method.match(images / pair.image0, images / pair.image1)
+        matches = method.match(*pair.read_images(images))
         matches.save(folder / f"{pair.name}.npz")
         seconds.append(matches.seconds)
     scores = evaluate(pairs, folder, images=images)
@@ -192,12 +192,12 @@ def _portable(argument: str, options: Namespace) -> str:
 # ---- methods
 
 
-def sift(image0: Path, image1: Path, *, features: int = FEATURES) -> Matches:
+def sift(image0: ImageLike, image1: ImageLike, *, features: int = FEATURES) -> Matches:
     """SIFT features of the images as they are, mutual nearest neighbours that pass Lowe's test.
 
     Confidence is how far the nearest descriptor is from failing it.
     """
-    images = tuple(to_image(path) for path in (image0, image1))
+    images = to_image(image0), to_image(image1)
     began = time.perf_counter()
     detector = cv2.SIFT_create(nfeatures=features)
     (points0, d0), (points1, d1) = (

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tables that compare matchers, from the result files of `benchmarks.matching`."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from benchmarks.tables import (
     _circumstances,
     _line,
     number,
+    read_checked,
 )
 
 Result = dict[str, Any]
@@ -77,14 +77,7 @@ def _check_row(row: Result, methods: Sequence[str], where: str) -> None:
 
 def read_results(folder: Path = RESULTS) -> dict[str, Result]:
     """Every result file about matching of a folder by its name, checked."""
-    results = {}
-    for path in sorted(folder.glob(f"{MATCHING}--*.json")):
-        results[path.stem] = json.loads(path.read_text())
-        try:
-            check_result(results[path.stem])
-        except ValueError as error:
-            raise ValueError(f"{path.name}: {error}") from error
-    return results
+    return read_checked(folder.glob(f"{MATCHING}--*.json"), check_result)
 
 
 def markdown(results: dict[str, Result]) -> str:

@@ -12,7 +12,7 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -140,13 +140,24 @@ def _check_choice(row: Row, name: str, choices: Sequence[str], where: str) -> No
 
 def read_results(folder: Path = RESULTS) -> dict[str, dict[str, Any]]:
     """Every result file of a folder by its name, checked."""
+    others = (ATTENTIONS, MATCHING, MATCH_ATTENTIONS, MATCHERS)
+    paths = (path for path in folder.glob("*.json") if not path.stem.startswith(others))
+    return read_checked(paths, check_result)
+
+
+def read_checked(
+    paths: Iterable[Path], check: Callable[[dict[str, Any]], None]
+) -> dict[str, dict[str, Any]]:
+    """Result files by their names, in the order of these.
+
+    Raises:
+        ValueError: The check refuses one; the message begins with its name.
+    """
     results = {}
-    for path in sorted(folder.glob("*.json")):
-        if path.stem.startswith((ATTENTIONS, MATCHING, MATCH_ATTENTIONS, MATCHERS)):
-            continue
+    for path in sorted(paths):
         results[path.stem] = json.loads(path.read_text())
         try:
-            check_result(results[path.stem])
+            check(results[path.stem])
         except ValueError as error:
             raise ValueError(f"{path.name}: {error}") from error
     return results

@@ -104,8 +104,9 @@ def test_in_a_process(tmp_path):
         (["--images", "out", "--side", "-5"], "side must be"),
         (["--images", "out", "--pose-pixels", "0"], "pose_pixels must be above 0, got 0"),
         (["--images", "out", "--epipolar", "nan"], "epipolar must be above 0, got nan"),
-        (["--images", "out", "--out", "no/scores.json"], "there is no folder no"),
-        (["--images", "out", "--out", "empty"], "cannot write empty: it is a folder"),
+        (["--images", "out", "--out", "no/scores.json"], "there is no directory 'no' to write to"),
+        (["--images", "out", "--out", "empty"], "'empty' is a directory; write to another"),
+        (["--images", "out", "--out", "pairs.txt"], "'pairs.txt' is an input, it must not be"),
     ],
 )
 def test_mistakes(options, message):

@@ -320,12 +320,43 @@ def test_pairs_that_are_there_are_skipped(run, refused):
     assert len(Matches.load("out/a__b.npz")) and "64" in Path("out/settings.json").read_text()
 
 
+def test_nothing_by_other_settings_stays(run):
+    """A later run of all pairs would take it for its own."""
+    Path("pairs.txt").write_text("a.png b.png\nb.png a.png\n")
+    assert run(*PAIRS).exit_code == 0
+    Path("pairs.txt").write_text("a.png b.png\n")
+    assert run(*PAIRS, "--size", "64", "--force").exit_code == 0
+    assert sorted(os.listdir("out")) == ["a__b.npz", "settings.json"]
+
+
+def test_matches_of_other_images_are_not_taken_for_those_asked_for(run, refused):
+    for name in ("x", "y"):
+        Path(name).mkdir()
+    for source, copies in (("a.png", ("x/1.png", "y/2.png")), ("b.png", ("x/2.png", "y/1.png"))):
+        for copy in copies:
+            Path(copy).write_bytes(Path(source).read_bytes())
+    Path("pairs.txt").write_text("1.png 2.png\n")
+    Path("more.txt").write_text("1.png 2.png\n2.png 1.png\n")
+    Path("turned.txt").write_text("1.png 2.png 0 1\n")
+    assert run(*PAIRS, "--images", "x").exit_code == 0
+    before = Path("out/1__2.npz").read_bytes()
+    other = "out holds matches of other images as 1__2.npz (settings.json there tells); --force"
+    assert other in refused(*PAIRS, "--images", "y")
+    assert other in refused("--pairs", "turned.txt", *PAIRS[2:], "--images", "x")
+    assert run("--pairs", "more.txt", *PAIRS[2:], "--images", "./x").exit_code == 0
+    assert Path("out/1__2.npz").read_bytes() == before
+    assert run(*PAIRS, "--images", "y", "--force").exit_code == 0
+    assert Path("out/1__2.npz").read_bytes() != before
+    assert "2__1.npz" in refused("--pairs", "more.txt", *PAIRS[2:], "--images", "y")  # still of x
+
+
 @pytest.mark.parametrize(
     ("pairs", "options", "words"),
     [
         ("a.png b.png\na.png b.png 0 7\n", PAIRS, "pairs.txt, line 2: rotation1 must be 0, 1, 2"),
         ("a.png b.png\na.png\n", PAIRS, "pairs.txt, line 2: a line must have 2 (image0 image1), 4"),
         ("\n", PAIRS, "pairs.txt lists no pairs"),
+        (f"{'a' * 200}.png {'b' * 200}.png", PAIRS, "line 1: the names of the images are too long"),
         ("a.png b.png", [*PAIRS, "--images", "none"], "there is no folder of images 'none'; check"),
         ("a.png b.png", PAIRS[:2], "--pairs needs --save-dir OUT"),
         (

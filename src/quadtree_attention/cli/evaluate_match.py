@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from quadtree_attention.cli.evaluate import printable
-from quadtree_attention.errors import DataError
 from quadtree_attention.tasks.match.evaluate import (
     CORRECT_PIXELS,
     Kind,
@@ -16,6 +15,7 @@ from quadtree_attention.tasks.match.evaluate import (
     Summary,
     evaluate,
 )
+from quadtree_attention.tasks.match.files import check_writable, write_whole
 from quadtree_attention.tasks.match.pairs import read_pairs
 
 NAMED = 5  # pairs without predictions that are named; all of them are in the JSON
@@ -33,13 +33,13 @@ def run(
     as_json: bool,
 ) -> None:
     if out is not None:
-        _check_target(out)
+        check_writable(out, pairs)
     scores = evaluate(read_pairs(pairs), predictions, images=images, settings=settings)
     if scores.missing:
         print(f"quadtree: {_missing_text(scores.missing)}", file=sys.stderr)
     found = json.dumps(scores.as_dict(), indent=2)
     if out is not None:
-        _write(out, found + "\n")
+        write_whole(out, (found + "\n").encode())
     print(found if as_json else printable(as_text(scores)))
 
 
@@ -87,23 +87,3 @@ def _missing_text(names: Sequence[str]) -> str:
     if len(names) > 1:
         said = f"{len(names):,} pairs have no predictions and count as failed"
     return f"{said}: {', '.join(names[:NAMED])}{', ...' if len(names) > NAMED else ''}"
-
-
-def _check_target(path: Path) -> None:
-    """Refuses what could not be written before the work is done."""
-    if path.is_dir() or not path.parent.is_dir():
-        reason = "it is a folder" if path.is_dir() else f"there is no folder {path.parent}"
-        raise DataError(f"cannot write {path}: {reason}; pass a file to write, such as scores.json")
-
-
-def _write(path: Path, text: str) -> None:
-    """All or nothing."""
-    unfinished = path.with_name(path.name + ".unfinished")
-    try:
-        unfinished.write_text(text, encoding="utf-8")
-        unfinished.replace(path)
-    except OSError as error:
-        unfinished.unlink(missing_ok=True)
-        raise DataError(
-            f"cannot write {path}: {error.strerror or error}; write elsewhere"
-        ) from error

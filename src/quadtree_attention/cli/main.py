@@ -338,7 +338,7 @@ def match(
         typer.Option(help="Folder for their matches.", metavar="OUT", show_default=False),
     ] = None,
     force: Annotated[
-        bool, typer.Option("--force", help="Match pairs again that are there.")
+        bool, typer.Option("--force", help="Match pairs again; matches by other settings go.")
     ] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show where mistakes arise.")] = False,
 ) -> None:

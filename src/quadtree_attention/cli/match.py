@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
-from PIL import Image
 from tqdm import tqdm
 
 from quadtree_attention.cli.evaluate import printable
@@ -32,11 +31,6 @@ from quadtree_attention.tasks.match.predictor import SIZE, Matcher, Matches
 
 PICTURE = Path("matches.png")
 SETTINGS = "settings.json"  # in a folder of matches: what they were made with
-TURNS = {
-    1: Image.Transpose.ROTATE_90,  # counter-clockwise
-    2: Image.Transpose.ROTATE_180,
-    3: Image.Transpose.ROTATE_270,
-}
 
 
 @dataclass(frozen=True)
@@ -277,7 +271,8 @@ def _match_many(request: Request, path: Path, *, as_json: bool) -> bool:
     if request.save_dir is None:
         raise OptionError("--pairs needs --save-dir OUT, a folder for the matches; name one")
     matcher = request.matcher()
-    folder = _prepared(request.save_dir, _settings(matcher, request), force=request.force)
+    settings = _settings(matcher, request)
+    folder = _prepared(request.save_dir, settings, _sources(pairs, images), force=request.force)
     targets = {pair.name: folder / f"{pair.name}.npz" for pair in pairs}
     if request.force:  # all of them now: what is left of an interrupted run is then of this one
         for target in targets.values():
@@ -305,18 +300,11 @@ def _match_pair(
 ) -> PairResult:
     asked = pair.name, pair.line, pair.image0, pair.image1
     try:
-        image0 = upright(to_image(images / pair.image0), pair.rotation0)
-        image1 = upright(to_image(images / pair.image1), pair.rotation1)
-        matches = request.best(matcher(image0, image1))
+        matches = request.best(matcher(*pair.read_images(images)))
     except QuadtreeAttentionError as error:
         return PairResult(*asked, error=str(error))
     matches.save(target)  # where this fails, it will for all
     return PairResult(*asked, len(matches), round(matches.seconds, 4))
-
-
-def upright(image: Image.Image, rotation: int) -> Image.Image:
-    """The image turned by quarters counter-clockwise, as lines of pairs ask for."""
-    return image.transpose(TURNS[rotation]) if rotation else image
 
 
 def _settings(matcher: Matcher, request: Request) -> dict[str, Any]:
@@ -328,8 +316,19 @@ def _settings(matcher: Matcher, request: Request) -> dict[str, Any]:
     }
 
 
-def _prepared(folder: Path, settings: dict[str, Any], *, force: bool) -> Path:
-    """The folder, with the settings noted: matches of different ones must not get mixed."""
+def _sources(pairs: Iterable[PairLine], images: Path) -> dict[str, list[Any]]:
+    """What the matches of each name are of."""
+    folder = images.absolute()
+    return {
+        p.name: [str(folder / p.image0), str(folder / p.image1), p.rotation0, p.rotation1]
+        for p in pairs
+    }
+
+
+def _prepared(
+    folder: Path, settings: dict[str, Any], sources: dict[str, list[Any]], *, force: bool
+) -> Path:
+    """The folder, with settings and images noted: matches of different ones must not get mixed."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -339,18 +338,34 @@ def _prepared(folder: Path, settings: dict[str, Any], *, force: bool) -> Path:
         ) from error
     note = folder / SETTINGS
     check_writable(note)
-    if note.is_file() and not force:
-        try:
-            before = json.loads(note.read_bytes())
-        except (OSError, ValueError):
-            before = None
+    before, noted = _read_note(note) if note.is_file() else (settings, {})
+    if not force:
+        instead = f"({SETTINGS} there tells); --force makes them again, or write to another folder"
         if before != settings:
             raise OptionError(
-                f"{folder} holds matches that were made with other weights or options "
-                f"({SETTINGS} there tells); --force makes them again, or write to another folder"
+                f"{folder} holds matches that were made with other weights or options {instead}"
             )
-    write_whole(note, (json.dumps(settings, indent=2) + "\n").encode())
+        changed = (f"{n}.npz" for n, of in sources.items() if noted.get(n, of) != of)
+        if other := next((name for name in changed if (folder / name).exists()), None):
+            raise OptionError(f"{folder} holds matches of other images as {other} {instead}")
+    if before == settings:
+        sources = noted | sources
+    else:  # nothing that other settings have made stays, or a later run would take it for its own
+        for name in noted:
+            if Path(name).name == name:
+                (folder / f"{name}.npz").unlink(missing_ok=True)
+    content = json.dumps(settings | {"pairs": sources}, indent=2)
+    write_whole(note, (content + "\n").encode())
     return folder
+
+
+def _read_note(note: Path) -> tuple[dict[str, Any] | None, dict[str, list[Any]]]:
+    """Settings and images of the matches in a folder; no settings if the note is damaged."""
+    try:
+        before = json.loads(note.read_bytes())
+        return before, before.pop("pairs", {})
+    except (OSError, ValueError, AttributeError):
+        return None, {}
 
 
 def _report(results: list[PairResult], there: int, folder: Path, *, as_json: bool) -> None:

@@ -122,15 +122,19 @@ class HomographyOptions:
 
 
 def check_range(name: str, value: Range, low: float, high: float) -> None:
-    if not (len(value) == 2 and low <= value[0] <= value[1] <= high):  # refuses NaN too
+    try:
+        fits = len(value) == 2 and low <= value[0] <= value[1] <= high  # refuses NaN too
+    except TypeError:  # recipes may hold anything
+        fits = False
+    if not fits:
         raise OptionError(
             f"{name} must be two numbers, the lower first, between {low:g} and {high:g}, "
-            f"got {tuple(value)}"
+            f"got {value}"
         )
 
 
 def check_number(name: str, value: float, low: float, high: float) -> None:
-    if not low <= value <= high:
+    if isinstance(value, str) or not low <= value <= high:
         raise OptionError(f"{name} must lie between {low:g} and {high:g}, got {value}")
 
 

@@ -70,6 +70,13 @@ def stored_as(tmp_path, content):
     return tmp_path / "bad.npz"
 
 
+@pytest.mark.parametrize("protocol", [2, 3, 4])
+def test_files_of_older_numpy_are_read(tmp_path, protocol):
+    stored = pickle.dumps(objects([(0, np.float64(0.5), np.eye(2))]), protocol=protocol)
+    ((number, overlap, matrix),) = read_npz(stored_as(tmp_path, stored))["a"]
+    assert (number, overlap) == (0, 0.5) and np.array_equal(matrix, np.eye(2))
+
+
 @pytest.mark.parametrize(
     "made",
     [

@@ -19,7 +19,7 @@ from quadtree_attention.tasks.match.module import (
     pose_errors,
     views,
 )
-from quadtree_attention.tasks.match.supervision import true_matches
+from quadtree_attention.tasks.match.supervision import true_matches, view_from_flow
 from quadtree_attention.tasks.training.command import train
 from quadtree_attention.tasks.training.loader import Draw
 from tests.conftest import ROOT
@@ -40,6 +40,11 @@ def data():
 
 def batch_of(data, loader, draws):
     return data.on_after_batch_transfer(loader.dataset.__getitems__(draws), 0)
+
+
+def test_no_textures_at_all_are_refused():
+    with pytest.raises(OptionError, match="textures must be at least one"):
+        MatchData(procedural=0).setup()
 
 
 def test_batches_follow_from_epoch_and_sample(data):
@@ -120,6 +125,13 @@ def test_true_matches_are_correct_and_give_the_pose(data):
     assert not correct(wrong, view0).any()
     nothing = {name: value[:0] for name, value in found.items()}
     assert pose_errors(nothing, batch) == [float("inf")] * 2
+
+
+def test_points_a_little_outside_are_judged_by_the_edge():
+    still = view_from_flow(torch.zeros(1, 9, 17, 2), torch.ones(1, 9, 17, dtype=torch.bool))
+    points = torch.tensor([[-2.0, -1.0], [18.0, 10.0]])
+    found = {"keypoints0": points, "keypoints1": points}
+    assert correct(found | {"batch_indexes": torch.zeros(2).long()}, still).all()
 
 
 def test_f_score_counts_wrong_and_missing_matches(data):

@@ -10,6 +10,7 @@ import torch
 
 pytest.importorskip("pytorch_lightning", reason="training needs the extra 'train'")
 
+from quadtree_attention.errors import DataError
 from quadtree_attention.tasks.training.loader import (
     Draw,
     EpochSampler,
@@ -151,3 +152,16 @@ def test_seeds_of_different_purposes_differ():
     assert len(set(seeds)) == len(keys)
     assert all(0 <= seed < 2**32 for seed in seeds)
     assert seed_from(3, 1, 4) == seed_from(3, 1, 4)
+
+
+def unreadable(sample):
+    raise DataError(f"cannot read {sample}: it is gone; get it again")
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_errors_of_workers_come_without_a_traceback(workers):
+    sampler = EpochSampler(2, 1)
+    broken = ResumableLoader(SeededDataset(2, unreadable), sampler, num_workers=workers)
+    with pytest.raises(DataError) as caught:
+        list(broken)
+    assert str(caught.value) == "cannot read 0: it is gone; get it again"

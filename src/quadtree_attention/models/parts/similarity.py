@@ -67,6 +67,7 @@ class Similarity:
         columns: Tensor | None = None
         for rows, tile in self.tiles():
             columns = _add(columns, (tile + of_rows[:, rows, None]).logsumexp(dim=1))
+            del tile
         assert columns is not None
         return columns
 

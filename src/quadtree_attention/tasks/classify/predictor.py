@@ -35,6 +35,7 @@ from quadtree_attention.errors import (
 from quadtree_attention.images import ImageLike, to_image
 from quadtree_attention.models.convert import check_fit
 from quadtree_attention.models.weights import build_model, load_model, read_card, read_checkpoint
+from quadtree_attention.tasks.devices import out_of_memory, usable_device
 
 try:
     from PIL import Image
@@ -95,7 +96,7 @@ class Classifier:
         self.topk = topk
         self.batch_size = batch_size
         self.dtype = dtype
-        self.device = _device(device)
+        self.device = usable_device(device)
         self.card, model = _load(self.path)
         self.model = model.to(self.device).eval()
         self.names = _class_names(self.card, _outputs(model, self.path), self.path)
@@ -159,7 +160,9 @@ class Classifier:
         try:
             with torch.inference_mode(), precision:
                 return self.model(images.to(self.device)).float().cpu()
-        except torch.OutOfMemoryError as error:
+        except (MemoryError, RuntimeError) as error:
+            if not out_of_memory(error):
+                raise
             raise OptionError(
                 f"{self.device} has no room for {len(images)} images of {self.image_size} pixels; "
                 "pass a smaller batch size"
@@ -213,18 +216,6 @@ def _is_one(images: object) -> bool:
         return images.ndim < 4  # more axes: a batch
     one = isinstance(images, str | os.PathLike | bytes | Image.Image)
     return one or not isinstance(images, Iterable)
-
-
-def _device(device: str | torch.device | None) -> torch.device:
-    try:
-        chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        torch.zeros(1, device=chosen).cpu()
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise OptionError(
-            f"there is no device {str(device)!r} here: {str(error).splitlines()[0]}; pass cpu, or "
-            "leave it out"
-        ) from error
-    return chosen
 
 
 def _load(path: Path) -> tuple[dict[str, Any], nn.Module]:

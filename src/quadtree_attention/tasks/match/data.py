@@ -80,6 +80,10 @@ class MatchData(pl.LightningDataModule):
         for name, value in (("pairs", pairs), ("val_pairs", val_pairs), ("batch_size", batch_size)):
             if value < 1:
                 raise OptionError(f"{name} must be at least 1, got {value}; pass more")
+        if curriculum_epochs < 0:
+            raise OptionError(
+                f"curriculum_epochs must be at least 0, got {curriculum_epochs}; 0 leaves it out"
+            )
         for name, share in (("planes", planes), ("start", start)):
             if not 0 <= share <= 1:
                 raise OptionError(f"{name} must be between 0 and 1, got {share}; pass such")
@@ -134,7 +138,7 @@ class MatchData(pl.LightningDataModule):
             return vars(scene_pairs(textures, indices, **self._seeded(1), options=self.scene))
         seeds = [seed_from(self.seed, index) % 1000 for index in indices]
         flat = [i for i, s in zip(indices, seeds, strict=True) if s < 1000 * self.planes]
-        deep = [i for i in indices if i not in set(flat)]
+        deep = [i for i in indices if i not in flat]
         parts: list[Pair | HomographyPair] = []
         if deep:
             options = self._harder(indices[0] // self.pairs)
@@ -175,7 +179,7 @@ class MatchData(pl.LightningDataModule):
         device = self.trainer.strategy.root_device if self.trainer else torch.device("cpu")
         procedural = partial(ProceduralTextures, size=self.texture_size, device=device)
         if self.folder is None:
-            return procedural(self.procedural or PROCEDURAL)
+            return procedural(PROCEDURAL if self.procedural is None else self.procedural)
         photos = PhotoTextures(self.folder, size=self.texture_size).to(device)
         count = min(PROCEDURAL, len(photos)) if self.procedural is None else self.procedural
         return MixedTextures(photos, procedural(count)) if count else photos

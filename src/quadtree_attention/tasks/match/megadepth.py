@@ -135,7 +135,8 @@ class MegaDepthScene:
         self.poses = arrays["poses"]
         self.pairs = _pairs(arrays["pair_infos"], min_overlap, path)
         counts = {len(a) for a in (self.images, self.depths, self.intrinsics, self.poses)}
-        if len(counts) > 1 or (len(self.pairs) and not 0 <= self.pairs.max() < max(counts)):
+        fit = not len(self.pairs) or 0 <= self.pairs.min() <= self.pairs.max() < max(counts)
+        if len(counts) > 1 or not fit:
             raise DataError(f"arrays and pairs of {path} do not fit together; get the file again")
 
     def __len__(self) -> int:

@@ -177,7 +177,9 @@ def views(batch: dict[str, Any]) -> tuple[View, View]:
 def correct(found: dict[str, Tensor], view0: View) -> Tensor:
     """Whether each match is where the truth is (M,)."""
     x, y = found["keypoints0"].round().long().unbind(dim=1)
-    at = found["batch_indexes"], y, x
+    height, width = view0.seen.shape[1:]
+    # refined points may lie a little outside
+    at = found["batch_indexes"], y.clamp(0, height - 1), x.clamp(0, width - 1)
     away = (found["keypoints1"] - view0.target[at]).norm(dim=1)
     return (away < CORRECT_PIXELS) & view0.seen[at]
 

@@ -126,6 +126,13 @@ def _scalar(kind: _DType, content: bytes) -> Any:
     return np.frombuffer(content, kind.dtype, count=1)[0]
 
 
+def _bytes(text: str, encoding: str) -> bytes:
+    """How protocol 2, which knows no bytes, stores them; NumPy wrote it until 1.16."""
+    if not isinstance(text, str) or encoding != "latin1":
+        raise pickle.UnpicklingError("bytes are not stored as latin1")
+    return text.encode("latin1")
+
+
 def _plain(value: Any) -> Any:
     """The value with arrays in the place of what stands for them."""
     if isinstance(value, _Made):
@@ -140,6 +147,7 @@ def _plain(value: Any) -> Any:
 _KNOWN: dict[tuple[str, str], Any] = {
     ("numpy", "ndarray"): None,  # handed to _reconstruct, which needs no telling
     ("numpy", "dtype"): _DType,
+    ("_codecs", "encode"): _bytes,
     **{(f"numpy.{core}.multiarray", "_reconstruct"): _reconstruct for core in ("core", "_core")},
     **{(f"numpy.{core}.multiarray", "scalar"): _scalar for core in ("core", "_core")},
 }

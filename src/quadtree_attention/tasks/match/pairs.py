@@ -29,15 +29,23 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
 
 import numpy as np
+from PIL import Image
 
 from quadtree_attention.errors import DataError
+from quadtree_attention.images import to_image
 from quadtree_attention.tasks.match.metrics import Array
 
+TURNS = {
+    1: Image.Transpose.ROTATE_90,  # counter-clockwise
+    2: Image.Transpose.ROTATE_180,
+    3: Image.Transpose.ROTATE_270,
+}
 ROTATIONS = ("0", "1", "2", "3")
 WORDS = (
     "2 (image0 image1), 4 (and rotation0 rotation1), 11 (image0 image1 and a homography), 22 "
     "(image0 image1 rotation0 rotation1 K0 K1) or 38 (and T_0to1)"
 )
+LONGEST = 240  # bytes of a name; with a suffix, systems take 255
 ROUNDING = 1e-2  # how far a written rotation may be from one
 
 
@@ -74,6 +82,19 @@ class PairLine:
             stems = (PurePath(image).stem for image in (self.image0, self.image1))
             object.__setattr__(self, "name", "__".join(stems))
 
+    def read_images(self, folder: Path) -> tuple[Image.Image, Image.Image]:
+        """Both images, turned as the line asks for.
+
+        Raises:
+            DataError: One of them cannot be read.
+        """
+        image0 = _turned(to_image(folder / self.image0), self.rotation0)
+        return image0, _turned(to_image(folder / self.image1), self.rotation1)
+
+
+def _turned(image: Image.Image, rotation: int) -> Image.Image:
+    return image.transpose(TURNS[rotation]) if rotation else image
+
 
 def read_pairs(path: str | os.PathLike[str]) -> list[PairLine]:
     """The pairs that a file lists.
@@ -95,7 +116,13 @@ def read_pairs(path: str | os.PathLike[str]) -> list[PairLine]:
     ]
     if not pairs:
         raise DataError(f"{path} lists no pairs; write one to a line: image0 image1")
-    return _with_unique_names(pairs)
+    pairs = _with_unique_names(pairs)
+    if long := next((p for p in pairs if len(os.fsencode(p.name)) > LONGEST), None):
+        raise DataError(
+            f"{path}, line {long.line}: the names of the images are too long to name a file after "
+            f"them both, got {long.name[:40]}...; shorten them, or let --images be a deeper folder"
+        )
+    return pairs
 
 
 def _read(path: Path) -> str:

@@ -33,6 +33,7 @@ from quadtree_attention.images import ImageLike, to_image
 from quadtree_attention.models.convert import check_fit
 from quadtree_attention.models.matcher import FeatureMatcher, matcher
 from quadtree_attention.models.weights import read_card, read_checkpoint
+from quadtree_attention.tasks.devices import out_of_memory, usable_device
 from quadtree_attention.tasks.match.estimate import (
     Estimator,
     Homography,
@@ -50,7 +51,7 @@ WEIGHTS = Path(__file__).parents[2] / "weights"
 PRETRAINED = {"default": WEIGHTS / "matcher.safetensors"}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Matches:
     """Points of two images that show the same; row i of one belongs to row i of the other.
 
@@ -67,9 +68,9 @@ class Matches:
     keypoints0: Array
     keypoints1: Array
     confidence: Array
-    seconds: float = field(default=0.0, compare=False)
-    images: tuple[Image.Image, Image.Image] | None = field(default=None, repr=False, compare=False)
-    sizes: tuple[tuple[int, int], tuple[int, int]] | None = field(default=None, compare=False)
+    seconds: float = 0.0
+    images: tuple[Image.Image, Image.Image] | None = field(default=None, repr=False)
+    sizes: tuple[tuple[int, int], tuple[int, int]] | None = None
 
     def __len__(self) -> int:
         return len(self.confidence)
@@ -189,7 +190,7 @@ class Matcher:
         if threshold is not None and not 0 <= threshold < 1:
             raise OptionError(f"threshold must be from 0 to below 1, got {threshold}; pass such")
         self.size = size
-        self.device = _device(device)
+        self.device = usable_device(device)
         self.path = pretrained_path() if path is None else Path(path)
         self.card, model = load_matcher(self.path)
         if threshold is not None:
@@ -239,7 +240,9 @@ class Matcher:
         try:
             with torch.inference_mode():
                 return self.model(data)
-        except torch.OutOfMemoryError as error:
+        except (MemoryError, RuntimeError) as error:
+            if not out_of_memory(error):
+                raise
             raise OptionError(
                 f"images of {image0.size} and {image1.size} pixels do not fit into the memory of "
                 f"{self.device}; pass a smaller size, or another device"
@@ -301,18 +304,6 @@ def shrunk(image: Image.Image, size: int) -> Image.Image:
         return image
     width, height = (max(1, round(side * scale)) for side in image.size)
     return image.resize((width, height), Image.Resampling.BICUBIC, reducing_gap=3.0)
-
-
-def _device(device: str | torch.device | None) -> torch.device:
-    try:
-        chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        torch.zeros(1, device=chosen).cpu()
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise OptionError(
-            f"there is no device {str(device)!r} here: {str(error).splitlines()[0]}; pass cpu, or "
-            "leave it out"
-        ) from error
-    return chosen
 
 
 def _grey(image: Image.Image) -> Tensor:

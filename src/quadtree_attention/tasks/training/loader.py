@@ -14,6 +14,8 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from quadtree_attention.errors import QuadtreeAttentionError
+
 
 class Draw(NamedTuple):
     """One sample, and the epoch it is drawn for."""
@@ -127,9 +129,12 @@ class ResumableLoader(DataLoader[Any]):
 
     def __iter__(self) -> Any:
         self.given = self.sampler.skip_batches
-        for batch in super().__iter__():
-            self.given += 1
-            yield batch
+        try:
+            for batch in super().__iter__():
+                self.given += 1
+                yield batch
+        except QuadtreeAttentionError as error:
+            raise type(error)(_own_words(error)) from error
 
     def state_dict(self) -> dict[str, int]:
         return {"epoch": self.sampler.epoch, "batches": self.given}
@@ -138,3 +143,9 @@ class ResumableLoader(DataLoader[Any]):
         finished = state["batches"] >= len(self)
         self.sampler.set_epoch(state["epoch"] + finished)
         self.sampler.skip_batches = 0 if finished else state["batches"]
+
+
+def _own_words(error: Exception) -> str:
+    """The message of an error, without the traceback that one of another process brings along."""
+    kind = type(error)
+    return str(error).rpartition(f"{kind.__module__}.{kind.__qualname__}: ")[2].strip()
