@@ -6,7 +6,7 @@ import shlex
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -168,6 +168,22 @@ def find_result(program: str, path: Path | None, kind: str) -> Path | None:
         return found[0]
     print(f"{program}: {len(found)} result files, choose with --results", file=sys.stderr)
     return None
+
+
+def draw_result(
+    program: str,
+    options: Namespace,
+    suite: Suite,
+    kind: str,
+    draw_all: Callable[[dict[str, Any], Path], Iterable[Path]],
+) -> int:
+    """Draws the pictures of the result file asked for; the exit code."""
+    found = find_result(program, options.results, kind)
+    if found is None:
+        return 2
+    for path in draw_all(ResultFile(found, suite).read(), options.out):
+        print(f"written: {path}")
+    return 0
 
 
 def describe(program: str, argv: Sequence[str], options: Namespace) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from benchmarks.tables import (
     SCHEMA,
     _check_fields,
     _circumstances,
+    check_kind,
     number,
     read_checked,
 )
@@ -76,9 +77,7 @@ def check_common(
         ValueError: A field is missing, unknown, or not of its type.
     """
     _check_fields(result, _RESULT_FIELDS | dict(more_fields or {}), "result")
-    if (result["kind"], result["schema"]) != (kind, SCHEMA):
-        found = f"{result['kind']!r}, schema {result['schema']}"
-        raise ValueError(f"kind is {found}, expected {kind!r}, schema {SCHEMA}")
+    check_kind(result, kind, SCHEMA)
     for i, session in enumerate(result["sessions"]):
         check_session(session, SESSION_FIELDS, f"sessions[{i}]")
     for i, run in enumerate(result["runs"]):

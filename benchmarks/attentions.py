@@ -26,12 +26,12 @@ from benchmarks.attention_program import (
     available,
     check_recipes,
     describe,
-    find_result,
+    draw_result,
     measure_recipes,
     plan,
     train_missing,
 )
-from benchmarks.attention_runs import Recipe, ResultFile, Suite, hide_paths
+from benchmarks.attention_runs import Recipe, Suite, hide_paths
 from benchmarks.attention_tables import METRICS, ORDER, check_result, empty_result
 from benchmarks.measure import MIB, Call, measure, use_threads
 from benchmarks.models import SEED, count
@@ -204,12 +204,7 @@ def draw(argv: Sequence[str], options: Namespace) -> int:
     """Draws the pictures of a result file."""
     from benchmarks.attention_figures import draw_all  # needs matplotlib
 
-    found = find_result(PROGRAM, options.results, ATTENTIONS)
-    if found is None:
-        return 2
-    for path in draw_all(ResultFile(found, SUITE).read(), options.out):
-        print(f"written: {path}")
-    return 0
+    return draw_result(PROGRAM, options, SUITE, ATTENTIONS, draw_all)
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ from benchmarks.attention_program import (
     available,
     check_recipes,
     describe,
+    draw_result,
     find_result,
     measure_recipes,
     plan,
@@ -437,12 +438,7 @@ def draw(argv: Sequence[str], options: Namespace) -> int:
     """Draws the pictures of a result file."""
     from benchmarks.match_attention_figures import draw_all  # needs matplotlib
 
-    found = find_result(PROGRAM, options.results, MATCH_ATTENTIONS)
-    if found is None:
-        return 2
-    for path in draw_all(ResultFile(found, SUITE).read(), options.out):
-        print(f"written: {path}")
-    return 0
+    return draw_result(PROGRAM, options, SUITE, MATCH_ATTENTIONS, draw_all)
 
 
 if __name__ == "__main__":

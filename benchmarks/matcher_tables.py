@@ -16,6 +16,7 @@ from benchmarks.tables import (
     _check_fields,
     _circumstances,
     _line,
+    check_kind,
     number,
     read_checked,
 )
@@ -44,9 +45,7 @@ def check_result(result: Result) -> None:
         ValueError: A field is missing, unknown, or not of its type.
     """
     _check_fields(result, _RESULT_FIELDS, "result")
-    if (result["kind"], result["schema"]) != (KIND, SCHEMA):
-        found = f"{result['kind']!r}, schema {result['schema']}"
-        raise ValueError(f"kind is {found}, expected {KIND!r}, schema {SCHEMA}")
+    check_kind(result, KIND, SCHEMA)
     _check_fields(result["machine"], _MACHINE_FIELDS, "machine")
     _check_fields(result["versions"], _VERSION_FIELDS, "versions")
     for i, row in enumerate(result["rows"]):

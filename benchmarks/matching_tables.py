@@ -15,6 +15,7 @@ from benchmarks.tables import (
     _check_fields,
     _circumstances,
     _line,
+    check_kind,
     number,
     read_checked,
 )
@@ -47,9 +48,7 @@ def check_result(result: Result) -> None:
         ValueError: A field is missing, unknown, or not of its type.
     """
     _check_fields(result, _RESULT_FIELDS, "result")
-    if (result["kind"], result["schema"]) != (MATCHING, SCHEMA):
-        found = f"{result['kind']!r}, schema {result['schema']}"
-        raise ValueError(f"kind is {found}, expected {MATCHING!r}, schema {SCHEMA}")
+    check_kind(result, MATCHING, SCHEMA)
     _check_fields(result["machine"], _MACHINE_FIELDS, "machine")
     versions = _VERSION_FIELDS | {"opencv": str, "poselib": str | None}
     _check_fields(result["versions"], versions, "versions")

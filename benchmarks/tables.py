@@ -145,6 +145,13 @@ def read_results(folder: Path = RESULTS) -> dict[str, dict[str, Any]]:
     return read_checked(paths, check_result)
 
 
+def check_kind(result: dict[str, Any], kind: str, schema: int) -> None:
+    """Raises `ValueError` if the result is of another kind or version."""
+    if (result["kind"], result["schema"]) != (kind, schema):
+        found = f"{result['kind']!r}, schema {result['schema']}"
+        raise ValueError(f"kind is {found}, expected {kind!r}, schema {schema}")
+
+
 def read_checked(
     paths: Iterable[Path], check: Callable[[dict[str, Any]], None]
 ) -> dict[str, dict[str, Any]]:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from quadtree_attention.cli.evaluate import printable
+from quadtree_attention.tasks.files import check_writable, write_whole
 from quadtree_attention.tasks.match.evaluate import (
     CORRECT_PIXELS,
     Kind,
@@ -15,7 +16,6 @@ from quadtree_attention.tasks.match.evaluate import (
     Summary,
     evaluate,
 )
-from quadtree_attention.tasks.match.files import check_writable, write_whole
 from quadtree_attention.tasks.match.pairs import read_pairs
 
 NAMED = 5  # pairs without predictions that are named; all of them are in the JSON

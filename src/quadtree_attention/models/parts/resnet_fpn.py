@@ -55,7 +55,7 @@ class ResNetFPN(nn.Module):
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
         # Maps then have their channels last, too: faster on GPUs (no transposing around every
-        # convolution) and CPUs (1.3x), and what reads all channels of a cell reads one piece
+        # convolution) and CPUs, and what reads all channels of a cell reads one piece
         self.to(memory_format=torch.channels_last)
 
     def forward(

@@ -8,7 +8,6 @@ import hashlib
 import json
 import math
 import os
-import secrets
 import time
 import zipfile
 from collections.abc import Iterator
@@ -23,6 +22,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from quadtree_attention.errors import CheckpointError, DataError, OptionError
 from quadtree_attention.tasks.classify.metrics import per_class_accuracy, topk_accuracy
+from quadtree_attention.tasks.files import replacing
 
 if TYPE_CHECKING:  # scoring needs neither models nor images
     from quadtree_attention.tasks.classify.predictor import Classifier, Precision
@@ -368,21 +368,14 @@ def _reusable(out: Path, settings: dict[str, Any], *, strict: bool, force: bool)
 
 
 def _write(path: Path, arrays: dict[str, Any]) -> None:
-    """Writes beside the place and moves it there, so that no half of a file is ever found."""
-    unfinished = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
-        with open(unfinished, "xb") as file:
+        with replacing(path) as file:
             np.savez(file, **arrays)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(unfinished, path)
     except OSError as error:
         raise DataError(
             f"{path} cannot be written: {error.strerror or error}; what was there before is "
             "unchanged; make room or write elsewhere"
         ) from error
-    finally:
-        unfinished.unlink(missing_ok=True)
 
 
 def _check_predictions(found: Predictions) -> None:

@@ -13,7 +13,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 from quadtree_attention.errors import OptionError
 from quadtree_attention.images import ImageLike, to_image
-from quadtree_attention.tasks.match.files import write_whole
+from quadtree_attention.tasks.files import write_whole
 from quadtree_attention.tasks.match.metrics import Array
 
 if TYPE_CHECKING:

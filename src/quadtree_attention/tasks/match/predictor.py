@@ -34,6 +34,7 @@ from quadtree_attention.models.convert import check_fit
 from quadtree_attention.models.matcher import FeatureMatcher, matcher
 from quadtree_attention.models.weights import read_card, read_checkpoint
 from quadtree_attention.tasks.devices import out_of_memory, usable_device
+from quadtree_attention.tasks.files import write_whole
 from quadtree_attention.tasks.match.estimate import (
     Estimator,
     Homography,
@@ -41,7 +42,6 @@ from quadtree_attention.tasks.match.estimate import (
     homography,
     relative_pose,
 )
-from quadtree_attention.tasks.match.files import write_whole
 from quadtree_attention.tasks.match.metrics import Array
 
 SIZE = 640  # pixels of the longer side that images are matched at

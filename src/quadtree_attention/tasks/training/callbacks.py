@@ -2,12 +2,15 @@
 """What a run shows and writes while it goes: progress, a table of its epochs, and their curves."""
 
 import csv
+import io
 import time
 from pathlib import Path
 from typing import Any, cast
 
 import pytorch_lightning as pl
 from pytorch_lightning.callbacks import Callback, TQDMProgressBar
+
+from quadtree_attention.tasks.files import replacing
 
 Row = dict[str, float]
 
@@ -81,13 +84,13 @@ class History(Callback):
 
 
 def write_table(rows: list[Row], path: Path) -> None:
-    unfinished = path.with_name(path.name + ".unfinished")
     names = list(dict.fromkeys(name for row in rows for name in row))
-    with unfinished.open("w", newline="") as file:
-        writer = csv.DictWriter(file, names)
-        writer.writeheader()
-        writer.writerows(rows)
-    unfinished.replace(path)
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, names)
+    writer.writeheader()
+    writer.writerows(rows)
+    with replacing(path) as file:
+        file.write(text.getvalue().encode())
 
 
 def draw_curves(rows: list[Row], path: Path) -> None:
@@ -111,9 +114,8 @@ def draw_curves(rows: list[Row], path: Path) -> None:
         axes.set(title=metric, xlabel="epoch")
         axes.grid(alpha=0.3)
         axes.legend(frameon=False)
-    unfinished = path.with_name(path.name + ".unfinished")
-    figure.savefig(unfinished, dpi=120, format="png")
-    unfinished.replace(path)
+    with replacing(path) as file:
+        figure.savefig(file, dpi=120, format="png")
 
 
 def _duration(seconds: float) -> str:

@@ -25,6 +25,7 @@ class SafeCheckpointIO(TorchCheckpointIO):
         self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
     ) -> None:
         target = Path(path)
+        # One name for all: what a killed run leaves is large, and the next one writes over it
         unfinished = target.with_name(target.name + ".unfinished")
         try:
             target.parent.mkdir(parents=True, exist_ok=True)

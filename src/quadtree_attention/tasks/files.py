@@ -3,29 +3,44 @@
 
 import os
 import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 from quadtree_attention.errors import OptionError
 
 
+@contextmanager
+def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
+    """A file beside `path`, moved there when all of it is on the disk, and gone if it fails.
+
+    Whoever looks finds all of the new file, or what was there before.
+    """
+    target = Path(path)
+    unfinished = target.with_name(f".quadtree-{secrets.token_hex(4)}.unfinished")
+    try:
+        with unfinished.open("xb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        unfinished.replace(target)
+    finally:  # also when interrupted
+        unfinished.unlink(missing_ok=True)
+
+
 def write_whole(path: str | os.PathLike[str], data: bytes) -> None:
-    """Writes beside the file and moves it into place: whoever looks finds all of it or nothing.
+    """Writes a file, all or nothing.
 
     Raises:
         OptionError: It cannot be written there; what was there before is unchanged.
     """
-    target = Path(path)
-    unfinished = target.with_name(f".quadtree-{secrets.token_hex(4)}.tmp")
     try:
-        try:
-            with unfinished.open("xb") as file:
-                file.write(data)
-            unfinished.replace(target)
-        finally:  # also when interrupted
-            unfinished.unlink(missing_ok=True)
+        with replacing(path) as file:
+            file.write(data)
     except OSError as error:
         raise OptionError(
-            f"{target} cannot be written: {error.strerror or error}; write elsewhere"
+            f"{path} cannot be written: {error.strerror or error}; write elsewhere"
         ) from error
 
 
