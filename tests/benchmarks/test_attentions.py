@@ -113,9 +113,11 @@ def test_training_end_to_end(
     tables.check_result(result)
     assert sorted(run["recipe"] for run in result["runs"]) == ["linear", "ours"]
     for run in result["runs"]:
-        assert (run["seed"], run["epochs"], run["beside"]) == (3, 1, 1)
+        assert (run["seed"], run["epochs"]) == (3, 1)
         assert run["final"]["top1"] == run["best"]["top1"] == run["history"]["val/top1"][-1]
         assert run["seconds"] > run["history"]["seconds"][0] > 0
+    # The first two start together; whether the third meets one of them is up to the machine.
+    assert {run["recipe"]: run["beside"] for run in result["runs"]}["linear"] == 1
     (failure,) = result["failures"]
     assert failure["recipe"] == "broken"
     assert "did you mean data.image_size?" in "\n".join(failure["lines"])
@@ -204,8 +206,8 @@ def test_time_limit(
     assert "not finished: slow seed 0" in capsys.readouterr().err
 
     began = time.monotonic()
-    assert attentions.main([*command, "--time-limit", "3"]) == 0
-    assert time.monotonic() - began < 10
+    assert attentions.main([*command, "--time-limit", "8"]) == 0
+    assert time.monotonic() - began < 45  # the slow one would take 60
     assert [run["recipe"] for run in read(out)["runs"]] == ["quick"]
     assert read(out)["failures"] == []
     printed = capsys.readouterr()
