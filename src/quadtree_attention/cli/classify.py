@@ -11,11 +11,10 @@ from typing import Any
 from tqdm import tqdm
 
 from quadtree_attention.cli.evaluate import printable
-from quadtree_attention.errors import DataError, OptionError, QuadtreeAttentionError
+from quadtree_attention.cli.inputs import STDIN, complain, expand
+from quadtree_attention.errors import OptionError, QuadtreeAttentionError
 from quadtree_attention.tasks.classify.predictor import Classifier, Prediction
-from quadtree_attention.tasks.classify.sources import SUFFIXES
 
-STDIN = "-"
 BAR_WIDTH = 20
 BLOCKS = " ▏▎▍▌▋▊▉█"  # a bar grows by eighths of a character
 Outcome = list[Prediction] | QuadtreeAttentionError
@@ -32,12 +31,12 @@ def run(
             "some with quadtree convert CHECKPOINT -o b2.safetensors"
         )
     classifier = Classifier(weights, device=device, topk=topk)
-    paths, failed = _expand(images)
+    paths, failed = expand(images)
     results: list[dict[str, Any]] = []
     for name, outcome in _with_bar(_outcomes(classifier, paths), len(paths), as_json=as_json):
         if isinstance(outcome, QuadtreeAttentionError):
             failed = True
-            _complain(outcome)
+            complain(outcome)
             results.append({"image": name, "error": str(outcome)})
         elif as_json:
             results.append({"image": name, "predictions": [asdict(p) for p in outcome]})
@@ -66,32 +65,6 @@ def ascii_bar(share: float) -> str:
     return "#" * round(share * BAR_WIDTH)
 
 
-def _expand(images: Sequence[str]) -> tuple[list[str], bool]:
-    """The images that were named, those of a folder one by one; whether a folder has none."""
-    paths: list[str] = []
-    failed = False
-    for image in images:
-        try:
-            paths += _inside(Path(image)) if image != STDIN and Path(image).is_dir() else [image]
-        except DataError as error:
-            failed = True
-            _complain(error)
-    return paths, failed
-
-
-def _inside(folder: Path) -> list[str]:
-    try:
-        inside = sorted(str(p) for p in folder.iterdir() if p.suffix.lower() in SUFFIXES)
-    except OSError as error:
-        raise DataError(f"cannot look into the folder {folder}: {error.strerror}") from error
-    if not inside:
-        raise DataError(
-            f"there are no images in the folder {folder}: names must end in "
-            f"{', '.join(sorted(SUFFIXES))}; folders inside it are not looked into"
-        )
-    return inside
-
-
 def _outcomes(classifier: Classifier, paths: Sequence[str]) -> Iterator[tuple[str, Outcome]]:
     # One by one, as all of them may be more than fits into memory
     images = (sys.stdin.buffer.read() if path == STDIN else path for path in paths)
@@ -104,10 +77,6 @@ def _with_bar(
     """Shows a progress bar in a terminal, unless the answers appear there anyway."""
     shown = not as_json and sys.stdout.isatty()
     return tqdm(outcomes, total=count, unit="image", leave=False, disable=True if shown else None)
-
-
-def _complain(error: QuadtreeAttentionError) -> None:
-    tqdm.write(f"quadtree: {' '.join(str(error).split())}", file=sys.stderr)
 
 
 def _can_print(text: str) -> bool:

@@ -23,11 +23,11 @@ from quadtree_attention.errors import (
 from quadtree_attention.images import to_image
 from quadtree_attention.models.weights import file_sha256
 from quadtree_attention.tasks.files import check_writable, write_whole
-from quadtree_attention.tasks.match.draw import picture_format
 from quadtree_attention.tasks.match.estimate import Estimator, Pose, check_camera
 from quadtree_attention.tasks.match.metrics import Array, rotation_error
 from quadtree_attention.tasks.match.pairs import PairLine, read_pairs
 from quadtree_attention.tasks.match.predictor import SIZE, Matcher, Matches
+from quadtree_attention.tasks.pictures import picture_format
 
 PICTURE = Path("matches.png")
 SETTINGS = "settings.json"  # in a folder of matches: what they were made with

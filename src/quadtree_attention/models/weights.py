@@ -225,6 +225,25 @@ def load_model(path: str | os.PathLike[str], **overrides: Any) -> nn.Module:
     return model
 
 
+def fill(model: nn.Module, path: str | os.PathLike[str]) -> None:
+    """Loads weights, which may be stored in half precision, into a model of float32.
+
+    Raises:
+        CheckpointError: They do not fit, or are not finite.
+    """
+    tensors = {
+        name: tensor.float() if tensor.is_floating_point() else tensor
+        for name, tensor in read_checkpoint(path).items()
+    }
+    check_fit(model, tensors)
+    if broken := [name for name, tensor in tensors.items() if not tensor.isfinite().all()]:
+        raise CheckpointError(
+            f"{path} holds numbers that are not finite, in {', '.join(broken[:3])}; training "
+            "diverged, or they did not fit into half precision; take other weights"
+        )
+    model.load_state_dict(tensors)
+
+
 def file_sha256(path: str | os.PathLike[str]) -> str:
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

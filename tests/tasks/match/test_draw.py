@@ -9,7 +9,6 @@ pytest.importorskip("poselib", reason="estimators need the extra 'models'")
 
 from quadtree_attention.errors import OptionError
 from quadtree_attention.tasks.match.draw import (
-    BACKGROUND,
     COLOURS,
     HEADER,
     MAX_LINES,
@@ -19,6 +18,7 @@ from quadtree_attention.tasks.match.draw import (
     spread,
 )
 from quadtree_attention.tasks.match.predictor import Matches
+from quadtree_attention.tasks.pictures import BACKGROUND
 
 
 def grey(width: int, height: int) -> Image.Image:

@@ -13,7 +13,8 @@ from quadtree_attention.errors import CheckpointError, DataError, OptionError
 from quadtree_attention.models.matcher import matcher
 from quadtree_attention.models.weights import save_weights
 from quadtree_attention.tasks.match.metrics import transform
-from quadtree_attention.tasks.match.predictor import PRETRAINED, Matcher, Matches, shrunk
+from quadtree_attention.tasks.match.predictor import Matcher, Matches, shrunk
+from quadtree_attention.tasks.pretrained import PRETRAINED
 
 KWARGS = {"dims": [16, 24, 32], "num_pairs": 1, "num_heads": 2, "fine_heads": 2, "topk": 4}
 
@@ -181,15 +182,15 @@ def test_homography_of_matches():
 
 
 def test_weights_that_come_with_the_package(tmp_path, monkeypatch, photo):
-    monkeypatch.setitem(PRETRAINED, "default", tmp_path / "matcher.safetensors")
-    with pytest.raises(CheckpointError, match="the weights of the default matcher are not install"):
+    monkeypatch.setitem(PRETRAINED["matcher"], "default", tmp_path / "matcher.safetensors")
+    with pytest.raises(CheckpointError, match="the default matcher weights are not installed"):
         Matcher()
     write_weights(tmp_path / "matcher.safetensors")
     named = Matcher.from_pretrained("default", threshold=0.0)
     assert np.array_equal(
         named(photo, photo).keypoints1, Matcher(threshold=0.0)(photo, photo).keypoints1
     )
-    with pytest.raises(OptionError, match="pretrained matchers are default, got 'outdoor'; take"):
+    with pytest.raises(OptionError, match="pretrained matcher weights are default, got 'outdoor'"):
         Matcher.from_pretrained("outdoor")
 
 

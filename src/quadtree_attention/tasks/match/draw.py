@@ -1,11 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pictures of matches: two images, and lines between what belongs together."""
 
-import io
 import math
-import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -13,21 +10,19 @@ from PIL import Image, ImageDraw, ImageFont
 
 from quadtree_attention.errors import OptionError
 from quadtree_attention.images import ImageLike, to_image
-from quadtree_attention.tasks.files import write_whole
 from quadtree_attention.tasks.match.metrics import Array
+from quadtree_attention.tasks.pictures import BACKGROUND, FAINT, TEXT
 
 if TYPE_CHECKING:
     from quadtree_attention.tasks.match.predictor import Matches
 
 MAX_LINES = 200
-FORMATS = {".png": "PNG", ".jpg": "JPEG", ".jpeg": "JPEG", ".webp": "WEBP"}
 # Room for one image, side by side and below each other; small images are enlarged a little
 BESIDE, BELOW = (800, 800), (1600, 450)
 LARGEST_SCALE = 3.0
 GAP, HEADER = 6, 44
 LEAST_WIDTH = 640  # so that there is room for the words above
 OVERSAMPLING = 2  # lines are drawn larger and scaled down, which smooths them
-BACKGROUND, TEXT, FAINT = (22, 24, 29), (240, 240, 240), (160, 165, 175)
 DIMMED = 0.25  # how much darker images are than they were, so that lines stand out
 LINE_OPACITY, LINE_WIDTH, POINT_RADIUS = 190, 1.0, 2.2
 # Confidence 0 to 1, dark to bright: told apart by lightness alone, too
@@ -88,27 +83,6 @@ def draw(
     canvas = _with_lines(canvas, matches, panels, shown)
     _write_header(canvas, matches, len(shown), title)
     return canvas
-
-
-def save_picture(picture: Image.Image, path: str | os.PathLike[str]) -> None:
-    """Writes a picture, all or nothing.
-
-    Raises:
-        OptionError: The suffix is of no known format, or the file cannot be written.
-    """
-    content = io.BytesIO()
-    picture.save(content, format=picture_format(path), quality=92)
-    write_whole(path, content.getvalue())
-
-
-def picture_format(path: str | os.PathLike[str]) -> str:
-    """The format that a file is written in, by its suffix; else raises `OptionError`."""
-    suffix = Path(path).suffix.lower()
-    if suffix not in FORMATS:
-        raise OptionError(
-            f"pictures are written as {', '.join(FORMATS)}, got {str(path)!r}; name it so"
-        )
-    return FORMATS[suffix]
 
 
 def lay_out(size0: tuple[int, int], size1: tuple[int, int]) -> tuple[Panel, Panel]:

@@ -30,9 +30,8 @@ from torch import Tensor
 
 from quadtree_attention.errors import CheckpointError, DataError, OptionError
 from quadtree_attention.images import ImageLike, to_image
-from quadtree_attention.models.convert import check_fit
 from quadtree_attention.models.matcher import FeatureMatcher, matcher
-from quadtree_attention.models.weights import read_card, read_checkpoint
+from quadtree_attention.models.weights import fill, read_card
 from quadtree_attention.tasks.devices import out_of_memory, usable_device
 from quadtree_attention.tasks.files import write_whole
 from quadtree_attention.tasks.match.estimate import (
@@ -43,12 +42,12 @@ from quadtree_attention.tasks.match.estimate import (
     relative_pose,
 )
 from quadtree_attention.tasks.match.metrics import Array
+from quadtree_attention.tasks.pictures import save_picture
+from quadtree_attention.tasks.pretrained import pretrained_path
 
 SIZE = 640  # pixels of the longer side that images are matched at
 LEAST = 0.25  # of that for the shorter side of long images, which else are nothing but borders
 MOST_PIXELS = 2  # of an image that is matched, over those of a square of that size
-WEIGHTS = Path(__file__).parents[2] / "weights"
-PRETRAINED = {"default": WEIGHTS / "matcher.safetensors"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,7 +111,7 @@ class Matches:
             max_lines: Matches to show at most, spread evenly.
             title: What to write above them; None counts them.
         """
-        from quadtree_attention.tasks.match.draw import MAX_LINES, draw, save_picture
+        from quadtree_attention.tasks.match.draw import MAX_LINES, draw
 
         limit = MAX_LINES if max_lines is None else max_lines
         picture = draw(self, images=images, max_lines=limit, title=title)
@@ -191,7 +190,7 @@ class Matcher:
             raise OptionError(f"threshold must be from 0 to below 1, got {threshold}; pass such")
         self.size = size
         self.device = usable_device(device)
-        self.path = pretrained_path() if path is None else Path(path)
+        self.path = pretrained_path("matcher") if path is None else Path(path)
         self.card, model = load_matcher(self.path)
         if threshold is not None:
             model.coarse_matching.threshold = threshold
@@ -209,7 +208,7 @@ class Matcher:
             OptionError: There are no weights of that name.
             CheckpointError: They were not installed.
         """
-        return cls(pretrained_path(name), **options)
+        return cls(pretrained_path("matcher", name), **options)
 
     def __call__(self, image0: ImageLike, image1: ImageLike) -> Matches:
         """The matches of two images.
@@ -249,45 +248,13 @@ class Matcher:
             ) from error
 
 
-def pretrained_path(name: str = "default") -> Path:
-    """Where weights lie that come with the package.
-
-    Raises:
-        OptionError: There are no weights of that name.
-        CheckpointError: They were not installed.
-    """
-    if name not in PRETRAINED:
-        raise OptionError(
-            f"pretrained matchers are {', '.join(PRETRAINED)}, got {name!r}; take one of them, or "
-            "pass the path of other weights to Matcher"
-        )
-    path = PRETRAINED[name]
-    if not path.is_file():
-        raise CheckpointError(
-            f"the weights of the {name} matcher are not installed: there is no file "
-            f"{path.name} in the folder {WEIGHTS.name} of the package; install "
-            "quadtree-attention again, or pass other weights (--weights FILE, Matcher(path))"
-        )
-    return path
-
-
 def load_matcher(path: str | os.PathLike[str]) -> tuple[dict[str, Any], FeatureMatcher]:
     """The card and the matcher of a file of weights, which may be stored in half precision."""
     card = read_card(path)
     if (task := card.get("task", "match")) != "match":
         raise CheckpointError(f"{path} are weights for the task {task}, not for match")
     model = matcher(card["model"], **card["kwargs"])
-    tensors = {
-        name: tensor.float() if tensor.is_floating_point() else tensor
-        for name, tensor in read_checkpoint(path).items()
-    }
-    check_fit(model, tensors)
-    if broken := [name for name, tensor in tensors.items() if not tensor.isfinite().all()]:
-        raise CheckpointError(
-            f"{path} holds numbers that are not finite, in {', '.join(broken[:3])}; training "
-            "diverged, or they did not fit into half precision; take other weights"
-        )
-    model.load_state_dict(tensors)
+    fill(model, path)
     return card, model
 
 
