@@ -4,8 +4,9 @@
 A target file holds blocks between `<!-- generated: NAME -->` and `<!-- end generated -->`. NAME is
 the name of a result file without its ending, "results" for all files about attention alone,
 "model-times" for all times of whole models, "attentions" for all trainings with them, "matching"
-for all comparisons of matchers, "match-attentions" for all trainings of those, or "matchers" for
-what they cost.
+and "stereo" for comparisons on real pairs, "match-attentions" for all trainings of matchers,
+"matchers", "stereo-costs" and "detectors" for what these networks cost, or the name of one of
+`benchmarks.comparisons`.
 """
 
 import argparse
@@ -25,6 +26,10 @@ TARGETS = (
     ROOT / "docs" / "models.md",
     ROOT / "docs" / "results" / "attentions.md",
     ROOT / "docs" / "results" / "matching-attentions.md",
+    ROOT / "docs" / "results" / "stereo-attentions.md",
+    ROOT / "docs" / "results" / "dense-attentions.md",
+    ROOT / "docs" / "detection.md",
+    ROOT / "docs" / "stereo.md",
 )
 PASSES = ("forward", "forward+backward")
 COUNTS, TIMES = "model-counts", "model-times"  # kinds of result files about whole models
@@ -32,6 +37,9 @@ ATTENTIONS = "attentions"  # how names of files begin that `benchmarks.attention
 MATCHING = "matching"  # and `benchmarks.matching_tables`
 MATCH_ATTENTIONS = "match-attentions"  # and `benchmarks.match_attention_tables`
 MATCHERS = "matchers"  # and `benchmarks.matcher_tables`
+STEREO = "stereo"  # and `benchmarks.stereo_tables`
+STEREO_COSTS = "stereo-costs"  # and `benchmarks.stereo_cost_tables`
+DETECTORS = "detectors"  # and `benchmarks.detector_tables`
 OUT_OF_MEMORY = "out of memory"
 TASKS = ("classification", "backbone")
 MODEL_PASSES = ("forward", "training")
@@ -140,9 +148,9 @@ def _check_choice(row: Row, name: str, choices: Sequence[str], where: str) -> No
 
 def read_results(folder: Path = RESULTS) -> dict[str, dict[str, Any]]:
     """Every result file of a folder by its name, checked."""
-    others = (ATTENTIONS, MATCHING, MATCH_ATTENTIONS, MATCHERS)
+    others = (ATTENTIONS, MATCHING, MATCH_ATTENTIONS, MATCHERS, STEREO, DETECTORS)
     paths = (path for path in folder.glob("*.json") if not path.stem.startswith(others))
-    return read_checked(paths, check_result)
+    return read_checked((p for p in paths if "-attentions--" not in p.stem), check_result)
 
 
 def check_kind(result: dict[str, Any], kind: str, schema: int) -> None:
@@ -415,9 +423,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     check = parser.parse_args(argv).check
     from benchmarks import (  # built on this module
         attention_tables,
+        comparison_tables,
+        detector_tables,
         match_attention_tables,
         matcher_tables,
         matching_tables,
+        stereo_cost_tables,
+        stereo_tables,
     )
 
     outdated = []
@@ -430,6 +442,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             MATCH_ATTENTIONS: match_attention_tables.markdown(
                 match_attention_tables.read_results(RESULTS)
             ),
+            STEREO: stereo_tables.markdown(stereo_tables.read_results(RESULTS)),
+            STEREO_COSTS: stereo_cost_tables.markdown(stereo_cost_tables.read_results(RESULTS)),
+            DETECTORS: detector_tables.markdown(detector_tables.read_results(RESULTS)),
+            **comparison_tables.all_markdown(RESULTS),
         }
         for path in TARGETS:
             text = path.read_text()

@@ -97,7 +97,12 @@ def test_in_a_process(tmp_path, classifier):
         "model": "quadtree_b_b0",
         "kwargs": {"num_classes": 1000, "topk": 8, "value_act": "gelu"},
         "parameters": PARAMETERS,
-        "source": {"file": "official.pth", "sha256": source, "tensors_left_out": 0},
+        "source": {
+            "file": "official.pth",
+            "sha256": source,
+            "tensors_left_out": 0,
+            "left_out": "nothing",
+        },
         "command": "quadtree convert official.pth -o b0.safetensors",
         "licence": "of the source checkpoint; see its authors",
         "tensors": 314,
@@ -180,6 +185,7 @@ def test_whole_detector(detector):
     card = read_card("out.safetensors")
     assert card["kwargs"] == {"num_classes": 0, "topk": 32, "value_act": "relu"}
     assert card["source"]["tensors_left_out"] == 4
+    assert card["source"]["left_out"] == "4 tensors of neck, bbox_head"
     assert holds("out.safetensors", convert_backbone(detector))
 
 

@@ -93,7 +93,7 @@ def test_in_a_process(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ([], "line 3 of the pairs has a homography"),
+        ([], "cannot read wall0.png: No such file"),
         (["--pairs", "none.txt"], "none.txt"),
         (["--pairs", "bad.txt"], "bad.txt, line 2: "),
         (["--pairs", "untrue.txt"], "line 1 of the pairs, a0__a1, has no truth"),

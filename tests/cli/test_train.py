@@ -76,7 +76,9 @@ def changed(old, new):
 
 
 def test_unknown_task():
-    assert refused("clasify") == "the task must be one of classify, match, got 'clasify'; take one"
+    assert refused("clasify") == (
+        "the task must be one of classify, match, stereo, detect, segment, got 'clasify'; take one"
+    )
 
 
 def test_no_task():

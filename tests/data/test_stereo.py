@@ -6,10 +6,14 @@ import dataclasses
 import pytest
 import torch
 
-from quadtree_attention.data import StereoOptions, stereo_pairs, warp
+from quadtree_attention.data import SceneOptions, StereoOptions, stereo_pairs, warp
+from quadtree_attention.data.draws import Draws
+from quadtree_attention.data.layout import first_camera, place
+from quadtree_attention.errors import OptionError
 
 SIZE = (97, 163)
 CLEAN = StereoOptions(photometric=0, samples=4)
+BEFORE = (51.79683199188219, 449.0782183879322, -0.0911909715010566)  # sums of drawn numbers
 
 
 @pytest.fixture(scope="module")
@@ -76,3 +80,53 @@ def test_views_differ_in_brightness(textures):
     pair = stereo_pairs(textures, range(8), size=(33, 40), options=strong)
     difference = pair.image0.flatten(1).mean(dim=1) - pair.image1.flatten(1).mean(dim=1)
     assert difference.abs().max() > 0.05
+
+
+def placed(options, count=200, seed=0):
+    draws = Draws(seed, range(count))
+    camera = first_camera(draws, (480, 640), options.focal)
+    return place(draws, camera, options, 8), camera
+
+
+def seen_thickness(scene, camera):
+    """(B, S) thinnest width of objects where they stand, in pixels of the view."""
+    solids = scene.solids
+    distance = solids.centre.norm(dim=-1)
+    width = 2 * solids.half.amin(dim=-1) * camera.K[:, 0, :1] / distance
+    return width[:, 1:], solids.half[:, 1:]
+
+
+def test_a_share_of_the_objects_is_thin():
+    """Poles and wires are a few pixels wide both ways; planes and bars are thin without them."""
+    shares = {}
+    for thin in (0.0, 0.15, 1.0):
+        scene, camera = placed(StereoOptions(thin=thin))
+        width, half = seen_thickness(scene, camera)
+        both = half[..., 0] == half[..., 2]  # no other solid has two equal sides
+        shares[thin] = both.double().mean().item()
+        assert (width[both] < 8).all() and (width[both] > 1.4).all()
+        assert (half[..., 1] > 8 * half[..., 0])[both].all()
+    assert shares[0.0] == 0 and shares[1.0] == 1
+    assert shares[0.15] == pytest.approx(0.15, abs=0.03)
+    assert StereoOptions().thin == 0.15 and SceneOptions().thin == 0
+    with pytest.raises(OptionError, match="thin must lie between 0 and 1, got -1"):
+        StereoOptions(thin=-1)
+
+
+def test_scenes_for_matching_stay_as_they_are():
+    """Numbers that were drawn before there were thin objects, the last ones drawn included."""
+    scene, _ = placed(SceneOptions(), count=3, seed=5)
+    found = [t.sum().item() for t in (scene.solids.half, scene.surfaces.offset, scene.light)]
+    assert found == pytest.approx(BEFORE, rel=1e-12)
+
+
+def test_surfaces_are_slanted_and_some_have_no_texture(pair):
+    """Not only steps: within a surface, disparity changes along rows and columns."""
+    d = pair.disparity0
+    for axis in (1, 2):
+        steps = d.diff(dim=axis).abs()
+        slanted = (steps > 0.005) & (steps < 0.3)
+        assert slanted.double().mean() > 0.3
+    scene, _ = placed(StereoOptions())
+    plain = scene.surfaces.gain.amax(dim=-1) <= 0.12
+    assert plain.double().mean() == pytest.approx(0.15, abs=0.02)

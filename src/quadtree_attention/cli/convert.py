@@ -176,6 +176,7 @@ def _card(converted: Converted, request: Request) -> dict[str, Any]:
             "file": request.checkpoint.name,
             "sha256": file_sha256(request.checkpoint),
             "tensors_left_out": len(converted.left_out),
+            "left_out": _left_out(converted.left_out),
         },
         "command": request.command(),
         "licence": LICENCE,

@@ -34,7 +34,8 @@ def run(
 ) -> None:
     if out is not None:
         check_writable(out, pairs)
-    scores = evaluate(read_pairs(pairs), predictions, images=images, settings=settings)
+    folder = pairs.parent if images is None else images  # where `quadtree match` looks, too
+    scores = evaluate(read_pairs(pairs), predictions, images=folder, settings=settings)
     if scores.missing:
         print(f"quadtree: {_missing_text(scores.missing)}", file=sys.stderr)
     found = json.dumps(scores.as_dict(), indent=2)

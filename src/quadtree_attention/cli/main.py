@@ -10,133 +10,23 @@ from typing import Annotated
 
 import typer
 
+from quadtree_attention.cli.texts import (
+    CLASSIFY_HELP,
+    CONVERT_HELP,
+    DETECT_HELP,
+    EVALUATE_CLASSIFY_HELP,
+    EVALUATE_DETECT_HELP,
+    EVALUATE_HELP,
+    EVALUATE_MATCH_HELP,
+    EVALUATE_SEGMENT_HELP,
+    EVALUATE_STEREO_HELP,
+    INFO_HELP,
+    MATCH_HELP,
+    SEGMENT_HELP,
+    STEREO_HELP,
+    TRAIN_HELP,
+)
 from quadtree_attention.errors import QuadtreeAttentionError
-
-# \b keeps the lines of the paragraph that follows as they are
-INFO_HELP = """Show versions, devices, and which backends can run a call, and why others cannot.
-
-The options describe the call; without them it is one of a feature matcher on 640 x 480 images. With
---plan also its FLOPs, bytes and memory, level by level and next to dense attention, and which of
-the two to use. Nothing is run, and the device need not be present.
-
-\b
-Examples:
-  quadtree info
-  quadtree info --plan --grid 200x336 --heads 1 --levels 4 --topk 32
-  quadtree info --grid 60x80 --key-grid 45x100 --topk 32,16 --device cuda
-  quadtree info --plan --json --grid 4096 --levels 6 --topk 8 --variant A
-"""
-
-CONVERT_HELP = """Turn an official checkpoint into weights for this package.
-
-Reads classification, detection and segmentation checkpoints, also whole detectors and segmenters,
-of which it takes the backbone, and matchers: LoFTR and its quadtree form. Code in the file is never
-run, and every tensor of the backbone or matcher is accounted for. Writes OUT.safetensors, and
-beside it OUT.json, which says what it is.
-
-\b
-Examples:
-  quadtree convert quadtree_b2.pth -o b2.safetensors
-  quadtree convert retinanet.pth -o b1_det.safetensors --json
-  quadtree convert mine.pth -o mine.safetensors --model quadtree_b_b2 --act gelu --topk 16
-  quadtree convert quadtree_b2.pth -o b2_features.safetensors --num-classes 0 --force
-  quadtree convert indoor.ckpt -o indoor.safetensors --model quadtree_indoor
-"""
-
-TRAIN_HELP = """Train a model from a recipe file.
-
-TASK is classify or match. All options of a recipe can be given on the command line as well, and
-override it: quadtree train TASK --help lists them. Ctrl-C or a kill loses at most --save_every
-steps; go on with --resume. Writes last.ckpt, best.ckpt, best.safetensors, history.csv and
-curves.png to --run_dir.
-
-\b
-Examples:
-  quadtree train classify --config recipes/classify/generated-debug.yaml
-  quadtree train classify --config recipes/classify/imagenet-b2.yaml --data.root imagenet
-  quadtree train classify --config recipes/classify/imagenet-b2.yaml --resume
-  quadtree train classify --config my.yaml --trainer.devices 8 --trainer.num_nodes 2
-"""
-
-MATCH_HELP = """Find what two images have in common, and how the camera moved.
-
-A and B are images of any size and kind. Points are (x, y) pixels of the images as they are seen,
-that is, turned as their EXIF tag says. --out draws the matches, --save writes keypoints0,
-keypoints1 and confidence as npz; without either, and without --json, the picture goes to
-matches.png. With --K0 and --K1, each fx,fy,cx,cy or 9 numbers or a text file with them, the
-relative pose is printed, by two estimators. Weights come with the package.
-
---pairs matches many: every line of the file names two images in --images, as in SuperGlue's files
-(image0 image1 [rotation0 rotation1 [K0 K1 [T_0to1]]]), and gets one STEM0__STEM1.npz in --save-dir.
-A rotation turns the image by so many quarters counter-clockwise first, and points are pixels of the
-turned image. Pairs that are there already are skipped. An image that cannot be read is named at the
-end, the others are matched, and the exit code is 1.
-
-\b
-Examples:
-  quadtree match a.jpg b.jpg
-  quadtree match a.jpg b.jpg --out matches.jpg --save matches.npz --size 1024 --threshold 0.5
-  quadtree match a.jpg b.jpg --K0 1165,1165,649,484 --K1 camera1.txt
-  quadtree match a.jpg b.jpg --json --max 500 > matches.json
-  quadtree match --pairs pairs.txt --images photos --save-dir OUT --device cuda
-"""
-
-CLASSIFY_HELP = """Tell what images show, with a trained classifier.
-
-An IMAGE is a file, a folder, which stands for the images in it, or - for a file on standard input.
-WEIGHTS are best.safetensors of a training run, or what quadtree convert has written; the names of
-the classes come from their card. An image that cannot be read gets a line on standard error, the
-others are classified, and the exit code is 1.
-
-\b
-Examples:
-  quadtree classify cat.jpg --weights runs/imagenet-b2/best.safetensors
-  quadtree classify photos/ --weights b2.safetensors --top 1
-  quadtree classify photos/*.png --weights b2.safetensors --json > answers.json
-  curl -s https://example.org/cat.jpg | quadtree classify - --weights b2.safetensors
-"""
-
-EVALUATE_HELP = """Measure how well trained models do.
-
-The model runs once and its answers are kept in a file; the numbers are worked out from that file,
-and can be again without the model. quadtree evaluate TASK --help tells more.
-"""
-
-EVALUATE_CLASSIFY_HELP = """Measure the accuracy of a classifier on labelled images.
-
-ROOT holds a folder per split and in it one per class (val/cat/1.jpg), or an npz file per split.
-Classes are matched with those of WEIGHTS by name. The answers go to --out; if that file is there
-and was made from the same weights, images and settings, it is used and the model does not run.
-With --predictions such a file is scored, and nothing else is needed. Images that cannot be read are
-named on standard error, counted and left out.
-
-\b
-Examples:
-  quadtree evaluate classify runs/imagenet-b2/best.safetensors --data imagenet
-  quadtree evaluate classify b2.safetensors --data imagenet --size 288 --dtype bfloat16 --force
-  quadtree evaluate classify b2.safetensors --data pets --split test --out pets.npz --strict
-  quadtree evaluate classify --predictions pets.npz --json
-"""
-
-EVALUATE_MATCH_HELP = """Score matches in files against true poses and homographies.
-
-PAIRS lists pairs of images, one to a line, in the format of SuperGlue: image0 image1 rotation0
-rotation1 K0 K1 T_0to1 for a pose, or image0 image1 and 9 numbers of a homography. OUT is a folder
-that quadtree match --pairs PAIRS --save-dir OUT has filled, or another program in the same way:
-STEM0__STEM1.npz per pair, with keypoints0, keypoints1 and confidence. A pair without such a file
-counts as failed.
-
-Shows the area under the curve of recall over error (AUC), for poses up to 5, 10 and 20 degrees,
-for the corners of homographies up to 3, 5 and 10 pixels, the median error, the share of correct
-matches and their number; AUC always with two estimators, as the choice can move it by more than a
-better matcher does.
-
-\b
-Examples:
-  quadtree evaluate match --pairs pairs.txt --predictions OUT
-  quadtree evaluate match --pairs graf.txt --predictions OUT --images graf --json
-  quadtree evaluate match --pairs outdoor.txt --predictions OUT --epipolar 1e-4 --out scores.json
-"""
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -277,7 +167,9 @@ def convert(
 )
 def train(
     context: typer.Context,
-    task: Annotated[str, typer.Argument(metavar="TASK", help="classify or match.")] = "",
+    task: Annotated[
+        str, typer.Argument(metavar="TASK", help="classify, match, stereo, detect or segment.")
+    ] = "",
 ) -> None:
     if not task or task in ("--help", "-h"):
         print(context.get_help())
@@ -462,7 +354,7 @@ def evaluate_match(
         typer.Option(
             metavar="DIR",
             help="Folder of the images; homographies and turned images need it.",
-            show_default=False,
+            show_default="that of PAIRS",
         ),
     ] = None,
     pose_pixels: Annotated[
@@ -494,3 +386,369 @@ def evaluate_match(
 
         settings = Settings(pose_pixels=pose_pixels, epipolar=epipolar, side=side)
         run(pairs, predictions, images=images, out=out, settings=settings, as_json=json)
+
+
+@app.command(help=STEREO_HELP)
+def stereo(
+    left: Annotated[str, typer.Argument(metavar="LEFT", help="Left image, or a folder of them.")],
+    right: Annotated[str, typer.Argument(metavar="RIGHT", help="Right image, or a folder.")],
+    out: Annotated[
+        Path | None, typer.Option(help="Picture to draw, .png or .jpg.", show_default=False)
+    ] = None,
+    save: Annotated[
+        Path | None,
+        typer.Option(help="Disparities to write, .npy, .pfm or .png.", show_default=False),
+    ] = None,
+    occlusion: Annotated[
+        Path | None, typer.Option(help="Picture of what is hidden.", show_default=False)
+    ] = None,
+    depth: Annotated[
+        Path | None, typer.Option(help="Depth to write, .npy.", show_default=False)
+    ] = None,
+    focal: Annotated[
+        float | None, typer.Option(help="Focal length in pixels.", show_default=False)
+    ] = None,
+    baseline: Annotated[
+        float | None, typer.Option(help="Way between the cameras.", show_default=False)
+    ] = None,
+    offset: Annotated[
+        float, typer.Option(help="Added to disparities for depth (doffs of Middlebury).")
+    ] = 0.0,
+    max_disparity: Annotated[
+        float | None,
+        typer.Option(help="Largest disparity in pixels.", show_default="that of the weights"),
+    ] = None,
+    size: Annotated[
+        int, typer.Option(help="Pixels of the longer side that pairs are matched at.")
+    ] = 960,
+    device: Annotated[
+        str | None, typer.Option(help="cpu or cuda.", show_default="cuda if there is one")
+    ] = None,
+    weights: Annotated[
+        Path | None,
+        typer.Option(
+            help="Weights of a stereo network, .safetensors.", show_default="of the package"
+        ),
+    ] = None,
+    save_dir: Annotated[
+        Path | None,
+        typer.Option(help="Folder for results of folders.", metavar="OUT", show_default=False),
+    ] = None,
+    file_format: Annotated[
+        str, typer.Option("--format", help="Of its files: npz, npy, pfm or png.")
+    ] = "npz",
+    force: Annotated[
+        bool, typer.Option("--force", help="Make again what is there; other settings' results go.")
+    ] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show where mistakes arise.")] = False,
+) -> None:
+    with mistakes_on_one_line(debug=debug):
+        from quadtree_attention.cli.stereo import Request, run
+
+        all_read = run(
+            Request(
+                left=left,
+                right=right,
+                out=out,
+                save=save,
+                occlusion=occlusion,
+                depth=depth,
+                focal=focal,
+                baseline=baseline,
+                offset=offset,
+                save_dir=save_dir,
+                format=file_format,
+                force=force,
+                weights=weights,
+                size=size,
+                max_disparity=max_disparity,
+                device=device,
+            ),
+            as_json=json,
+        )
+    if not all_read:
+        raise typer.Exit(1)
+
+
+@evaluate_app.command("stereo", help=EVALUATE_STEREO_HELP)
+def evaluate_stereo(
+    data: Annotated[Path, typer.Option(metavar="ROOT", help="Folder of pairs with their truth.")],
+    weights: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="WEIGHTS",
+            help="Weights of a stereo network, .safetensors.",
+            show_default="of the package",
+        ),
+    ] = None,
+    predictions: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Only score this folder.", show_default=False)
+    ] = None,
+    layout: Annotated[
+        str, typer.Option(help="Of ROOT: auto, folder, scenes, kitti2015, sceneflow, ...")
+    ] = "auto",
+    split: Annotated[
+        str | None, typer.Option(help="train or val.", show_default="everything")
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Folder for disparities.", show_default="predictions"),
+    ] = None,
+    scores: Annotated[
+        Path | None, typer.Option(help="JSON to write, with every pair.", show_default=False)
+    ] = None,
+    size: Annotated[
+        int | None,
+        typer.Option(help="Pixels of the longer side pairs are matched at.", show_default="960"),
+    ] = None,
+    max_disparity: Annotated[
+        float | None,
+        typer.Option(help="Largest disparity in pixels.", show_default="that of the weights"),
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option(help="cpu or cuda.", show_default="cuda if there is one")
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Make again what is there.")] = False,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Fail where a file of a pair is missing.")
+    ] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON, with every pair.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show where mistakes arise.")] = False,
+) -> None:
+    with mistakes_on_one_line(debug=debug):
+        from quadtree_attention.cli.evaluate_stereo import Request, run
+
+        run(
+            Request(
+                data=data,
+                weights=weights,
+                predictions=predictions,
+                layout=layout,
+                split=split,
+                out=out,
+                scores=scores,
+                size=size,
+                max_disparity=max_disparity,
+                device=device,
+                force=force,
+                strict=strict,
+            ),
+            as_json=json,
+        )
+
+
+@app.command(help=SEGMENT_HELP)
+def segment(
+    images: Annotated[list[str], typer.Argument(metavar="IMAGE", help="Files, folders, or -.")],
+    weights: Annotated[
+        Path | None, typer.Option(help="Weights of a segmenter, .safetensors.", show_default=False)
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="Picture to draw, .png or .jpg, or a folder for several.",
+            metavar="PATH",
+            show_default="segments.png, or the folder segments",
+        ),
+    ] = None,
+    save: Annotated[
+        Path | None,
+        typer.Option(
+            help="Label map to write, .png, or a folder for several.",
+            metavar="PATH",
+            show_default=False,
+        ),
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print a list as JSON.")] = False,
+    device: Annotated[
+        str | None, typer.Option(help="cpu or cuda.", show_default="cuda if there is one")
+    ] = None,
+    size: Annotated[
+        int | None,
+        typer.Option(
+            help="Pixels of the shorter side.", metavar="N", show_default="as in training"
+        ),
+    ] = None,
+    window: Annotated[
+        int | None,
+        typer.Option(help="Slide a window of N pixels.", metavar="N", show_default="whole images"),
+    ] = None,
+    stride: Annotated[
+        int | None,
+        typer.Option(help="From a window to the next.", metavar="N", show_default="2/3 of it"),
+    ] = None,
+    debug: Annotated[bool, typer.Option("--debug", help="Show where mistakes arise.")] = False,
+) -> None:
+    with mistakes_on_one_line(debug=debug):
+        from quadtree_attention.cli.segment import Request, run
+
+        all_read = run(
+            Request(
+                images=images,
+                weights=weights,
+                out=out,
+                save=save,
+                device=device,
+                size=size,
+                window=window,
+                stride=stride,
+            ),
+            as_json=json,
+        )
+    if not all_read:
+        raise typer.Exit(1)
+
+
+@evaluate_app.command("segment", help=EVALUATE_SEGMENT_HELP)
+def evaluate_segment(
+    weights: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="WEIGHTS", help="Weights of a segmenter, .safetensors.", show_default=False
+        ),
+    ] = None,
+    data: Annotated[
+        Path | None, typer.Option(metavar="ROOT", help="Folder of the data.", show_default=False)
+    ] = None,
+    split: Annotated[str, typer.Option(help="Folder in images and labels of ROOT.")] = "val",
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Folder for label maps.", show_default="label_maps"),
+    ] = None,
+    predictions: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Only score the label maps in it.", show_default=False),
+    ] = None,
+    size: Annotated[
+        int | None,
+        typer.Option(
+            help="Pixels of the shorter side.", metavar="N", show_default="as in training"
+        ),
+    ] = None,
+    window: Annotated[
+        int | None,
+        typer.Option(help="Slide a window of N pixels.", metavar="N", show_default="whole images"),
+    ] = None,
+    stride: Annotated[
+        int | None,
+        typer.Option(help="From a window to the next.", metavar="N", show_default="2/3 of it"),
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option(help="cpu or cuda.", show_default="cuda if there is one")
+    ] = None,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Fail where an image or label map is bad or missing.")
+    ] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Make label maps again that are there.")
+    ] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show where mistakes arise.")] = False,
+) -> None:
+    with mistakes_on_one_line(debug=debug):
+        from quadtree_attention.cli.evaluate_segment import Request, run
+
+        run(
+            Request(
+                weights=weights,
+                predictions=predictions,
+                data=data,
+                split=split,
+                out=out,
+                size=size,
+                window=window,
+                stride=stride,
+                device=device,
+                strict=strict,
+                force=force,
+            ),
+            as_json=json,
+        )
+
+
+@app.command(help=DETECT_HELP)
+def detect(
+    images: Annotated[list[str], typer.Argument(metavar="IMAGE", help="Files, folders, or -.")],
+    weights: Annotated[
+        Path | None, typer.Option(help="Weights of a detector, .safetensors.", show_default=False)
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="Picture to draw, or a folder for several.",
+            show_default="detections.png, or the folder detections",
+        ),
+    ] = None,
+    score: Annotated[float, typer.Option(help="Least score, 0 to 1.")] = 0.5,
+    size: Annotated[
+        int | None,
+        typer.Option(help="Pixels of the shorter side.", show_default="that of the weights"),
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option(help="cpu or cuda.", show_default="cuda if there is one")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print a list as JSON.")] = False,
+) -> None:
+    with mistakes_on_one_line():
+        from quadtree_attention.cli.detect import Request, run
+
+        all_read = run(
+            Request(images=images, weights=weights, out=out, score=score, size=size, device=device),
+            as_json=json,
+        )
+    if not all_read:
+        raise typer.Exit(1)
+
+
+@evaluate_app.command("detect", help=EVALUATE_DETECT_HELP)
+def evaluate_detect(
+    weights: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="WEIGHTS", help="Weights of a detector, .safetensors.", show_default=False
+        ),
+    ] = None,
+    data: Annotated[
+        Path | None,
+        typer.Option(metavar="ROOT", help="Folder of images and objects.", show_default=False),
+    ] = None,
+    split: Annotated[str, typer.Option(help="Which of its splits.")] = "val",
+    out: Annotated[
+        Path | None, typer.Option(help="Results to write, .json.", show_default="results.json")
+    ] = None,
+    predictions: Annotated[
+        Path | None, typer.Option(help="Only score this file.", show_default=False)
+    ] = None,
+    batch_size: Annotated[int, typer.Option(help="Images per call of the model.")] = 1,
+    size: Annotated[
+        int | None,
+        typer.Option(help="Pixels of the shorter side.", show_default="that of the weights"),
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option(help="cpu or cuda.", show_default="cuda if there is one")
+    ] = None,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Fail at the first thing that cannot be used.")
+    ] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace results that are there.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    with mistakes_on_one_line():
+        from quadtree_attention.cli.evaluate_detect import DetectRequest, run
+
+        run(
+            DetectRequest(
+                weights=weights,
+                predictions=predictions,
+                data=data,
+                split=split,
+                out=out,
+                batch_size=batch_size,
+                size=size,
+                device=device,
+                strict=strict,
+                force=force,
+            ),
+            as_json=json,
+        )

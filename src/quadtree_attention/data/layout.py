@@ -113,7 +113,7 @@ def _with_objects(draws: Draws, room: Solids, camera: Camera, options: ContentOp
         kinds,
         _rotations(draws, room, kinds),
         centre,
-        _halves(draws, kinds, distance, camera),
+        _halves(draws, kinds, distance, camera, options.thin),
         active,
     )
     return _join(room, solids)
@@ -160,7 +160,9 @@ def _rotations(draws: Draws, room: Solids, kinds: tuple[Kind, ...]) -> Tensor:
     return upright.where(draws.chance(0.5, count, 1, 1), free)
 
 
-def _halves(draws: Draws, kinds: tuple[Kind, ...], distance: Tensor, camera: Camera) -> Tensor:
+def _halves(
+    draws: Draws, kinds: tuple[Kind, ...], distance: Tensor, camera: Camera, thin_share: float
+) -> Tensor:
     """(B, count, 3) half lengths; sizes are drawn as seen, so near objects hide no whole scene."""
     count = len(kinds)
     view = max(camera.size) / camera.K[:, 0, 0, None]  # width of the view at depth 1
@@ -172,7 +174,17 @@ def _halves(draws: Draws, kinds: tuple[Kind, ...], distance: Tensor, camera: Cam
     thin = draws.log_uniform(0.003, 0.015, count, 1) * shape
     bar = torch.cat([thin[..., :1], size * 2, thin[..., 2:]], dim=-1)
     by_kind = {"plane": plane, "bar": bar, "box": body, "ellipsoid": body}
-    return torch.stack([by_kind[kind][:, i] for i, kind in enumerate(kinds)], dim=1) * seen
+    half = torch.stack([by_kind[kind][:, i] for i, kind in enumerate(kinds)], dim=1)
+    if thin_share > 0:  # nothing is drawn otherwise, which would move all that is drawn later
+        half = _wires(draws, count).where(draws.chance(thin_share, count, 1), half)
+    return half * seen
+
+
+def _wires(draws: Draws, count: int) -> Tensor:
+    """(B, count, 3) half lengths over the width of the view: 1.5 to 8 pixels wide out of 640."""
+    width = draws.log_uniform(0.0012, 0.006, count, 1)
+    length = draws.log_uniform(0.1, 0.5, count, 1)
+    return torch.cat([width, length, width], dim=-1)
 
 
 def _surfaces(

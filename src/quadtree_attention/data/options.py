@@ -29,6 +29,8 @@ class ContentOptions:
     """Pixels per texel at the depth of the object: higher is coarser."""
     textureless: float = 0.15
     """Share of surfaces with next to no texture."""
+    thin: float = 0.0
+    """Share of objects drawn out to poles and wires, beside the bars that are always there."""
     photometric: float = 1.0
     """Strength of what cameras do to images, per view; 0 turns it off."""
     samples: int = 2
@@ -41,6 +43,7 @@ class ContentOptions:
         check_range("focal", self.focal, 0.2, 20)
         check_range("texture_scale", self.texture_scale, 0.01, 100)
         check_number("textureless", self.textureless, 0, 1)
+        check_number("thin", self.thin, 0, 1)
         check_number("photometric", self.photometric, 0, 2)
         check_samples(self.samples)
 
@@ -78,6 +81,8 @@ class SceneOptions(ContentOptions):
 class StereoOptions(ContentOptions):
     """Scenes seen by two cameras side by side, row by row alike."""
 
+    thin: float = 0.15
+    """As before; thin things in front of far ones are what stereo fails at."""
     photometric: float = 0.4
     """As before; the two cameras of a rig are much alike."""
     disparity: Range = (0.04, 0.25)

@@ -29,14 +29,17 @@ from quadtree_attention.models.parts.attention import (
     build_attention,
     options_by_stage,
 )
+from quadtree_attention.models.parts.masks import masks_of_maps
 from quadtree_attention.models.parts.patches import PatchEmbed, PatchMerging
+from quadtree_attention.models.parts.resnet_fpn import hide_map
 from quadtree_attention.models.pvt import convert_pvt_v2, is_pvt_v2
 from quadtree_attention.nn.attention import QuadtreeAttention, ValuePyramid
 from quadtree_attention.nn.baselines import MapAttention
 from quadtree_attention.nn.block import Block, ConvMlp
 from quadtree_attention.nn.norm import TokenNorm
 from quadtree_attention.nn.value_pyramid import Activation, VisibleNorm
-from quadtree_attention.ops.problem import Variant
+from quadtree_attention.ops.problem import Variant, check_mask
+from quadtree_attention.ops.tree import hide
 
 try:
     from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
@@ -69,14 +72,16 @@ class Stage(nn.Module):
         self.norm = norm
         self.grad_checkpointing = False
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Maps in and out; `mask` (B, H, W) is that of the map out, and x has 0 where hidden."""
         x = self.downsample(x).movedim(1, -1)  # (B, H, W, C)
+        options: dict[str, Any] = {} if mask is None else {"mask": mask}
         for block in self.blocks:
             if self.grad_checkpointing and torch.is_grad_enabled():
-                x = checkpoint(block, x, use_reentrant=False)
+                x = checkpoint(block, x, use_reentrant=False, **options)
             else:
-                x = block(x)
-        return self.norm(x).movedim(-1, 1)
+                x = block(x, **options)
+        return hide(self.norm(x), mask).movedim(-1, 1)
 
 
 class PyramidTransformer(nn.Module):
@@ -206,9 +211,15 @@ class PyramidTransformer(nn.Module):
         """(B, in_chans, H, W) -> (B, num_classes)"""
         return self.forward_head(self.forward_features(x))
 
-    def forward_features(self, x: Tensor) -> Tensor:
-        """(B, in_chans, H, W) -> (B, C, H/32, W/32), sizes rounded up"""
-        return self.stages(self.patch_embed(x))
+    def forward_features(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """(B, in_chans, H, W) -> (B, C, H/32, W/32), sizes rounded up
+
+        `mask` as in `forward_intermediates`.
+        """
+        x, masks = self._embed(x, mask)
+        for stage, visible in zip(self.stages, masks, strict=True):
+            x = stage(x, visible)
+        return x
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
         """(B, C, H, W) -> (B, num_classes), or (B, C) with `pre_logits`"""
@@ -223,6 +234,7 @@ class PyramidTransformer(nn.Module):
         stop_early: bool = False,
         output_fmt: str = "NCHW",
         intermediates_only: bool = False,
+        mask: Tensor | None = None,
     ) -> list[Tensor] | tuple[Tensor, list[Tensor]]:
         """The maps that stages end with, beside the last one.
 
@@ -233,16 +245,20 @@ class PyramidTransformer(nn.Module):
             stop_early: Do not run stages after the last one asked for.
             output_fmt: "NCHW" or "NHWC".
             intermediates_only: Leave out the map of the last stage that ran.
+            mask: Boolean (B, H, W), True = visible. Hidden pixels influence nothing: in evaluation
+                an image that was padded below and to the right gives the maps it gives alone.
+                Cells without a visible pixel are 0. Quadtree attention takes any mask, its rivals
+                those of such padding.
         """
         if output_fmt not in ("NCHW", "NHWC"):
             raise OptionError(f"output_fmt must be 'NCHW' or 'NHWC', got {output_fmt=}; pass one")
         take = self._take(indices)
-        x = self.patch_embed(x)
+        x, masks = self._embed(x, mask)
         maps = []
         for i, stage in enumerate(self.stages):
             if stop_early and i > max(take):
                 break
-            x = stage(x)
+            x = stage(x, masks[i])
             if i in take:
                 maps.append(x if output_fmt == "NCHW" else x.movedim(1, -1))
         return maps if intermediates_only else (x, maps)
@@ -292,6 +308,13 @@ class PyramidTransformer(nn.Module):
             (r"^stages\.(\d+)\.norm", (99999,)),  # together with the last block
         ]
         return {"stem": r"^patch_embed", "blocks": r"^stages\.(\d+)" if coarse else by_block}
+
+    def _embed(self, x: Tensor, mask: Tensor | None) -> tuple[Tensor, list[Tensor | None]]:
+        """The first map, and the masks of the maps of all stages."""
+        if mask is None:
+            return self.patch_embed(x), [None] * len(self.stages)
+        check_mask("mask", mask, "x", (x.shape[0], *x.shape[2:]), x.device)
+        return self.patch_embed(hide_map(x, mask)), masks_of_maps(mask, len(self.stages))
 
     def _classifier(self, num_classes: int, *, device: Any, dtype: Any) -> nn.Module:
         if num_classes == 0:

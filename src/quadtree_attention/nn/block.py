@@ -94,8 +94,8 @@ class Block(nn.Module):
 
     Args:
         dim: Channels.
-        attn: The attention.
-        mlp: The MLP.
+        attn: The attention; it needs an argument `mask` if the block is to get one.
+        mlp: The MLP: a `ConvMlp`, or one that acts on every cell by itself.
         norm_eps: Epsilon of the layer norms.
         drop_path: Rate of stochastic depth on both branches.
 
@@ -126,10 +126,18 @@ class Block(nn.Module):
         self.mlp = mlp
         self.drop_path = DropPath(drop_path)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """(B, *grid, C) -> (B, *grid, C)"""
-        x = x + self.drop_path(self.attn(self.norm1(x)))
-        return x + self.drop_path(self.mlp(self.norm2(x)))
+    def forward(self, x: Tensor, *, mask: Tensor | None = None) -> Tensor:
+        """(B, *grid, C) -> (B, *grid, C)
+
+        Cells that `mask` (B, *grid) hides, where it is False, influence no others.
+        """
+        if mask is None:
+            x = x + self.drop_path(self.attn(self.norm1(x)))
+            return x + self.drop_path(self.mlp(self.norm2(x)))
+        x = x + self.drop_path(self.attn(self.norm1(x), mask=mask))
+        mixes_cells = isinstance(self.mlp, ConvMlp)
+        mixed = self.mlp(self.norm2(x), mask) if mixes_cells else self.mlp(self.norm2(x))
+        return x + self.drop_path(mixed)
 
 
 class ContextBlock(Block):

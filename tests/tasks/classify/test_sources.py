@@ -20,7 +20,6 @@ from quadtree_attention.tasks.classify.sources import (
     NpzSource,
     decode,
     open_source,
-    summary,
 )
 
 
@@ -294,8 +293,3 @@ def test_generated_direction_is_the_class():
         pixels = np.asarray(source.read(i)).mean(axis=-1)
         along_y, along_x = pixels.mean(axis=1).std(), pixels.mean(axis=0).std()
         assert (along_x > along_y) == (source.label(i) == 0)
-
-
-def test_summary_names_the_first_and_counts_the_rest():
-    assert summary(["a: x", "b: y"]) == "a: x; b: y"
-    assert summary(list("abcdefg")) == "a; b; c; d; e, and 2 more"

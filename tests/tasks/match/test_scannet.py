@@ -183,7 +183,7 @@ def test_a_training_run(root, tmp_path, capsys):
     assert {"val/auc10", "val/matches"} <= set(row)
     assert (tmp_path / "run" / "best.safetensors").exists()
     told = capsys.readouterr().err
-    assert "quadtree: replaced pairs for 1 unreadable files so far: cannot read the depth" in told
+    assert "quadtree: skipped 1 unusable files so far: cannot read the depth" in told
     assert "scene0001_02/depth/0.png" in told
     # The recipe as it was run knows its source, and goes on
     again = ["--config", str(tmp_path / "run" / "config.yaml"), "--resume"]

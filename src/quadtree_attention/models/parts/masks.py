@@ -1,8 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Masks of maps (B, H, W): True = visible."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
+
+from quadtree_attention.nn.value_pyramid import visible_levels
+from quadtree_attention.ops.tree import Tree
 
 
 def extent(mask: Tensor) -> Tensor:
@@ -15,6 +20,22 @@ def extent(mask: Tensor) -> Tensor:
         ordinal = torch.arange(1, shown.shape[1] + 1, device=mask.device)
         sides.append((shown * ordinal).amax(dim=1))
     return torch.stack(sides, dim=1)
+
+
+def rectangles(
+    sizes: Sequence[tuple[int, int]], grid: tuple[int, int], device: torch.device
+) -> Tensor:
+    """Masks (B, *grid) that show the first rows and columns, as many as `sizes` has for each."""
+    counts = torch.tensor(sizes, device=device)  # (B, 2)
+    rows, columns = (
+        torch.arange(n, device=device) < counts[:, i, None] for i, n in enumerate(grid)
+    )
+    return rows[:, :, None] & columns[:, None]
+
+
+def masks_of_maps(mask: Tensor, num_maps: int) -> list[Tensor | None]:
+    """Visible cells at 1/4, 1/8, ... of an image (B, H, W); a cell is if any of its pixels is."""
+    return visible_levels(Tree(tuple(mask.shape[1:]), num_maps + 2), mask)[::-1][2:]
 
 
 def stack_masks(mask0: Tensor | None, mask1: Tensor | None) -> Tensor | None:

@@ -3,11 +3,13 @@
 
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quadtree_attention.errors import OptionError, ShapeError
 from quadtree_attention.nn.position import DepthwiseConv
+from quadtree_attention.ops.problem import check_mask
 
 
 class MapAttention(nn.Module):
@@ -57,18 +59,44 @@ class MapAttention(nn.Module):
         A model that initialises by kinds of layers calls it after the layers inside.
         """
 
-    def forward(self, x: Tensor) -> Tensor:
-        """(B, H, W, C) -> (B, H, W, C)"""
+    def forward(self, x: Tensor, *, mask: Tensor | None = None) -> Tensor:
+        """(B, H, W, C) -> (B, H, W, C)
+
+        Args:
+            x: The map.
+            mask: Boolean (B, H, W), True = visible, of maps that were padded below and to the
+                right; every sample is attended to at the size it had before, the rest becomes 0.
+
+        Raises:
+            OptionError: The mask hides anything else: windows and reduced maps start at the first
+                cell, and what is left of them would be for every attention to define.
+        """
         if x.ndim != 4 or x.shape[-1] != self.dim or 0 in x.shape[1:]:
             raise ShapeError(
                 f"x must be (batch, *, *, {self.dim}), channels last, with at least one cell, "
                 f"got x.shape={tuple(x.shape)}; "
                 "images in (batch, channels, y, x) need x.permute(0, 2, 3, 1)"
             )
+        check_mask("mask", mask, "x", tuple(x.shape[:-1]), x.device)
+        return self._whole(x) if mask is None else self._by_size(x, _sizes(mask))
+
+    def _whole(self, x: Tensor) -> Tensor:
         out, v = self.attend(x)
         if self.lepe is not None:
             out = out + self.lepe(v)
         return self.proj_drop(self.proj(out))
+
+    def _by_size(self, x: Tensor, sizes: list[tuple[int, int]]) -> Tensor:
+        """Samples of one size together; zeros outside of them."""
+        parts, order = [], []
+        for height, width in dict.fromkeys(sizes):
+            samples = [i for i, size in enumerate(sizes) if size == (height, width)]
+            part = self._whole(x[samples, : max(1, height), : max(1, width)])
+            part = part[:, :height, :width]  # nothing, where a sample is hidden as a whole
+            parts.append(F.pad(part, (0, 0, 0, x.shape[2] - width, 0, x.shape[1] - height)))
+            order += samples
+        inverse = sorted(range(len(order)), key=order.__getitem__)
+        return torch.cat(parts)[inverse]
 
     def extra_repr(self) -> str:
         return f"dim={self.dim}, num_heads={self.num_heads}"
@@ -102,6 +130,23 @@ class QKVAttention(MapAttention):
     ) -> None:
         super().__init__(dim, num_heads, device=device, dtype=dtype, **options)
         self.qkv = nn.Linear(dim, 3 * dim, bias=qkv_bias, device=device, dtype=dtype)
+
+
+def _sizes(mask: Tensor) -> list[tuple[int, int]]:
+    """Rows and columns that are visible in every sample; refuses what is not one rectangle."""
+    counts = torch.stack([mask.any(dim=2).sum(dim=1), mask.any(dim=1).sum(dim=1)], dim=1)  # (B, 2)
+    rows, columns = (
+        torch.arange(size, device=mask.device) < counts[:, i, None]
+        for i, size in enumerate(mask.shape[1:])
+    )
+    fits = torch.equal(mask, rows[:, :, None] & columns[:, None])
+    if not fits:
+        raise OptionError(
+            "mask must hide rows below and columns to the right only, which is all that the rivals "
+            "of quadtree attention can leave out, got one that hides other cells; pad there, or "
+            "use quadtree attention, which takes any mask"
+        )
+    return [(height, width) for height, width in counts.tolist()]
 
 
 def check_at_least(name: str, value: int, least: int, hint: str) -> None:

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Training of a classifier."""
 
-import sys
 from typing import Any, ClassVar, cast
 
 import torch
@@ -14,7 +13,6 @@ import quadtree_attention.models  # noqa: F401 (registers the backbones)
 from quadtree_attention.errors import OptionError
 from quadtree_attention.models.weights import build_model
 from quadtree_attention.tasks.classify.metrics import ranks
-from quadtree_attention.tasks.classify.sources import summary
 from quadtree_attention.tasks.training.loader import seed_from, set_seed
 from quadtree_attention.tasks.training.module import TaskModule
 
@@ -82,8 +80,6 @@ class ClassifyModule(TaskModule):
                 num_classes=num_classes,
             )
         self.soft_loss = SoftTargetCrossEntropy()
-        self.skipped: dict[str, None] = {}  # unreadable files, in the order they were met
-        self.told = 0
 
     def forward(self, images: Tensor) -> Tensor:
         """(B, 3, H, W) -> (B, num_classes)"""
@@ -104,7 +100,7 @@ class ClassifyModule(TaskModule):
             loss = F.cross_entropy(self(images).float(), labels, label_smoothing=smoothing)
         self.check_loss(loss, batch_idx)
         self.log_mean("train/loss", loss.detach(), len(labels), prog_bar=True)
-        self.skipped |= dict.fromkeys(batch["skipped"])
+        self.note_skipped(batch)
         return loss
 
     def _record(self, images: Tensor) -> None:
@@ -131,15 +127,7 @@ class ClassifyModule(TaskModule):
         self.log_mean("val/loss", F.cross_entropy(logits, labels), count)
         self.log_mean("val/top1", (place < 1).float().mean() * 100, count, prog_bar=True)
         self.log_mean("val/top5", (place < 5).float().mean() * 100, count)
-        self.skipped |= dict.fromkeys(batch["skipped"])
-
-    def on_train_epoch_end(self) -> None:
-        if new := list(self.skipped)[self.told :]:
-            self.told = len(self.skipped)
-            print(
-                f"quadtree: replaced {self.told} unreadable images so far: {summary(new)}",
-                file=sys.stderr,
-            )
+        self.note_skipped(batch)
 
     def card(self) -> dict[str, Any]:
         """What the weights need beside them to be used."""

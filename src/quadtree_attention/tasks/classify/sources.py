@@ -2,7 +2,6 @@
 """Where labelled images come from: folders, npz files, or a generator."""
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol, get_args
 
@@ -15,7 +14,6 @@ from quadtree_attention.images import decode
 Split = Literal["train", "val"]
 Kind = Literal["auto", "folder", "npz", "generated"]
 SUFFIXES = frozenset({".bmp", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp"})
-_SHOWN = 5  # paths named in a message; the rest is counted
 
 
 class ImageSource(Protocol):
@@ -212,12 +210,6 @@ def open_source(
     if kind == "auto":
         kind = "npz" if (root / f"{split}.npz").exists() else "folder"
     return NpzSource(root, split) if kind == "npz" else FolderSource(root, split)
-
-
-def summary(skipped: Sequence[str]) -> str:
-    """The first paths that were skipped, and how many there are."""
-    more = f", and {len(skipped) - _SHOWN} more" if len(skipped) > _SHOWN else ""
-    return "; ".join(skipped[:_SHOWN]) + more
 
 
 def _class_names(path: Path, least: int) -> list[str]:

@@ -1,38 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pairs of images of synthetic scenes, rendered on the device that trains."""
 
-from dataclasses import fields, replace
-from functools import partial
+from dataclasses import replace
 from typing import Any, Literal
 
 import pytorch_lightning as pl
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
 
 from quadtree_attention.data import (
     HomographyOptions,
     HomographyPair,
-    MixedTextures,
     Pair,
-    PhotoTextures,
-    ProceduralTextures,
     SceneOptions,
     Textures,
     homography_pairs,
     scene_pairs,
 )
 from quadtree_attention.errors import OptionError
-from quadtree_attention.tasks.training.loader import (
-    Draw,
-    EpochSampler,
-    ResumableLoader,
-    seed_from,
+from quadtree_attention.tasks.training.loader import EpochSampler, ResumableLoader, seed_from
+from quadtree_attention.tasks.training.synthetic import (
+    PairNumbers,
+    as_it_is,
+    make_textures,
+    options_of,
 )
 
 Batch = dict[str, Any]
 SHARED = ("image0", "image1", "flow0to1", "flow1to0", "visible0", "visible1")
-PROCEDURAL = 96
 MOTION = ("baseline", "rotation", "roll", "focal_ratio")  # what a curriculum makes harder
 
 
@@ -94,8 +89,8 @@ class MatchData(pl.LightningDataModule):
         self.val_pairs = val_pairs
         self.batch_size = batch_size
         self.planes = planes
-        self.scene = _options(SceneOptions, "scene", scene)
-        self.plane = _options(HomographyOptions, "plane", plane)
+        self.scene = options_of(SceneOptions, "scene", scene)
+        self.plane = options_of(HomographyOptions, "plane", plane)
         self.start = start
         self.curriculum_epochs = curriculum_epochs
         self.texture_size = texture_size
@@ -109,7 +104,9 @@ class MatchData(pl.LightningDataModule):
 
     def setup(self, stage: str | None = None) -> None:
         if self._textures is None:
-            self._textures = self._make_textures()
+            device = self.trainer.strategy.root_device if self.trainer else torch.device("cpu")
+            given = self.folder, self.procedural, self.texture_size
+            self._textures = make_textures(*given, device)
 
     def train_dataloader(self) -> ResumableLoader:
         if self.batches_per_epoch == 0:
@@ -161,7 +158,7 @@ class MatchData(pl.LightningDataModule):
     def _loader(self, count: int, *, training: bool) -> ResumableLoader:
         sampler = self._sampler(count, shuffle=training)
         numbers = PairNumbers(count, training=training)
-        return ResumableLoader(numbers, sampler, collate_fn=_as_it_is)
+        return ResumableLoader(numbers, sampler, collate_fn=as_it_is)
 
     def _sampler(self, count: int, *, shuffle: bool) -> EpochSampler:
         trainer = self.trainer
@@ -173,32 +170,6 @@ class MatchData(pl.LightningDataModule):
             rank=trainer.global_rank if trainer else 0,
             world_size=trainer.world_size if trainer else 1,
         )
-
-    def _make_textures(self) -> Textures:
-        # Made where they are used: a GPU takes seconds for what a CPU takes minutes for
-        device = self.trainer.strategy.root_device if self.trainer else torch.device("cpu")
-        procedural = partial(ProceduralTextures, size=self.texture_size, device=device)
-        if self.folder is None:
-            return procedural(PROCEDURAL if self.procedural is None else self.procedural)
-        photos = PhotoTextures(self.folder, size=self.texture_size).to(device)
-        count = min(PROCEDURAL, len(photos)) if self.procedural is None else self.procedural
-        return MixedTextures(photos, procedural(count)) if count else photos
-
-
-class PairNumbers(Dataset[Batch]):
-    """Numbers of pairs, new ones in every epoch of training."""
-
-    def __init__(self, count: int, *, training: bool) -> None:
-        self.count = count
-        self.training = training
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __getitems__(self, draws: list[Draw]) -> Batch:
-        epoch = self.count if self.training else 0
-        numbers = [draw.epoch * epoch + draw.sample for draw in draws]
-        return {"indices": torch.tensor(numbers), "training": self.training}
 
 
 def grey(images: Tensor) -> Tensor:
@@ -212,19 +183,3 @@ def _nearer_to_none(span: tuple[float, float], name: str, share: float) -> tuple
     if name != "focal_ratio":
         return span[0] * share, span[1] * share
     return span[0] ** share, span[1] ** share
-
-
-def _options(kind: Any, name: str, given: dict[str, Any] | None) -> Any:
-    """Options from a recipe, whose ranges come as lists."""
-    known = [field.name for field in fields(kind)]
-    if unknown := [key for key in given or {} if key not in known]:
-        raise OptionError(
-            f"{name} must have options out of {', '.join(known)}, got {', '.join(unknown)}; "
-            "leave out what is not among them"
-        )
-    values = {key: tuple(v) if isinstance(v, list) else v for key, v in (given or {}).items()}
-    return kind(**values)
-
-
-def _as_it_is(batch: Batch) -> Batch:
-    return batch

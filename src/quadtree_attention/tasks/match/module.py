@@ -14,7 +14,6 @@ from quadtree_attention.models.parts.coarse_matching import CoarseMatches, match
 from quadtree_attention.tasks.match.data import grey
 from quadtree_attention.tasks.match.losses import coarse_loss, fine_loss
 from quadtree_attention.tasks.match.metrics import POSE_THRESHOLDS, auc, pose_error
-from quadtree_attention.tasks.match.posed import summary
 from quadtree_attention.tasks.match.supervision import (
     View,
     true_matches,
@@ -69,8 +68,6 @@ class MatchModule(TaskModule):
         self.model: FeatureMatcher = matcher(model, **self.kwargs)
         self.no_poses = why_no_poses()
         self.errors: list[float] = []
-        self.skipped: dict[str, None] = {}  # unreadable files, in the order they were met
-        self.told = 0
 
     def on_fit_start(self) -> None:
         if self.no_poses and self.trainer.is_global_zero:
@@ -94,7 +91,7 @@ class MatchModule(TaskModule):
         self.log_mean("train/loss", loss.detach(), count, prog_bar=True)
         self.log_mean("train/coarse", coarse.detach(), count)
         self.log_mean("train/fine", fine.detach(), count)
-        self.skipped |= dict.fromkeys(batch.get("skipped", ()))
+        self.note_skipped(batch)
         return loss
 
     def _fine_loss(
@@ -124,15 +121,7 @@ class MatchModule(TaskModule):
         self.log_mean("val/matches", float(matches) / pairs, pairs, prog_bar=True)
         if not self.no_poses:
             self.errors += pose_errors(found, batch)
-        self.skipped |= dict.fromkeys(batch.get("skipped", ()))
-
-    def on_train_epoch_end(self) -> None:
-        if new := list(self.skipped)[self.told :]:
-            self.told = len(self.skipped)
-            print(
-                f"quadtree: replaced pairs for {self.told} unreadable files so far: {summary(new)}",
-                file=sys.stderr,
-            )
+        self.note_skipped(batch)
 
     def on_validation_epoch_end(self) -> None:
         if self.no_poses:

@@ -23,6 +23,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from quadtree_attention.errors import DataError, OptionError
+from quadtree_attention.tasks.skipped import summary
 from quadtree_attention.tasks.training.loader import EpochSampler, ResumableLoader, SeededDataset
 
 Array: TypeAlias = np.ndarray[Any, Any]
@@ -30,7 +31,6 @@ Batch = dict[str, Any]
 Split = Literal["train", "val"]
 ATTEMPTS = 100  # pairs tried in the place of one that cannot be read
 PER_SCENE = 4  # of them in one scene, whose folder may be missing as a whole
-_SHOWN = 5  # files named in a message; the rest is counted
 
 
 class Scene(Protocol):
@@ -220,12 +220,6 @@ def read_or_replace(scenes: Sequence[Scene], number: int, pair: int, *, strict: 
             reasons.append(str(error))
     unique = list(dict.fromkeys(reasons))
     raise DataError(f"{ATTEMPTS} pairs in a row cannot be read: {summary(unique)}; check the files")
-
-
-def summary(reasons: Sequence[str]) -> str:
-    """The first reasons, and how many more there are."""
-    more = f", and {len(reasons) - _SHOWN} more" if len(reasons) > _SHOWN else ""
-    return "; ".join(reasons[:_SHOWN]) + more
 
 
 def folder_of(root: Path, names: Sequence[str], what: str) -> Path:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytorch_lightning as pl
+import torch
 from pytorch_lightning.callbacks import Callback, TQDMProgressBar
 
 from quadtree_attention.tasks.files import replacing
@@ -49,6 +50,8 @@ class Progress(TQDMProgressBar):
 class History(Callback):
     """Writes `history.csv`, one row per epoch, and `curves.png` beside it.
 
+    On a GPU a row also tells the most memory held (`peak_mib`).
+
     The rows are part of the checkpoint: a run that goes on keeps those of before. Metrics named
     `train/x` and `val/x` share the picture of `x`.
     """
@@ -75,7 +78,9 @@ class History(Callback):
         epoch = trainer.current_epoch + 1
         seconds = time.monotonic() - self._began
         self.rows = [row for row in self.rows if row["epoch"] < epoch]
-        self.rows.append({"epoch": epoch, "seconds": round(seconds, 3), **metrics})
+        self.rows.append(
+            {"epoch": epoch, "seconds": round(seconds, 3), **_peak_memory(trainer), **metrics}
+        )
         if trainer.is_global_zero:
             folder = Path(trainer.default_root_dir)
             folder.mkdir(parents=True, exist_ok=True)
@@ -116,6 +121,14 @@ def draw_curves(rows: list[Row], path: Path) -> None:
         axes.legend(frameon=False)
     with replacing(path) as file:
         figure.savefig(file, dpi=120, format="png")
+
+
+def _peak_memory(trainer: pl.Trainer) -> Row:
+    """Most memory of the GPU that this process has held so far."""
+    device = trainer.strategy.root_device
+    if device.type != "cuda":
+        return {}
+    return {"peak_mib": round(torch.cuda.max_memory_allocated(device) / 2**20, 1)}
 
 
 def _duration(seconds: float) -> str:

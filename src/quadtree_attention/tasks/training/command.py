@@ -46,6 +46,9 @@ from quadtree_attention.tasks.training.module import TaskModule
 TASKS = {
     "classify": "ClassifyModule",
     "match": "MatchModule",
+    "stereo": "StereoModule",
+    "detect": "DetectModule",
+    "segment": "SegmentModule",
 }
 DATA: dict[str, str | dict[str, str]] = {  # by data.source where that decides, the default first
     "classify": "data.ClassifyData",
@@ -54,6 +57,9 @@ DATA: dict[str, str | dict[str, str]] = {  # by data.source where that decides, 
         "scannet": "scannet.ScanNetData",
         "megadepth": "megadepth.MegaDepthData",
     },
+    "stereo": {"synthetic": "data.StereoData", "files": "data.FilesStereoData"},
+    "detect": "data.DetectData",
+    "segment": "data.SegmentData",
 }
 LATEST = "latest"  # --resume without a path
 _UNKNOWN = (  # the ways in which the parser speaks of a name it does not know

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the Lightning modules of all tasks have in common."""
 
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, cast
 
@@ -11,13 +12,14 @@ from timm.scheduler import CosineLRScheduler
 from torch import Tensor, nn
 
 from quadtree_attention.errors import OptionError
+from quadtree_attention.tasks.skipped import summary
 from quadtree_attention.tasks.training.loader import seed_from, set_seed
-from quadtree_attention.tasks.training.steps import total_steps
+from quadtree_attention.tasks.training.steps import run_length
 
 CHECK_EVERY = 20  # batches; looking at the loss makes a GPU wait
 
 
-class StepSchedule(CosineLRScheduler):
+class FollowsFromStep:
     """A schedule that follows from the step alone, so that a longer run has a longer one."""
 
     def state_dict(self) -> dict[str, Any]:
@@ -27,8 +29,12 @@ class StepSchedule(CosineLRScheduler):
         pass
 
 
+class CosineSchedule(FollowsFromStep, CosineLRScheduler):
+    """Half a cosine from the learning rate to its least."""
+
+
 class TaskModule(pl.LightningModule):
-    """A network in `model`, trained by AdamW with warm-up and cosine decay.
+    """A network in `model`, trained by AdamW with warm-up and, unless said otherwise, cosine decay.
 
     Subclasses save their arguments as hyperparameters, among them `seed`, `lr`, `min_lr`,
     `warmup_epochs` and `weight_decay`, and define the steps, `monitor`, `batch_of_lr` and `card`.
@@ -41,6 +47,11 @@ class TaskModule(pl.LightningModule):
 
     model: nn.Module
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.skipped: dict[str, None] = {}  # files that cannot be used, in the order they were met
+        self._told = 0
+
     def card(self) -> dict[str, Any]:
         """What the weights need beside them to be used."""
         raise NotImplementedError
@@ -51,27 +62,50 @@ class TaskModule(pl.LightningModule):
         numbers = (self.hparams["seed"], self.current_epoch, batch_idx, self.global_rank)
         set_seed(seed_from(*numbers))
 
+    def note_skipped(self, batch: Mapping[str, Any]) -> None:
+        """Remembers the files in whose place a batch has others, to be told after the epoch."""
+        self.skipped |= dict.fromkeys(batch.get("skipped", ()))
+
+    def on_train_epoch_end(self) -> None:
+        if new := list(self.skipped)[self._told :]:
+            self._told = len(self.skipped)
+            print(
+                f"quadtree: skipped {self._told} unusable files so far: {summary(new)}",
+                file=sys.stderr,
+            )
+
     def configure_optimizers(self) -> Any:
-        trainer = self.trainer
+        trainer, h = self.trainer, self.hparams
         data = cast(Any, trainer).datamodule
         samples = data.batch_size * trainer.world_size * trainer.accumulate_grad_batches
         scale = samples / self.batch_of_lr
-        h = self.hparams
         optimizer = create_optimizer_v2(
             self.model, opt="adamw", lr=h["lr"] * scale, weight_decay=h["weight_decay"]
         )
-        steps = total_steps(trainer, data.batches_per_epoch)
-        epochs = max(1, trainer.max_epochs or 1)
-        scheduler = StepSchedule(
+        steps, epochs = run_length(trainer, data.batches_per_epoch)
+        scheduler = self.schedule(
             optimizer,
-            t_initial=steps,
-            lr_min=h["min_lr"] * scale,
+            steps,
+            steps / epochs,
+            min_lr=h["min_lr"] * scale,
             warmup_t=min(steps, round(h["warmup_epochs"] * steps / epochs)),
             warmup_lr_init=1e-6 * scale,
             warmup_prefix=False,
             t_in_epochs=False,
         )
         return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+    def schedule(
+        self,
+        optimizer: torch.optim.Optimizer,
+        steps: int,
+        steps_per_epoch: float,
+        *,
+        min_lr: float,
+        **warmup: Any,
+    ) -> Any:
+        """The learning rate over the steps of a run; `warmup` are options of timm's schedulers."""
+        return CosineSchedule(optimizer, t_initial=steps, lr_min=min_lr, **warmup)
 
     def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
         scheduler.step_update(self.global_step)

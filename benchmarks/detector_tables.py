@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The table of running times of detectors, from the files of `benchmarks.detectors`."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.tables import (
+    _MACHINE_FIELDS,
+    _MEASURED_FIELDS,
+    _VERSION_FIELDS,
+    DETECTORS,
+    OUT_OF_MEMORY,
+    RESULTS,
+    SCHEMA,
+    _check_fields,
+    _circumstances,
+    _line,
+    check_kind,
+    number,
+    read_checked,
+)
+
+Result = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Attention:
+    """What it is called in tables, and the options of the detector that choose it."""
+
+    words: str
+    options: dict[str, Any]
+
+
+ATTENTIONS = {
+    "sr": Attention("spatial reduction (PVTv2)", {"attention": "spatial_reduction"}),
+    "quadtree": Attention("QuadTree-B, K 32", {}),
+}
+BASE, OURS = ATTENTIONS
+PARTS = ("network", "detector")
+PRECISIONS = ("float32", "bfloat16")
+KIND = "detector-times"
+NOT_YET = "Not measured yet."
+
+_RESULT_FIELDS = {
+    "kind": str, "schema": int, "command": str, "date": str, "commit": str | None, "device": str,
+    "machine": dict, "versions": dict, "complete": bool, "rows": list,
+}  # fmt: skip
+_LABELS = ("image", "part", "precision", "mode")
+_ROW_FIELDS = {
+    "model": str, "attention": str, "part": str, "image": list, "precision": str, "mode": str,
+}  # fmt: skip
+
+
+def check_result(result: Result) -> None:
+    """Checks the fields of a result file.
+
+    Raises:
+        ValueError: A field is missing, unknown, or not of its type.
+    """
+    _check_fields(result, _RESULT_FIELDS, "result")
+    check_kind(result, KIND, SCHEMA)
+    _check_fields(result["machine"], _MACHINE_FIELDS, "machine")
+    _check_fields(result["versions"], _VERSION_FIELDS | {"torchvision": str}, "versions")
+    for i, row in enumerate(result["rows"]):
+        outcome = {"error": str} if "error" in row else _MEASURED_FIELDS
+        _check_fields(row, _ROW_FIELDS | outcome, f"rows[{i}]")
+
+
+def read_results(folder: Path = RESULTS) -> dict[str, Result]:
+    """Every result file about detectors of a folder by its name, checked."""
+    return read_checked(folder.glob(f"{DETECTORS}--*.json"), check_result)
+
+
+def markdown(results: dict[str, Result]) -> str:
+    """A section per result file: circumstances, the table, and what failed."""
+    sections = []
+    for name, result in results.items():
+        head, cells = _table(result["rows"])
+        align = ["---"] * 5 + ["---:"] * (len(head) - 5)
+        lines = [*_circumstances(name, result), "", _line(head), _line(align), *map(_line, cells)]
+        failed = [row for row in result["rows"] if row.get("error", OUT_OF_MEMORY) != OUT_OF_MEMORY]
+        notes = [f"- {', '.join(_labels(row))}: failed: {row['error']}" for row in failed]
+        sections.append("\n".join([*lines, "", *notes]).rstrip())
+    return "\n\n".join(sections) or NOT_YET
+
+
+def text_table(rows: Sequence[Result]) -> str:
+    """The same table, aligned, for a terminal."""
+    head, cells = _table(rows)
+    lines = [head, *cells]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
+
+
+def _table(rows: Sequence[Result]) -> tuple[list[str], list[list[str]]]:
+    """Every row, and what it is of that with spatial reduction in the same circumstances."""
+    bases = {_case(row): row for row in rows if row["attention"] == BASE}
+    head = [*_LABELS, "attention", "ms", "q25 - q75", "of PVTv2's", "peak MiB", "of PVTv2's"]
+    return head, [[*_labels(row), *_cells(row, bases.get(_case(row)))] for row in rows]
+
+
+def _case(row: Result) -> tuple[Any, ...]:
+    return (row["model"], *(str(row[name]) for name in _LABELS))
+
+
+def _labels(row: Result) -> list[str]:
+    width, height = row["image"]
+    words = ATTENTIONS[row["attention"]].words
+    return [f"{width}x{height}", row["part"], row["precision"], row["mode"], words]
+
+
+def _cells(row: Result, base: Result | None) -> list[str]:
+    if "error" in row:
+        outcome = OUT_OF_MEMORY if row["error"] == OUT_OF_MEMORY else "failed"
+        return [outcome, "-", "-", "-", "-"]
+    spread = f"{number(row['q25_ms'])} - {number(row['q75_ms'])}"
+    time, memory = (_share(row, base, field) for field in ("median_ms", "peak_mib"))
+    return [number(row["median_ms"]), spread, time, number(row["peak_mib"]), memory]
+
+
+def _share(row: Result, base: Result | None, field: str) -> str:
+    if base is None or base is row or not base.get(field) or not row.get(field):
+        return "-"
+    return f"{row[field] / base[field]:.2f}x"

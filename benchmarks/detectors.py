@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The paper's running time: RetinaNet on the b0 backbone, with quadtree attention and with PVTv2's.
+
+Both are the same code but for the attention. "network" is backbone, pyramid and heads, "detector"
+all of it: images resized and normalised before, boxes chosen after.
+"""
+
+import shlex
+import sys
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.detector_tables import ATTENTIONS, KIND, PARTS, PRECISIONS, check_result, text_table
+from benchmarks.matchers import sizes
+from benchmarks.measure import cuda_peak_mib, measure, use_threads
+from benchmarks.program import (
+    OneLineParser,
+    at_least_one,
+    describe_run,
+    device_name,
+    list_of,
+    one_line_of,
+    positive,
+    release_memory,
+    slug,
+    version_of,
+    write,
+)
+from benchmarks.tables import DETECTORS, OUT_OF_MEMORY, RESULTS, number
+from quadtree_attention.models.detection import detector
+from quadtree_attention.tasks.devices import out_of_memory
+
+PROGRAM = "python -m benchmarks.detectors"
+MODES = ("eager", "compile", "graph", "compile+graph")
+CLASSES = 80
+SEED = 0
+
+
+@dataclass(frozen=True)
+class Work:
+    """One call to measure.
+
+    Attributes:
+        model: Name of the detector.
+        attention: Key of `ATTENTIONS`.
+        part: "network" or "detector".
+        image: (width, height).
+        precision: "float32" or "bfloat16".
+        mode: One of `MODES`.
+        device: "cpu" or "cuda".
+    """
+
+    model: str
+    attention: str
+    part: str
+    image: tuple[int, int]
+    precision: str
+    mode: str
+    device: str
+
+
+class Network(nn.Module):
+    """A detector from images to logits and boxes of all anchors."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.backbone, self.head = model.backbone, model.head
+
+    def forward(self, images: Tensor) -> dict[str, list[Tensor]]:
+        return self.head(list(self.backbone(images).values()))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs every row that the options ask for, and writes the results."""
+    argv = sys.argv[1:] if argv is None else list(argv)
+    options = parse(argv)
+    use_threads(options.threads)
+    about = describe(argv, options)
+    rows: list[dict[str, Any]] = []
+    planned = list(plan(options))
+    for work in planned:
+        rows.append(measured(work, options))
+        release_memory(options.device)
+        result = about | {"complete": len(rows) == len(planned), "rows": rows}
+        check_result(result)
+        write(options.out, result)
+        print(f"[{len(rows)}/{len(planned)}] {one_line(rows[-1])}", file=sys.stderr, flush=True)
+    print(text_table(rows))
+    print(f"written: {options.out}")
+    return 0
+
+
+def parse(argv: Sequence[str]) -> Namespace:
+    """The checked options; a bad one ends the program with one line and exit code 2."""
+    parser = OneLineParser(prog=PROGRAM, description=__doc__)
+    add = parser.add_argument
+    available = "cuda" if torch.cuda.is_available() else "cpu"
+    graphs = ",".join(MODES if available == "cuda" else MODES[:2])
+    add("--device", choices=("cpu", "cuda"), default=available)
+    add("--model", default="retinanet_quadtree_b_b0", help="name of a RetinaNet")
+    add("--attentions", type=list_of(list(ATTENTIONS)), default=",".join(ATTENTIONS))
+    add("--parts", type=list_of(PARTS), default=",".join(PARTS))
+    add("--images", type=sizes, default="1333x800", help="WIDTHxHEIGHT, several with commas")
+    add("--precisions", type=list_of(PRECISIONS), default=",".join(PRECISIONS))
+    add("--modes", type=list_of(MODES), default=graphs, help="of the network; detectors are eager")
+    add("--seconds-per-row", type=positive, default=1.0, help="time for the repeats of a row")
+    add("--threads", type=at_least_one, default=torch.get_num_threads(), help="CPU threads")
+    add("--out", type=Path, help="default: benchmarks/results/detectors--<device name>.json")
+    options = parser.parse_args(argv)
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("argument --device: torch finds no CUDA device here; use --device cpu")
+    if options.device == "cpu" and any("graph" in mode for mode in options.modes):
+        parser.error("argument --modes: graph means CUDA graphs and needs --device cuda")
+    if options.out is None:
+        options.out = RESULTS / f"{DETECTORS}--{slug(device_name(options))}.json"
+    if options.out.is_dir():
+        parser.error(f"argument --out: {options.out} is a directory")
+    return options
+
+
+def describe(argv: Sequence[str], options: Namespace) -> dict[str, Any]:
+    """All fields of a result but its rows."""
+    about = describe_run(argv, Namespace(**vars(options), variant=None))
+    del about["variant"]
+    about["versions"]["torchvision"] = version_of("torchvision")
+    command = shlex.join([*shlex.split(PROGRAM), *argv])
+    return {"kind": KIND} | about | {"command": command}
+
+
+def plan(options: Namespace) -> Iterator[Work]:
+    """Every call to measure; those that are compared with each other come together."""
+    for image in options.images:
+        for part in options.parts:
+            for precision in options.precisions:
+                for mode in options.modes if part == PARTS[0] else MODES[:1]:
+                    for attention in options.attentions:
+                        yield Work(
+                            options.model, attention, part, image, precision, mode, options.device
+                        )
+
+
+def measured(work: Work, options: Namespace) -> dict[str, Any]:
+    """Measures one row; one that fails says so instead."""
+    row = asdict(work) | {"image": list(work.image)}
+    del row["device"]
+    try:
+        call = prepare(work)
+        peak = cuda_peak_mib(call) if work.device == "cuda" else None
+        graph = "graph" in work.mode
+        seconds = options.seconds_per_row
+        timing = measure(call, work.device, seconds=seconds, graph=graph)
+        return row | asdict(timing) | {"peak_mib": peak}
+    except Exception as error:  # whatever happens to one row, the others are still wanted
+        return row | {"error": OUT_OF_MEMORY if out_of_memory(error) else one_line_of(error)}
+
+
+def prepare(work: Work) -> Callable[[], object]:
+    """The call to measure, on a model and an image that exist already."""
+    torch.manual_seed(SEED)
+    width, height = work.image
+    dtype = getattr(torch, work.precision)
+    limits = {"min_size": min(work.image), "max_size": max(work.image)}
+    whole = detector(work.model, CLASSES, **limits, **ATTENTIONS[work.attention].options)
+    whole = whole.to(work.device, dtype).eval()
+    image = torch.rand(1, 3, height, width).to(work.device, dtype)
+    if work.part == PARTS[0]:
+        network = Network(whole)
+        if "compile" in work.mode:
+            network = torch.compile(network, dynamic=False)
+        return lambda: _without_gradients(network, image)
+    return lambda: _without_gradients(whole, [image[0]])
+
+
+def _without_gradients(model: Callable[[Any], object], images: Any) -> object:
+    with torch.no_grad():
+        return model(images)
+
+
+def one_line(row: dict[str, Any]) -> str:
+    """A row in one line."""
+    name = " ".join(row[key] for key in ("part", "attention", "precision", "mode"))
+    if "error" in row:
+        return f"{name}: {row['error']}"
+    return f"{name}: {number(row['median_ms'])} ms, {number(row['peak_mib'])} MiB"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,465 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Images in, boxes out: torchvision's RetinaNet and Mask R-CNN on the backbones.
+
+Batches may hold images of different sizes. They are padded to one, and the padding is masked in
+backbone, pyramid and heads: in evaluation an image gives the same detections alone and in a batch,
+and in training its padding is part of no loss.
+
+Labels run from 1 to `num_classes`, for both detectors; 0 is the background, which is no class.
+Boxes are (x0, y0, x1, y1) in pixels of the images given, from the left and upper edge of the first
+pixel at 0.
+
+Example:
+    >>> import torch
+    >>> model = detector("retinanet_test_quadtree", num_classes=3, min_size=64).eval()
+    >>> with torch.no_grad():
+    ...     found = model([torch.rand(3, 70, 45), torch.rand(3, 48, 90)])
+    >>> [sorted(one) for one in found]
+    [['boxes', 'labels', 'scores'], ['boxes', 'labels', 'scores']]
+"""
+
+import difflib
+import inspect
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quadtree_attention.errors import (
+    DTypeError,
+    MissingDependencyError,
+    OptionError,
+    ShapeError,
+)
+from quadtree_attention.models.backbone import PyramidTransformer
+from quadtree_attention.models.parts.dense_backbone import dense_backbone
+from quadtree_attention.models.parts.padded_detection import (
+    LevelsOfLastMap,
+    MaskedRetinaHead,
+    MaskedRPNHead,
+    MaxPoolLevel,
+    PaddedRoIAlign,
+    PaddedRPN,
+    PyramidAnchors,
+    PyramidBackbone,
+    WideBoxPredictor,
+    WideMaskPredictor,
+    anchors_of,
+    padding_masks,
+)
+from quadtree_attention.models.weights import known_models
+
+try:
+    from torchvision.models.detection import MaskRCNN, RetinaNet
+    from torchvision.models.detection.faster_rcnn import TwoMLPHead
+    from torchvision.models.detection.mask_rcnn import MaskRCNNHeads
+except ModuleNotFoundError as error:
+    raise MissingDependencyError(
+        f"detectors need torchvision, got {error}; pip install 'quadtree-attention[models]'"
+    ) from error
+
+IMAGE_MEAN, IMAGE_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet
+_RATIOS = (0.5, 1.0, 2.0)
+Targets = Sequence[Mapping[str, Tensor]]
+
+
+class _OnBackbone:
+    """What detectors pass on to their backbone."""
+
+    backbone: PyramidBackbone
+
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        """Recomputes blocks of the backbone in the backward pass, to save memory."""
+        self.backbone.body.set_grad_checkpointing(enable)
+
+    def no_weight_decay(self) -> set[str]:
+        """Names of parameters that are a choice between levels, not a weight."""
+        return {f"backbone.body.{name}" for name in self.backbone.body.no_weight_decay()}
+
+
+class RetinaNetDetector(_OnBackbone, RetinaNet):
+    """RetinaNet (Lin et al. 2017) on maps at 1/8 to 1/128 of the image.
+
+    The pyramid stands on the last three stages of the backbone; the maps at 1/64 and 1/128 are made
+    from the backbone's last one. Every cell has 9 anchors.
+
+    Args:
+        body: The backbone.
+        num_classes: Classes, the background not counted.
+        channels: Of pyramid and head.
+        anchor_scale: Side of the smallest square anchor of a cell, in strides; the others are
+            larger by the cube root of 2 and of 4.
+        anchor_ratios: Heights of anchors by their widths.
+        min_size: Images are resized so that their shorter side has as many pixels; several for a
+            random choice in training, of which evaluation takes the last.
+        max_size: Of the longer side, which may leave the shorter one below `min_size`.
+        size_divisible: The canvas of a batch has sides that this divides. 1: no more padding than
+            there must be; 32 makes fewer different sizes, for `torch.compile`.
+        image_mean: Mean of the channels of images in [0, 1].
+        image_std: Standard deviation, likewise.
+        score_thresh: Detections have a score above it.
+        nms_thresh: Of two boxes of one class that overlap more, the better stays.
+        detections_per_img: How many are kept.
+        topk_candidates: How many are kept on each map before boxes are compared.
+    """
+
+    def __init__(
+        self,
+        body: PyramidTransformer,
+        num_classes: int,
+        *,
+        channels: int = 256,
+        anchor_scale: float = 4.0,
+        anchor_ratios: Sequence[float] = _RATIOS,
+        min_size: int | Sequence[int] = 800,
+        max_size: int = 1333,
+        size_divisible: int = 1,
+        image_mean: Sequence[float] = IMAGE_MEAN,
+        image_std: Sequence[float] = IMAGE_STD,
+        score_thresh: float = 0.05,
+        nms_thresh: float = 0.5,
+        detections_per_img: int = 100,
+        topk_candidates: int = 1000,
+    ) -> None:
+        _check_sizes(min_size, max_size=max_size, size_divisible=size_divisible)
+        _check_counts(num_classes=num_classes, channels=channels)
+        _check_anchors(anchor_scale, anchor_ratios)
+        extra = LevelsOfLastMap(body.num_features, channels)
+        backbone = PyramidBackbone(body, channels, first_stage=1, extra=extra, num_extra=2)
+        octave = [anchor_scale * 2 ** (i / 3) for i in range(3)]
+        anchors = PyramidAnchors(backbone.strides, octave, anchor_ratios)
+        super().__init__(
+            backbone,
+            num_classes,
+            min_size=min_size,
+            max_size=max_size,
+            size_divisible=size_divisible,
+            image_mean=list(image_mean),
+            image_std=list(image_std),
+            anchor_generator=anchors,
+            head=MaskedRetinaHead(channels, len(octave) * len(anchor_ratios), num_classes),
+            score_thresh=score_thresh,
+            nms_thresh=nms_thresh,
+            detections_per_img=detections_per_img,
+            topk_candidates=topk_candidates,
+        )
+        self.num_classes = num_classes
+
+    def forward(
+        self, images: Sequence[Tensor], targets: Targets | None = None
+    ) -> dict[str, Tensor] | list[dict[str, Tensor]]:
+        """Detects, or in training compares with the truth.
+
+        Args:
+            images: (3, H, W) each, in [0, 1].
+            targets: In training, for every image: `boxes` (N, 4) and `labels` (N,), int64.
+
+        Returns:
+            In evaluation, for every image: `boxes` (M, 4), `scores` (M,) and `labels` (M,), best
+            first. In training: the losses `classification` and `bbox_regression`.
+        """
+        check_images(images)
+        truth = check_targets(images, targets, self.num_classes) if self.training else None
+        batch, truth = self.transform(list(images), truth)
+        maps, strides = list(self.backbone(batch).values()), self.backbone.strides
+        outputs = self.head(maps, padding_masks(batch, strides))
+        levels = self.anchor_generator.by_level(maps)
+        anchors = [anchors_of(levels, 0, size, strides) for size in batch.image_sizes]
+        found = {  # by image, then by level, of different lengths
+            name: [anchors_of(x, i, size, strides) for i, size in enumerate(batch.image_sizes)]
+            for name, x in outputs.items()
+        }
+        if self.training:
+            truth = [{**one, "labels": one["labels"] - 1} for one in truth]  # by logit
+            together = {name: [torch.cat(x) for x in by_image] for name, by_image in found.items()}
+            return self.compute_loss(truth, together, [torch.cat(x) for x in anchors])
+        by_level = {name: list(zip(*by_image, strict=True)) for name, by_image in found.items()}
+        detections = self.postprocess_detections(by_level, anchors, batch.image_sizes)
+        for one in detections:
+            one["labels"] = one["labels"] + 1
+        return self.transform.postprocess(detections, batch.image_sizes, _sizes(images))
+
+
+class MaskRCNNDetector(_OnBackbone, MaskRCNN):
+    """Mask R-CNN (He et al. 2017) on maps at 1/4 to 1/64 of the image.
+
+    The pyramid stands on all four stages of the backbone; the map at 1/64 is every second cell of
+    that at 1/32. Every cell has 3 anchors.
+
+    Args:
+        body: The backbone.
+        num_classes: Classes, the background not counted.
+        channels: Of pyramid and heads; the layers between them have four times as many.
+        anchor_scale: Side of the square anchor of a cell, in strides.
+        anchor_ratios: Heights of anchors by their widths.
+        proposals: Boxes that the second stage looks at, and that each map proposes; in training
+            twice as many.
+        rois_per_image: Boxes that the second stage learns from.
+        min_size: As `RetinaNetDetector`; so are those that follow.
+        max_size: Of the longer side.
+        size_divisible: Divides the sides of the canvas.
+        image_mean: Mean of the channels.
+        image_std: Standard deviation of the channels.
+        score_thresh: Detections have a score above it.
+        nms_thresh: Of two boxes of one class that overlap more, the better stays.
+        detections_per_img: How many are kept.
+    """
+
+    def __init__(
+        self,
+        body: PyramidTransformer,
+        num_classes: int,
+        *,
+        channels: int = 256,
+        anchor_scale: float = 8.0,
+        anchor_ratios: Sequence[float] = _RATIOS,
+        proposals: int = 1000,
+        rois_per_image: int = 512,
+        min_size: int | Sequence[int] = 800,
+        max_size: int = 1333,
+        size_divisible: int = 1,
+        image_mean: Sequence[float] = IMAGE_MEAN,
+        image_std: Sequence[float] = IMAGE_STD,
+        score_thresh: float = 0.05,
+        nms_thresh: float = 0.5,
+        detections_per_img: int = 100,
+    ) -> None:
+        _check_sizes(min_size, max_size=max_size, size_divisible=size_divisible)
+        _check_counts(num_classes=num_classes, channels=channels)
+        _check_counts(proposals=proposals, rois_per_image=rois_per_image)
+        _check_anchors(anchor_scale, anchor_ratios)
+        backbone = PyramidBackbone(body, channels, first_stage=0, extra=MaxPoolLevel(), num_extra=1)
+        anchors = PyramidAnchors(backbone.strides, [anchor_scale], anchor_ratios)
+        head = MaskedRPNHead(channels, len(anchor_ratios))
+        pooled = backbone.strides[: len(body.feature_info)]
+        super().__init__(
+            backbone,
+            None,  # said by the predictors
+            min_size=min_size,
+            max_size=max_size,
+            size_divisible=size_divisible,
+            image_mean=list(image_mean),
+            image_std=list(image_std),
+            rpn_anchor_generator=anchors,
+            rpn_head=head,
+            box_roi_pool=PaddedRoIAlign(pooled, 7),
+            box_head=TwoMLPHead(channels * 7**2, 4 * channels),
+            box_predictor=WideBoxPredictor(4 * channels, num_classes + 1),
+            box_score_thresh=score_thresh,
+            box_nms_thresh=nms_thresh,
+            box_detections_per_img=detections_per_img,
+            box_batch_size_per_image=rois_per_image,
+            mask_roi_pool=PaddedRoIAlign(pooled, 14),
+            mask_head=MaskRCNNHeads(channels, (channels,) * 4, 1),
+            mask_predictor=WideMaskPredictor(channels, channels, num_classes + 1),
+        )
+        kept = {"training": 2 * proposals, "testing": proposals}
+        self.rpn = PaddedRPN(
+            anchors,
+            head,
+            fg_iou_thresh=0.7,
+            bg_iou_thresh=0.3,
+            batch_size_per_image=256,
+            positive_fraction=0.5,
+            pre_nms_top_n=kept,
+            post_nms_top_n=kept,
+            nms_thresh=0.7,
+        )
+        self.num_classes = num_classes
+
+    def forward(
+        self, images: Sequence[Tensor], targets: Targets | None = None
+    ) -> dict[str, Tensor] | list[dict[str, Tensor]]:
+        """Detects, or in training compares with the truth.
+
+        Args:
+            images: (3, H, W) each, in [0, 1].
+            targets: In training, for every image: `boxes` (N, 4), `labels` (N,), int64, and `masks`
+                (N, H, W), 0 or 1.
+
+        Returns:
+            In evaluation, for every image: `boxes` (M, 4), `scores` (M,), `labels` (M,) and `masks`
+            (M, 1, H, W), probabilities, best first. In training: the losses `loss_objectness`,
+            `loss_rpn_box_reg`, `loss_classifier`, `loss_box_reg` and `loss_mask`.
+        """
+        check_images(images)
+        truth = None
+        if self.training:
+            truth = check_targets(images, targets, self.num_classes, with_masks=True)
+        batch, truth = self.transform(list(images), truth)
+        maps = self.backbone(batch)
+        proposals, proposal_losses = self.rpn(batch, maps, truth)
+        found, losses = self.roi_heads(maps, proposals, batch.image_sizes, truth)
+        if self.training:
+            return {**proposal_losses, **losses}
+        return self.transform.postprocess(found, batch.image_sizes, _sizes(images))
+
+
+_KINDS: dict[str, type[RetinaNetDetector] | type[MaskRCNNDetector]] = {
+    "retinanet": RetinaNetDetector,
+    "mask_rcnn": MaskRCNNDetector,
+}
+
+
+def known_detectors() -> list[str]:
+    """Names of the detectors that `detector` can build: two for every backbone."""
+    return [f"{kind}_{name}" for kind in _KINDS for name in known_models()]
+
+
+def detector(
+    name: str,
+    num_classes: int,
+    *,
+    backbone_weights: str | os.PathLike[str] | None = None,
+    grad_checkpointing: bool = False,
+    **options: Any,
+) -> RetinaNetDetector | MaskRCNNDetector:
+    """A detector by name, with fresh weights, or with those of a trained backbone.
+
+    Args:
+        name: "retinanet_" or "mask_rcnn_" and the name of a backbone, such as
+            "retinanet_quadtree_b_b0".
+        num_classes: Classes, the background not counted.
+        backbone_weights: Weights of that backbone, as `quadtree train classify`
+            (`best.safetensors`) and `quadtree convert` write them; their classifier is left out.
+        grad_checkpointing: Recompute blocks of the backbone in the backward pass, to save memory.
+        **options: Those of `RetinaNetDetector` or `MaskRCNNDetector`, such as `min_size`; all
+            others are those of the backbone, such as `drop_path_rate`. Quadtree attention has
+            `topk=32`, and ReLU in a learned value pyramid, as the official detectors;
+            `attention="window"` puts a rival in its place, with `attention_options`.
+
+    Raises:
+        OptionError: There is no such name or option.
+        CheckpointError: The weights cannot be read, or are of another backbone.
+
+    Example:
+        >>> model = detector("mask_rcnn_test_quadtree", 3, channels=32, attention="window")
+        >>> type(model.backbone.body.stages[0].blocks[0].attn).__name__
+        'WindowAttention'
+    """
+    kind = _kind(name)
+    parameters = inspect.signature(_KINDS[kind]).parameters.values()
+    own = {parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY}
+    body = dense_backbone(
+        name.removeprefix(f"{kind}_"),
+        weights=backbone_weights,
+        **{option: value for option, value in options.items() if option not in own},
+    )
+    body.set_grad_checkpointing(grad_checkpointing)
+    about = {option: value for option, value in options.items() if option in own}
+    return _KINDS[kind](body, num_classes, **about)
+
+
+def check_images(images: Sequence[Tensor]) -> None:
+    """Raises an error that names the first image that is none."""
+    if isinstance(images, Tensor) or not images:
+        got = f"a tensor {tuple(images.shape)}" if isinstance(images, Tensor) else "nothing"
+        raise ShapeError(f"images must be a list of (3, y, x), one or more, got {got}; list them")
+    for i, image in enumerate(images):
+        if image.ndim != 3 or image.shape[0] != 3 or 0 in image.shape:
+            raise ShapeError(
+                f"every image must be (3, y, x) with at least one pixel, got "
+                f"images[{i}].shape={tuple(image.shape)}; move the channels to the front"
+            )
+        if not image.is_floating_point():
+            raise DTypeError(
+                f"images must be floating point, in [0, 1], got images[{i}].dtype={image.dtype}; "
+                "divide bytes by 255"
+            )
+
+
+def check_targets(
+    images: Sequence[Tensor],
+    targets: Targets | None,
+    num_classes: int,
+    *,
+    with_masks: bool = False,
+) -> list[dict[str, Tensor]]:
+    """The targets of these images, or an error that names the first that cannot be learnt from."""
+    if targets is None or len(targets) != len(images):
+        got = "none" if targets is None else f"{len(targets)}"
+        raise ShapeError(
+            f"training needs one target for each of the {len(images)} images, got {got}; pass "
+            "them, or call eval() to detect"
+        )
+    needed = ["boxes", "labels", *(["masks"] if with_masks else [])]
+    for i, (image, target) in enumerate(zip(images, targets, strict=True)):
+        if missing := [name for name in needed if name not in target]:
+            raise ShapeError(
+                f"targets must have {', '.join(needed)}, got targets[{i}] without "
+                f"{', '.join(missing)}; add them, empty for an image without objects"
+            )
+        _check_target(f"targets[{i}]", target, num_classes)
+        if with_masks:
+            _check_shape(f"targets[{i}]", target, "masks", (len(target["boxes"]), *image.shape[1:]))
+    return [dict(target) for target in targets]
+
+
+def _check_target(which: str, target: Mapping[str, Tensor], num_classes: int) -> None:
+    boxes, labels = target["boxes"], target["labels"]
+    _check_shape(which, target, "boxes", (len(boxes), 4))
+    _check_shape(which, target, "labels", (len(boxes),))
+    if labels.dtype != torch.int64 or not boxes.is_floating_point():
+        raise DTypeError(
+            f"boxes must be floating point and labels int64, got {which} with {boxes.dtype} and "
+            f"{labels.dtype}; convert them"
+        )
+    unknown = (labels < 1) | (labels > num_classes)
+    flat = ~(boxes[:, 2:] > boxes[:, :2]).all(dim=1)
+    if not (unknown | flat).any():
+        return
+    if unknown.any():
+        raise OptionError(
+            f"labels must be from 1 to num_classes={num_classes}, 0 is the background, got "
+            f"{int(labels[unknown][0])} in {which}; count classes from 1"
+        )
+    raise OptionError(
+        f"boxes must be (x0, y0, x1, y1) with x1 > x0 and y1 > y0, got "
+        f"{boxes[flat][0].tolist()} in {which}; leave such out"
+    )
+
+
+def _check_shape(
+    which: str, target: Mapping[str, Tensor], name: str, shape: tuple[int, ...]
+) -> None:
+    if tuple(target[name].shape) != shape:
+        raise ShapeError(
+            f"{name} must be {shape} here, got {which} with {name}.shape="
+            f"{tuple(target[name].shape)}; give every object one entry"
+        )
+
+
+def _kind(name: str) -> str:
+    if name not in (known := known_detectors()):
+        close = difflib.get_close_matches(str(name), known, n=3)
+        hint = f"did you mean {' or '.join(close)}?" if close else "take one of them"
+        raise OptionError(f"the detector must be one of {', '.join(known)}, got {name!r}; {hint}")
+    return next(kind for kind in _KINDS if name.startswith(f"{kind}_"))
+
+
+def _sizes(images: Sequence[Tensor]) -> list[tuple[int, int]]:
+    return [(image.shape[1], image.shape[2]) for image in images]
+
+
+def _check_sizes(min_size: int | Sequence[int], **others: int) -> None:
+    sizes = [min_size] if isinstance(min_size, int) else list(min_size)
+    if not sizes:
+        raise OptionError("min_size must be one size or several, got none; 800 is usual")
+    for size in sizes:
+        _check_counts(min_size=size, **others)
+
+
+def _check_counts(**values: int) -> None:
+    for name, value in values.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise OptionError(f"{name} must be an integer of at least 1, got {value!r}; change it")
+
+
+def _check_anchors(scale: float, ratios: Sequence[float]) -> None:
+    if not scale > 0 or not ratios or not all(ratio > 0 for ratio in ratios):
+        raise OptionError(
+            f"anchors need an anchor_scale above 0 and one or more anchor_ratios above 0, got "
+            f"{scale!r} and {tuple(ratios)}; 0.5, 1 and 2 are usual ratios"
+        )

@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which cell of a row of the right view each cell of the left one is: optimal transport.
+
+The scores of all pairs of cells of a row are a cross attention that sees non-negative disparities
+only. Sinkhorn iterations make them an assignment, with a dustbin on either side for what has no
+partner. Rows are independent, and are worked on a few at a time: nothing of the size of all rows
+times the square of the width is held, in training neither.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from quadtree_attention.errors import OptionError
+
+HIDDEN = -1e9  # score of a pair that cannot be; finite, so that sums have gradients
+WINDOW = 1  # cells on either side of the best one that a disparity is the mean of
+
+
+class Read(NamedTuple):
+    """What an assignment says of the cells of the left view, each (B, H, W).
+
+    Attributes:
+        disparity: Cells, from the best partner and its neighbours.
+        matched: Probability of these together; the rest is other partners, or none.
+        log_true: Logarithm of the probability of the true partner; zeros without one.
+        log_none: Logarithm of the probability of having no partner.
+    """
+
+    disparity: Tensor
+    matched: Tensor
+    log_true: Tensor
+    log_none: Tensor
+
+
+class RowAssignment(nn.Module):
+    """Disparities of the left view from features of both.
+
+    Args:
+        dim: Channels.
+        iterations: Of Sinkhorn.
+        max_entries: Entries of all matrices that are made at a time; temporary results take a few
+            times as much.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        *,
+        iterations: int = 10,
+        max_entries: int = 2**25,
+        device: Any = None,
+        dtype: Any = None,
+    ) -> None:
+        super().__init__()
+        if iterations < 1:
+            raise OptionError(f"iterations must be at least 1, got {iterations}; the paper has 10")
+        self.iterations = iterations
+        self.max_entries = max_entries
+        self.proj = nn.Linear(dim, dim, device=device, dtype=dtype)
+        self.bin_score = nn.Parameter(torch.zeros((), device=device, dtype=dtype))
+
+    def forward(
+        self,
+        features0: Tensor,
+        features1: Tensor,
+        truth: Tensor | None = None,
+        max_disparity: float | None = None,
+    ) -> Read:
+        """Reads the assignment of every row.
+
+        Args:
+            features0: Left (B, H, W, C).
+            features1: Right (B, H, W, C).
+            truth: True disparity (B, H, W) in cells, where there is one.
+            max_disparity: In cells; None is the width.
+        """
+        batch, height, width, dim = features0.shape
+        wanted = features0.new_zeros(batch, height, width) if truth is None else truth
+        rows0, rows1 = (self.proj(x).flatten(0, 1) * dim**-0.25 for x in (features0, features1))
+        wanted = wanted.flatten(0, 1)
+        step = max(1, self.max_entries // width**2)
+        parts = []
+        for start in range(0, batch * height, step):
+            part = slice(start, start + step)
+            arguments = (rows0[part], rows1[part], wanted[part], self.bin_score, max_disparity)
+            if torch.is_grad_enabled():  # made again for the gradient, or all of them would be held
+                parts.append(checkpoint(self._read, *arguments, use_reentrant=False))
+            else:
+                parts.append(self._read(*arguments))
+        kinds = zip(*parts, strict=True)
+        return Read(*(torch.cat(kind).view(batch, height, width) for kind in kinds))
+
+    def _read(
+        self,
+        rows0: Tensor,
+        rows1: Tensor,
+        truth: Tensor,
+        bin_score: Tensor,
+        max_disparity: float | None,
+    ) -> Read:
+        with torch.autocast(rows0.device.type, enabled=False):
+            wide = torch.promote_types(rows0.dtype, torch.float32)
+            scores = rows0.to(wide) @ rows1.to(wide).mT  # (R, W, W)
+            allowed = possible(scores.shape[-1], max_disparity, device=scores.device)
+            scores = scores.masked_fill(~allowed, HIDDEN)
+            bins = bin_score.to(wide)
+            left, right, right_bin = sinkhorn(scores, bins, self.iterations)
+            log_plan = scores + left[..., None] + right[:, None]
+            disparity, matched = expected_disparity(log_plan)
+            log_true = interpolated(log_plan, truth.to(wide))
+            log_none = bins + left + right_bin
+        return Read(disparity, matched, log_true, log_none)
+
+    def extra_repr(self) -> str:
+        return f"iterations={self.iterations}"
+
+
+def possible(width: int, max_disparity: float | None = None, *, device: Any = None) -> Tensor:
+    """Boolean (W, W): whether the left cell of a row and the right one of a column may be one."""
+    column = torch.arange(width, device=device)
+    disparity = column[:, None] - column
+    allowed = disparity >= 0
+    return allowed if max_disparity is None else allowed & (disparity <= max_disparity)
+
+
+def sinkhorn(scores: Tensor, bin_score: Tensor, iterations: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Potentials that make an assignment of scores, in the log domain.
+
+    Every cell has the mass 1, the dustbin of a side that of all cells of the other side. The
+    assignment is `exp(scores + left[:, :, None] + right[:, None])`; a left cell is in the dustbin
+    with `exp(bin_score + left + right_bin)`. Columns sum to 1 after any iteration, rows the better
+    the more there were.
+
+    Args:
+        scores: (R, S, T).
+        bin_score: Score of having no partner, a scalar.
+        iterations: How many.
+
+    Returns:
+        left (R, S), right (R, T) and right_bin (R, 1).
+    """
+    rows, sources, targets = scores.shape
+    left_bin = right_bin = scores.new_zeros(rows, 1)
+    right = scores.new_zeros(rows, targets)
+    mass_left, mass_right = (scores.new_tensor(float(n)).log() for n in (targets, sources))
+    for _ in range(iterations):
+        left = -torch.logaddexp((scores + right[:, None]).logsumexp(dim=2), bin_score + right_bin)
+        left_bin = mass_left - bin_score - _with_bin(right, right_bin)
+        right = -torch.logaddexp((scores + left[..., None]).logsumexp(dim=1), bin_score + left_bin)
+        right_bin = mass_right - bin_score - _with_bin(left, left_bin)
+    return left, right, right_bin
+
+
+def _with_bin(potentials: Tensor, of_bin: Tensor) -> Tensor:
+    """(R, S) and (R, 1) -> logarithm of the sum of all, (R, 1)"""
+    return torch.cat([potentials, of_bin], dim=1).logsumexp(dim=1, keepdim=True)
+
+
+def expected_disparity(log_plan: Tensor) -> tuple[Tensor, Tensor]:
+    """Disparity in cells and what share of the assignment it stands for, (R, W) each.
+
+    The mean over the best partner and its neighbours, weighed by their shares: far from these other
+    surfaces may score well, too, and a mean with them would lie between both.
+    """
+    width = log_plan.shape[-1]
+    best = log_plan.detach().argmax(dim=-1, keepdim=True)  # (R, W, 1)
+    near = best + torch.arange(-WINDOW, WINDOW + 1, device=best.device)
+    inside = (near >= 0) & (near < width)
+    near = near.clamp(0, width - 1)
+    share = torch.where(inside, log_plan.gather(-1, near).exp(), 0)
+    matched = share.sum(dim=-1)
+    column = torch.arange(width, device=best.device)[:, None]
+    disparity = (share * (column - near)).sum(dim=-1) / matched.clamp(min=1e-12)
+    return disparity, matched
+
+
+def interpolated(log_plan: Tensor, truth: Tensor) -> Tensor:
+    """Logarithm of the share at a disparity in cells (R, W), between the two nearest partners."""
+    width = log_plan.shape[-1]
+    place = torch.arange(width, device=truth.device) - truth
+    low = place.floor()
+    weight = (place - low)[..., None]
+    both = torch.stack([low, low + 1], dim=-1).clamp(0, width - 1).long()
+    share = log_plan.gather(-1, both).exp()
+    mixed = share[..., :1] * (1 - weight) + share[..., 1:] * weight
+    return mixed[..., 0].clamp(min=1e-6).log()

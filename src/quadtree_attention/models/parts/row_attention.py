@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention along the rows of two rectified images, and the transformer that is made of it.
+
+What a pixel of one view shows lies on the same row of the other, so rows never look at each other:
+they are samples of a batch, and nothing grows with the square of more than the width. Quadtree
+attention takes a row for a binary tree.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Literal, get_args
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from quadtree_attention.errors import OptionError
+from quadtree_attention.nn.block import ConvMlp
+from quadtree_attention.nn.norm import TokenNorm
+from quadtree_attention.ops import quadtree_attention
+
+RowAttentionKind = Literal["full", "quadtree_a", "quadtree_b"]
+SHORTEST_WAVE, LONGEST_WAVE = 1.0, 256.0  # cells per radian of the position encoding
+
+
+class RowAttention(nn.Module):
+    """Attention of every row to itself, or to the same row of another map.
+
+    Position is relative: half of the channels of every head turn by an angle in proportion to the
+    column, so that a product of a query and a key knows how far apart they are, and not where. (It
+    is what quadtree attention can average over a cell; a table of offsets is not.)
+
+    Args:
+        dim: Channels.
+        num_heads: Heads; each has a multiple of 4 channels.
+        attention: "full", "quadtree_a" or "quadtree_b".
+        num_levels: Levels of quadtree attention.
+        topk: Cells kept per query cell in quadtree attention.
+        backend: Of quadtree attention.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        attention: RowAttentionKind = "quadtree_b",
+        *,
+        num_levels: int = 4,
+        topk: int | Sequence[int] = 6,
+        backend: str = "auto",
+        device: Any = None,
+        dtype: Any = None,
+    ) -> None:
+        super().__init__()
+        _check_options(dim, num_heads, attention)
+        self.num_heads = num_heads
+        self.attention = attention
+        self.num_levels = num_levels
+        self.topk = topk
+        self.backend = backend
+        self.q_proj, self.k_proj, self.v_proj, self.proj = (
+            nn.Linear(dim, dim, device=device, dtype=dtype) for _ in range(4)
+        )
+        self.level_logits: nn.Parameter | None = None
+        if attention == "quadtree_b":
+            self.level_logits = nn.Parameter(torch.zeros(num_levels, device=device, dtype=dtype))
+
+    def forward(self, x: Tensor, context: Tensor | None = None) -> Tensor:
+        """(B, H, W, C), to the rows of `context` (B, H, W1, C) or its own -> (B, H, W, C)"""
+        context = x if context is None else context
+        q, k, v = (
+            tokens.flatten(0, 1).unflatten(-1, (self.num_heads, -1))
+            for tokens in (self.q_proj(x), self.k_proj(context), self.v_proj(context))
+        )  # (rows, W, N, D)
+        out = self._attend(turned(q), turned(k), v)
+        return self.proj(out.flatten(-2).view(x.shape))
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if self.attention == "full":
+            q, k, v = (tokens.transpose(1, 2) for tokens in (q, k, v))  # (rows, N, W, D)
+            return F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
+        return quadtree_attention(
+            q,
+            k,
+            v,
+            num_levels=self.num_levels,
+            topk=self.topk,
+            variant="A" if self.attention == "quadtree_a" else "B",
+            level_weights=self.level_logits,
+            backend=self.backend,
+        )
+
+    def extra_repr(self) -> str:
+        text = f"{self.attention}, num_heads={self.num_heads}"
+        if self.attention != "full":
+            text += f", num_levels={self.num_levels}, topk={self.topk}"
+        return text
+
+
+def turned(x: Tensor) -> Tensor:
+    """(R, W, N, D) with the first half of the D channels turned by the column."""
+    width, dim = x.shape[1], x.shape[-1]
+    pairs = dim // 4
+    with torch.autocast(x.device.type, enabled=False):
+        wide = torch.promote_types(x.dtype, torch.float32)
+        steps = torch.arange(pairs, device=x.device, dtype=wide) / max(1, pairs - 1)
+        frequency = 1 / (SHORTEST_WAVE * (LONGEST_WAVE / SHORTEST_WAVE) ** steps)
+        angle = torch.arange(width, device=x.device)[:, None, None] * frequency  # (W, 1, pairs)
+        cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
+    first, second, rest = x.split([pairs, pairs, dim - 2 * pairs], dim=-1)
+    return torch.cat([first * cos - second * sin, first * sin + second * cos, rest], dim=-1)
+
+
+class RowBlock(nn.Module):
+    """Pre-norm self attention, cross attention and, if it has any channels, an MLP; for both views.
+
+    The views are the two halves of a batch. Both are updated at once, so that none comes first.
+    """
+
+    def __init__(
+        self, dim: int, num_heads: int, mlp_ratio: float, options: dict[str, Any], **dd: Any
+    ) -> None:
+        super().__init__()
+        self.self_norm = TokenNorm(dim, 1e-6, before_linear=True, **dd)
+        self.self_attn = RowAttention(dim, num_heads, **options, **dd)
+        self.cross_norm = TokenNorm(dim, 1e-6, before_linear=True, **dd)
+        self.cross_attn = RowAttention(dim, num_heads, **options, **dd)
+        hidden = int(dim * mlp_ratio)
+        self.mlp_norm = TokenNorm(dim, 1e-6, before_linear=True, **dd) if hidden else None
+        self.mlp = ConvMlp(dim, hidden, **dd) if hidden else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(2B, H, W, C), left views before right ones -> the same"""
+        x = x + self.self_attn(self.self_norm(x))
+        normed = self.cross_norm(x)
+        x = x + self.cross_attn(normed, torch.cat(normed.chunk(2)[::-1]))
+        if self.mlp is not None and self.mlp_norm is not None:
+            x = x + self.mlp(self.mlp_norm(x))
+        return x
+
+
+class RowTransformer(nn.Module):
+    """Blocks one after the other, and a norm at the end.
+
+    Args:
+        dim: Channels.
+        num_layers: Blocks.
+        num_heads: Heads.
+        mlp_ratio: Hidden channels of the MLP per channel; 0 leaves it out, as STTR does.
+        options: Those of `RowAttention`.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        num_layers: int,
+        num_heads: int,
+        *,
+        mlp_ratio: float,
+        options: dict[str, Any],
+        **dd: Any,
+    ) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            RowBlock(dim, num_heads, mlp_ratio, options, **dd) for _ in range(num_layers)
+        )
+        self.norm = TokenNorm(dim, 1e-6, before_linear=True, **dd)
+        self.grad_checkpointing = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(2B, H, W, C) -> (2B, H, W, C)"""
+        for block in self.blocks:
+            if self.grad_checkpointing and torch.is_grad_enabled():
+                x = checkpoint(block, x, use_reentrant=False)
+            else:
+                x = block(x)
+        return self.norm(x)
+
+
+def _check_options(dim: int, num_heads: int, attention: str) -> None:
+    if attention not in (known := get_args(RowAttentionKind)):
+        raise OptionError(f"attention must be {', '.join(known)}, got {attention!r}; take one")
+    if num_heads < 1 or dim % (4 * num_heads):
+        raise OptionError(
+            "every head must have a multiple of 4 channels, half of which tell the position, got "
+            f"{dim=}, {num_heads=}; change one of them"
+        )

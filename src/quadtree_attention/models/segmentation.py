@@ -1,0 +1,278 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An image in, a class for every pixel out: Semantic FPN on the backbones.
+
+A feature pyramid (Lin et al. 2017) brings the four maps of a backbone to the same channels. Each of
+them goes through convolutions, doubling in size after each, up to a quarter of the image; their sum
+is classified cell by cell (Kirillov et al. 2019, with the sizes that PVT uses) and enlarged to the
+size of the image.
+
+Example:
+    >>> import torch
+    >>> model = segmenter("semfpn_test_quadtree", num_classes=5).eval()
+    >>> with torch.no_grad():
+    ...     model(torch.randn(1, 3, 70, 45)).shape
+    torch.Size([1, 5, 70, 45])
+"""
+
+import difflib
+import math
+import os
+from collections import OrderedDict
+from typing import Any, Literal, cast, get_args
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from quadtree_attention.errors import MissingDependencyError, OptionError, ShapeError
+from quadtree_attention.models.backbone import PyramidTransformer
+from quadtree_attention.models.parts.dense_backbone import dense_backbone
+from quadtree_attention.models.weights import known_models
+
+try:
+    from torchvision.ops import FeaturePyramidNetwork
+except ModuleNotFoundError as error:
+    raise MissingDependencyError(
+        f"segmenters need torchvision, got {error}; pip install 'quadtree-attention[models]'"
+    ) from error
+
+Norm = Literal["batch", "group"]
+PREFIX = "semfpn_"
+STRIDE = 4  # of the finest map, at which pixels are classified
+_GROUPS = 32
+
+
+class SemanticFPN(nn.Module):
+    """A backbone, a feature pyramid and the light head of Panoptic FPN, for images of any size.
+
+    Args:
+        backbone: A model of this package, whose stages end at 1/4, 1/8, 1/16 and 1/32.
+        num_classes: Classes.
+        channels: Of the feature pyramid.
+        head_channels: Of the maps that are summed.
+        dropout: Share of the channels of that sum that training leaves out.
+        norm: After the convolutions of the head: "batch", or "group" for small batches.
+    """
+
+    def __init__(
+        self,
+        backbone: PyramidTransformer,
+        num_classes: int,
+        *,
+        channels: int = 256,
+        head_channels: int = 128,
+        dropout: float = 0.1,
+        norm: Norm = "batch",
+    ) -> None:
+        super().__init__()
+        _check_head(num_classes, channels, head_channels, dropout, norm)
+        info = backbone.feature_info
+        self.num_classes = num_classes
+        self.backbone = backbone
+        self.pyramid = FeaturePyramidNetwork([level["num_chs"] for level in info], channels)
+        self.levels = nn.ModuleList(
+            _level(level["reduction"], channels, head_channels, norm) for level in info
+        )
+        self.dropout = nn.Dropout2d(dropout)
+        self.classifier = nn.Conv2d(head_channels, num_classes, 1)
+        nn.init.normal_(self.classifier.weight, std=0.01)
+        nn.init.zeros_(cast(Tensor, self.classifier.bias))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, 3, H, W) -> (B, num_classes, H, W), logits"""
+        if x.ndim != 4 or 0 in x.shape[2:]:
+            raise ShapeError(
+                f"images must be (batch, channels, y, x) with at least one pixel, got "
+                f"x.shape={tuple(x.shape)}; add or move axes"
+            )
+        logits = self.classifier(self.dropout(self.forward_features(x)))
+        return _enlarged(logits, STRIDE, x)
+
+    def forward_features(self, x: Tensor) -> Tensor:
+        """(B, 3, H, W) -> (B, head_channels, H/4, W/4), sizes rounded up"""
+        maps = self.backbone.forward_intermediates(x, intermediates_only=True)
+        named = OrderedDict((str(i), level) for i, level in enumerate(maps))
+        found = list(self.pyramid(named).values())
+        total = self.levels[0](found[0])
+        for i, level in enumerate(self.levels[1:], start=1):
+            y = found[i]
+            # A cell covers the same pixels whether or not the next finer map has room for all of
+            # its quarters: enlarged by exactly 2, and cut
+            for step, layer in enumerate(cast(nn.Sequential, level), start=1):
+                y = _enlarged(layer(y), 2, found[i - step])
+            total = total + y
+        return total
+
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        """Recomputes blocks of the backbone in the backward pass to save memory."""
+        self.backbone.set_grad_checkpointing(enable)
+
+    def no_weight_decay(self) -> set[str]:
+        """Names of parameters that are a choice between levels, not a weight."""
+        return {f"backbone.{name}" for name in self.backbone.no_weight_decay()}
+
+
+def known_segmenters() -> list[str]:
+    """Names of the segmenters that `segmenter` can build, one for every backbone."""
+    return [PREFIX + name for name in known_models()]
+
+
+def segmenter(
+    name: str,
+    num_classes: int,
+    *,
+    backbone_weights: str | os.PathLike[str] | None = None,
+    channels: int = 256,
+    head_channels: int = 128,
+    dropout: float = 0.1,
+    norm: Norm = "batch",
+    **options: Any,
+) -> SemanticFPN:
+    """A segmenter by name, with fresh weights, or with those of a trained backbone.
+
+    Args:
+        name: "semfpn_" and the name of a backbone, such as "semfpn_quadtree_b_b0".
+        num_classes: Classes.
+        backbone_weights: Weights of that backbone, as `quadtree train classify`
+            (`best.safetensors`) and `quadtree convert` write them; their classifier is left out.
+        channels: Of the feature pyramid.
+        head_channels: Of the head.
+        dropout: In the head.
+        norm: Of the head, "batch" or "group".
+        **options: Those of the backbone. Quadtree attention has `topk=32`, and ReLU in a learned
+            value pyramid, as the official segmenters; `attention` puts a rival in its place.
+
+    Raises:
+        OptionError: There is no such name or option.
+        CheckpointError: The weights cannot be read, or are of another backbone.
+
+    Example:
+        >>> model = segmenter("semfpn_test_quadtree", num_classes=3, attention="window")
+        >>> type(model.backbone.stages[0].blocks[0].attn).__name__
+        'WindowAttention'
+    """
+    if name not in (known := known_segmenters()):
+        close = difflib.get_close_matches(str(name), known, n=3)
+        hint = f"did you mean {' or '.join(close)}?" if close else "take one of them"
+        raise OptionError(f"the segmenter must be one of {', '.join(known)}, got {name!r}; {hint}")
+    backbone = dense_backbone(name.removeprefix(PREFIX), weights=backbone_weights, **options)
+    return SemanticFPN(
+        backbone,
+        num_classes,
+        channels=channels,
+        head_channels=head_channels,
+        dropout=dropout,
+        norm=norm,
+    )
+
+
+def sliding_window(
+    model: nn.Module,
+    images: Tensor,
+    *,
+    window: int | tuple[int, int],
+    stride: int | tuple[int, int] | None = None,
+) -> Tensor:
+    """Logits from overlapping windows, averaged where they overlap.
+
+    What the model needs to run is what a window needs, however large the image is, and each window
+    is of the size that the model was trained at. Where the window covers the image, this is the
+    model as it is.
+
+    Args:
+        model: From images (B, 3, h, w) to logits (B, classes, h, w).
+        images: (B, 3, H, W).
+        window: Height and width of a window, or both in one.
+        stride: Pixels from a window to the next, at most the window; None: two thirds of it.
+
+    Returns:
+        (B, classes, H, W), float32.
+
+    Raises:
+        OptionError: There is no such window.
+    """
+    windows = _pair("window", window)
+    strides = tuple(max(1, side * 2 // 3) for side in windows)
+    if stride is not None:
+        strides = _pair("stride", stride)
+    if any(step > side for step, side in zip(strides, windows, strict=True)):
+        raise OptionError(
+            f"windows must touch, so stride may be at most {window=}, got {stride=}; pass a "
+            "smaller stride"
+        )
+    spans = [
+        _spans(images.shape[axis + 2], windows[axis], strides[axis]) for axis in range(2)
+    ]  # of rows, of columns
+    if len(spans[0]) * len(spans[1]) == 1:
+        return model(images).float()
+    total: Tensor | None = None
+    count = images.new_zeros(images.shape[2:], dtype=torch.float32)
+    for rows in spans[0]:
+        for columns in spans[1]:
+            logits = model(images[:, :, rows, columns]).float()
+            if total is None:
+                total = logits.new_zeros(*logits.shape[:2], *images.shape[2:])
+            total[:, :, rows, columns] += logits
+            count[rows, columns] += 1
+    assert total is not None
+    return total / count
+
+
+def _spans(length: int, window: int, stride: int) -> list[slice]:
+    """Where windows lie along an axis; the last one ends where the image does."""
+    window = min(window, length)
+    count = math.ceil((length - window) / stride) + 1
+    starts = [min(i * stride, length - window) for i in range(count)]
+    return [slice(start, start + window) for start in starts]
+
+
+def _pair(name: str, value: int | tuple[int, int]) -> tuple[int, int]:
+    both = (value, value) if isinstance(value, int) else tuple(value)
+    if len(both) != 2 or min(both) < 1:
+        raise OptionError(
+            f"{name} must be pixels, or a height and a width, at least 1, got {name}={value}; "
+            "pass such"
+        )
+    return both
+
+
+def _enlarged(x: Tensor, factor: int, like: Tensor) -> Tensor:
+    """The map `factor` times as large, cut to the size of another."""
+    x = F.interpolate(x, scale_factor=float(factor), mode="bilinear", align_corners=False)
+    return x[..., : like.shape[-2], : like.shape[-1]]
+
+
+def _level(stride: int, channels: int, head_channels: int, norm: Norm) -> nn.Sequential:
+    """The convolutions of one map: as many as it takes to get to the finest, at least one."""
+    steps = max(1, int(math.log2(stride // STRIDE)))
+    widths = [channels] + [head_channels] * steps
+    return nn.Sequential(*(_conv(widths[i], widths[i + 1], norm) for i in range(steps)))
+
+
+def _conv(channels: int, out_channels: int, norm: Norm) -> nn.Sequential:
+    conv = nn.Conv2d(channels, out_channels, 3, padding=1, bias=False)
+    nn.init.kaiming_normal_(conv.weight, mode="fan_out", nonlinearity="relu")
+    batch = norm == "batch"
+    after = nn.BatchNorm2d(out_channels) if batch else nn.GroupNorm(_GROUPS, out_channels)
+    return nn.Sequential(conv, after, nn.ReLU(inplace=True))
+
+
+def _check_head(
+    num_classes: int, channels: int, head_channels: int, dropout: float, norm: str
+) -> None:
+    for name, value in (
+        ("num_classes", num_classes),
+        ("channels", channels),
+        ("head_channels", head_channels),
+    ):
+        if value < 1:
+            raise OptionError(f"{name} must be at least 1, got {value}; pass a larger one")
+    if not 0 <= dropout < 1:
+        raise OptionError(f"dropout must be from 0 to below 1, got {dropout}; pass such")
+    if norm not in get_args(Norm):
+        raise OptionError(f"norm must be one of {', '.join(get_args(Norm))}, got {norm!r}")
+    if norm == "group" and head_channels % _GROUPS:
+        raise OptionError(
+            f"head_channels must be a multiple of {_GROUPS} with norm='group', got "
+            f"{head_channels}; pass such"
+        )

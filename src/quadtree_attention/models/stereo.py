@@ -1,0 +1,273 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A rectified pair in, disparity out: STTR (Li et al. 2021) with the attention as a parameter.
+
+A convolutional network makes a map of features of either view. A transformer lets every row look at
+itself and at the same row of the other view. Optimal transport then assigns cells of the left row
+to cells of the right one, or to none; the place of the partner is the disparity, and having none is
+occlusion. Last, convolutions refine both at full resolution, knowing the left image.
+
+View 0 is left. A left pixel (x, y) is seen at (x - d, y) on the right, its disparity d is never
+negative. With a feature stride s, cell (i, j) of a map is at the pixel (s * i, s * j).
+
+Example:
+    >>> import torch
+    >>> model = stereo_network("quadtree_small").eval()
+    >>> with torch.no_grad():
+    ...     found = model({"image0": torch.rand(1, 3, 45, 70), "image1": torch.rand(1, 3, 45, 70)})
+    >>> found.disparity.shape
+    torch.Size([1, 45, 70])
+"""
+
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from quadtree_attention.errors import DTypeError, OptionError, ShapeError
+from quadtree_attention.models.parts.assignment import RowAssignment
+from quadtree_attention.models.parts.row_attention import RowAttentionKind, RowTransformer
+from quadtree_attention.models.parts.stereo_features import ContextAdjustment, StereoFeatures
+
+LEAST_SIDE = 16
+CNN_STRIDE = 2
+STRIDES = (2, 3, 4)
+
+
+@dataclass(frozen=True)
+class StereoOutput:
+    """What is known of the left view of a batch of pairs; disparities are in pixels.
+
+    Args:
+        disparity: (B, H, W).
+        occlusion_logits: (B, H, W); above 0, more likely occluded than not.
+        raw_disparity: (B, h, w), of the cells, before refinement.
+        raw_occlusion: Probability (B, h, w), likewise.
+        log_true: Logarithm of the probability of the true partner (B, h, w), if a truth was given.
+        log_none: Logarithm of the probability of having no partner (B, h, w).
+    """
+
+    disparity: Tensor
+    occlusion_logits: Tensor
+    raw_disparity: Tensor
+    raw_occlusion: Tensor
+    log_true: Tensor
+    log_none: Tensor
+
+    @property
+    def occlusion(self) -> Tensor:
+        """Probability (B, H, W) of being hidden in, or outside of, the right view."""
+        return self.occlusion_logits.sigmoid()
+
+
+class StereoNetwork(nn.Module):
+    """Disparity and occlusion of the left view of rectified pairs of any size.
+
+    Masks of cross attention are where STTR has them: the assignment, its last cross attention, sees
+    non-negative disparities up to `max_disparity` only.
+
+    Args:
+        dims: Channels of the CNN at 1/2, 1/4, 1/8 and 1/16.
+        dim: Channels of the transformer.
+        num_layers: Layers of the transformer, each a self and a cross attention.
+        num_heads: Heads.
+        attention: "full", "quadtree_a" or "quadtree_b".
+        num_levels: Levels of quadtree attention along a row; None means 4.
+        topk: Cells kept per query cell; None means 6.
+        backend: Of quadtree attention; None means "auto".
+        mlp_ratio: Hidden channels per channel of the MLPs; 0 leaves them out, as STTR does.
+        stride: Pixels per cell of the transformer: 2, 3 (as in STTR) or 4.
+        iterations: Of Sinkhorn.
+        max_disparity: Largest disparity in pixels; None is the width. May be set at any time.
+        refine_dim: Channels of the refinement at full resolution.
+        max_entries: Entries of matrices of a row's cells times cells that are made at a time.
+    """
+
+    def __init__(
+        self,
+        *,
+        dims: Sequence[int] = (64, 96, 128, 160),
+        dim: int = 128,
+        num_layers: int = 6,
+        num_heads: int = 8,
+        attention: RowAttentionKind = "quadtree_b",
+        num_levels: int | None = None,
+        topk: int | Sequence[int] | None = None,
+        backend: str | None = None,
+        mlp_ratio: float = 0.0,
+        stride: int = 2,
+        iterations: int = 10,
+        max_disparity: float | None = None,
+        refine_dim: int = 16,
+        max_entries: int = 2**25,
+        device: Any = None,
+        dtype: Any = None,
+    ) -> None:
+        super().__init__()
+        if stride not in STRIDES:
+            raise OptionError(f"stride must be {', '.join(map(str, STRIDES))}, got {stride}")
+        given = {"num_levels": num_levels, "topk": topk, "backend": backend}
+        options = {name: value for name, value in given.items() if value is not None}
+        if attention == "full" and options:
+            raise OptionError(
+                f"attention 'full' accepts no options of quadtree attention, got "
+                f"{', '.join(options)}; leave them out"
+            )
+        dd = {"device": device, "dtype": dtype}
+        self.stride = stride
+        self.max_disparity = max_disparity
+        self.features = StereoFeatures(dims, dim, **dd)
+        self.transformer = RowTransformer(
+            dim,
+            num_layers,
+            num_heads,
+            mlp_ratio=mlp_ratio,
+            options={"attention": attention, **options},
+            **dd,
+        )
+        self.assignment = RowAssignment(dim, iterations=iterations, max_entries=max_entries, **dd)
+        self.refinement = ContextAdjustment(refine_dim, **dd)
+        for module in (self.features, self.refinement):
+            module.to(memory_format=torch.channels_last)
+
+    def forward(
+        self, data: Mapping[str, Tensor], *, true_disparity: Tensor | None = None
+    ) -> StereoOutput:
+        """Disparity of the left view.
+
+        Args:
+            data: `image0` and `image1` (B, 3, H, W) in [0, 1], left and right.
+            true_disparity: (B, H, W) pixels, to be told how probable it is (in training).
+        """
+        image0, image1 = _check_inputs(data)
+        size = image0.shape[2:]
+        features0, features1 = self._encode(image0, image1)
+        truth = None if true_disparity is None else self.at_cells(true_disparity) / self.stride
+        most = None if self.max_disparity is None else self.max_disparity / self.stride
+        read = self.assignment(features0, features1, truth, most)
+        raw_disparity, raw_occlusion = read.disparity * self.stride, 1 - read.matched
+        coarse = torch.stack([raw_disparity, raw_occlusion], dim=1)
+        # No gradient from the refinement to the assignment, which has its own targets
+        upsampled = resampled(coarse.detach(), (size[0], size[1]), 1 / self.stride)
+        disparity, logits = self.refinement(_normalised(image0), *upsampled.unbind(dim=1))
+        return StereoOutput(
+            disparity, logits, raw_disparity, raw_occlusion, read.log_true, read.log_none
+        )
+
+    def at_cells(self, of_pixels: Tensor) -> Tensor:
+        """(B, H, W) -> (B, h, w): what the pixels have that cells are at."""
+        return of_pixels[:, :: self.stride, :: self.stride]
+
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        """Recomputes layers of the transformer in the backward pass instead of keeping them."""
+        self.transformer.grad_checkpointing = enable
+
+    def _encode(self, image0: Tensor, image1: Tensor) -> tuple[Tensor, Tensor]:
+        """Features (B, h, w, C) of both views."""
+        x = self.features(_normalised(torch.cat([image0, image1])))
+        if self.stride != CNN_STRIDE:
+            cells = [-(-side // self.stride) for side in image0.shape[2:]]
+            x = resampled(x, (cells[0], cells[1]), self.stride / CNN_STRIDE)
+        both = self.transformer(x.movedim(1, -1).contiguous())
+        return both[: len(image0)], both[len(image0) :]
+
+
+def resampled(x: Tensor, size: tuple[int, int], ratio: float) -> Tensor:
+    """A map (B, C, H, W) read at multiples of `ratio`, between cells linearly: (B, C, *size)."""
+    grid = [
+        torch.arange(count, device=x.device, dtype=torch.float32) * (2 * ratio / max(1, side - 1))
+        - 1
+        for count, side in zip(size, x.shape[2:], strict=True)
+    ]
+    places = torch.stack(torch.meshgrid(grid[1], grid[0], indexing="xy"), dim=-1)
+    places = places.to(x.dtype).expand(len(x), -1, -1, -1)
+    return F.grid_sample(x, places, padding_mode="border", align_corners=True)
+
+
+def _normalised(images: Tensor) -> Tensor:
+    """Images in [0, 1] to a mean of about 0 and a deviation of about 1."""
+    return ((images - 0.45) / 0.25).contiguous(memory_format=torch.channels_last)
+
+
+def _check_inputs(data: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    if missing := [name for name in ("image0", "image1") if name not in data]:
+        raise OptionError(
+            f"data must have image0 and image1, got {', '.join(data) or 'nothing'}; "
+            f"add {' and '.join(missing)}"
+        )
+    image0, image1 = data["image0"], data["image1"]
+    for name, image in (("image0", image0), ("image1", image1)):
+        if image.ndim != 4 or image.shape[1] != 3 or min(image.shape[2:]) < LEAST_SIDE:
+            raise ShapeError(
+                f"{name} must be (B, 3, H, W) with sides of at least {LEAST_SIDE} pixels, got "
+                f"{name}.shape={tuple(image.shape)}; pass colour images of such sizes"
+            )
+        if not image.is_floating_point():
+            raise DTypeError(
+                f"{name} must be floating point, in [0, 1], got {name}.dtype={image.dtype}; "
+                "divide bytes by 255"
+            )
+    if image0.shape != image1.shape:
+        raise ShapeError(
+            "image0 and image1 must have the same shape, got "
+            f"image0.shape={tuple(image0.shape)}, image1.shape={tuple(image1.shape)}; "
+            "rectified views have"
+        )
+    return image0, image1
+
+
+_PRESETS: dict[str, dict[str, Any]] = {
+    "sttr": {"attention": "full", "stride": 3},
+    "sttr_quadtree": {"attention": "quadtree_b"},
+    "quadtree_small": {
+        "attention": "quadtree_b",
+        "dims": (32, 64, 96, 128),
+        "dim": 96,
+        "num_heads": 6,
+        "num_layers": 4,
+        "mlp_ratio": 2.0,
+    },
+}
+
+
+def stereo_names() -> list[str]:
+    """Names of the networks that `stereo_network` can build."""
+    return list(_PRESETS)
+
+
+def stereo_network(name: str = "quadtree_small", **overrides: Any) -> StereoNetwork:
+    """A stereo network by name, with fresh weights.
+
+    Args:
+        name: "sttr" (full attention, features at 1/3), "sttr_quadtree" (the paper's: quadtree
+            attention, features at 1/2) or "quadtree_small".
+        **overrides: Options of `StereoNetwork` that replace those of the name.
+
+    Raises:
+        OptionError: There is no such name or option.
+
+    Example:
+        >>> stereo_network("quadtree_small", attention="full").transformer.blocks[0].self_attn
+        RowAttention(
+          full, num_heads=6
+          (q_proj): Linear(in_features=96, out_features=96, bias=True)
+          (k_proj): Linear(in_features=96, out_features=96, bias=True)
+          (v_proj): Linear(in_features=96, out_features=96, bias=True)
+          (proj): Linear(in_features=96, out_features=96, bias=True)
+        )
+    """
+    if name not in _PRESETS:
+        close = difflib.get_close_matches(str(name), _PRESETS, n=1)
+        hint = f"did you mean {close[0]!r}?" if close else "take one of them"
+        raise OptionError(
+            f"the stereo network must be one of {', '.join(_PRESETS)}, got {name!r}; {hint}"
+        )
+    try:
+        return StereoNetwork(**{**_PRESETS[name], **overrides})
+    except TypeError as error:
+        raise OptionError(
+            f"{name} cannot be built with {overrides}: {error}; leave out what it does not know"
+        ) from error

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Augmentation of images together with their boxes and masks."""
+
+from typing import Any
+
+import torch
+from PIL import Image
+from torchvision import tv_tensors
+from torchvision.transforms import v2
+from torchvision.transforms.v2 import functional as tv
+
+from quadtree_attention.errors import OptionError
+from quadtree_attention.tasks.detect.coco import Target
+
+CROP_SHORTER = (400, 500, 600)  # what the shorter side counts as where a crop is chosen
+CROP_SIDES = (384, 600)  # sides of a crop, least and most, as DETR has it
+LEAST_SIDE = 1.0  # pixels of a box that is left after a crop
+
+
+class Augment:
+    """Flips, crops and changes of colour; all random numbers come from torch's generator.
+
+    Resizing is left to the model, which does it for a whole batch on its device.
+
+    Args:
+        flip: Probability of a horizontal flip.
+        crop: Probability of a crop as DETR makes them, of which objects may drop out.
+        jitter: Strength of random changes of brightness, contrast and saturation; 0 for none.
+
+    Raises:
+        OptionError: A probability is not between 0 and 1, or the strength not from 0 on.
+    """
+
+    def __init__(self, *, flip: float = 0.0, crop: float = 0.0, jitter: float = 0.0) -> None:
+        for name, value in (("flip", flip), ("crop", crop), ("jitter", jitter)):
+            if not 0 <= value <= 1:
+                raise OptionError(f"{name} must be between 0 and 1, got {value}; pass such")
+        self.flip = v2.RandomHorizontalFlip(flip)
+        self.crop = crop
+        self.jitter = v2.ColorJitter(jitter, jitter, jitter) if jitter else None
+
+    def __call__(self, image: Image.Image, target: Target) -> tuple[torch.Tensor, Target]:
+        """The image as (3, H, W) of uint8, and its objects, those that vanished left out."""
+        pixels = tv.pil_to_tensor(image)
+        size = (pixels.shape[1], pixels.shape[2])
+        wrapped: dict[str, Any] = {**target, "image": tv_tensors.Image(pixels)}
+        wrapped["boxes"] = tv_tensors.BoundingBoxes(
+            target["boxes"],
+            format=tv_tensors.BoundingBoxFormat.XYXY,
+            canvas_size=size,
+        )
+        if "masks" in target:
+            wrapped["masks"] = tv_tensors.Mask(target["masks"])
+        if self.crop and torch.rand(()) < self.crop:
+            wrapped = _cropped(wrapped, *_crop_of(*size))
+        wrapped = self.flip(wrapped)
+        if self.jitter is not None:
+            wrapped["image"] = self.jitter(wrapped["image"])
+        plain = {name: value.as_subclass(torch.Tensor) for name, value in wrapped.items()}
+        return plain.pop("image"), plain
+
+
+def _crop_of(height: int, width: int) -> tuple[int, int, int, int]:
+    """Top, left, height and width of a random crop."""
+    choice = CROP_SHORTER[int(torch.randint(len(CROP_SHORTER), ()))]
+    scale = min(height, width) / choice
+    least, most = (side * scale for side in CROP_SIDES)
+    rows, columns = (_between(min(least, side), min(most, side)) for side in (height, width))
+    top = int(torch.randint(height - rows + 1, ()))
+    left = int(torch.randint(width - columns + 1, ()))
+    return top, left, rows, columns
+
+
+def _between(least: float, most: float) -> int:
+    return max(1, round(least + (most - least) * float(torch.rand(()))))
+
+
+def _cropped(
+    sample: dict[str, Any], top: int, left: int, height: int, width: int
+) -> dict[str, Any]:
+    names = [name for name in ("image", "boxes", "masks") if name in sample]
+    moved = {name: tv.crop(sample[name], top, left, height, width) for name in names}
+    boxes = tv.clamp_bounding_boxes(moved["boxes"])
+    kept = ((boxes[:, 2:] - boxes[:, :2]) >= LEAST_SIDE).all(1)
+    if "masks" in moved:
+        kept &= moved["masks"].flatten(1).any(1)  # the box of a bent shape may hold none of it
+    kept = kept.as_subclass(torch.Tensor)
+    image = moved.pop("image")
+    together: dict[str, Any] = sample | moved
+    others = {name: value[kept] for name, value in together.items() if name != "image"}
+    others["boxes"] = tv_tensors.wrap(boxes[kept], like=boxes)
+    if "masks" in moved:
+        others["masks"] = tv_tensors.Mask(others["masks"])
+    return {**others, "image": image}

@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pictures of detections: masks, boxes, and tags with names and scores."""
+
+import colorsys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+from PIL import Image, ImageDraw, ImageFilter, ImageFont
+
+from quadtree_attention.tasks.detect.masks import Array
+from quadtree_attention.tasks.pictures import BACKGROUND, TEXT
+
+if TYPE_CHECKING:
+    from quadtree_attention.tasks.detect.predictor import Detections
+
+Colour = tuple[int, int, int]
+Corners = tuple[float, float, float, float]
+SHOWN_SIDE = 1000  # pixels of the longer side that small images are enlarged to, at most
+LARGEST_SCALE = 3.0
+MASK_OPACITY = 0.45
+PADDING = 3  # pixels around the text of a tag
+
+
+def draw(found: "Detections") -> Image.Image:
+    """The image, small ones enlarged, with everything that was found, the surest on top.
+
+    Colours tell classes apart, or objects where all are of one class. Each tag is beside its box
+    and inside the picture; where there are so many that it would hide others, it is left out.
+    """
+    scale = max(1.0, min(LARGEST_SCALE, SHOWN_SIDE / max(found.image.size)))
+    size = (round(found.image.width * scale), round(found.image.height * scale))
+    canvas = found.image.resize(size, Image.Resampling.LANCZOS)
+    several = len(set(found.labels.tolist())) > 1
+    keys = found.labels.tolist() if several else range(1, len(found) + 1)
+    colours = [colour_of(key) for key in keys]
+    if found.masks is not None:
+        canvas = _with_masks(canvas, found.masks, colours)
+    boxes = found.boxes * np.tile(np.divide(size, found.image.size), 2)
+    pen = ImageDraw.Draw(canvas)
+    width = max(2, round(max(size) / 450))
+    for box, colour in zip(boxes[::-1], colours[::-1], strict=True):
+        _draw_box(pen, box, colour, width)
+    texts = [f"{n} {s:.2f}" for n, s in zip(found.names, found.scores, strict=True)]
+    _draw_tags(pen, boxes, texts, colours, size)
+    return canvas
+
+
+def colour_of(key: int) -> Colour:
+    """Colours of neighbouring numbers are far apart; none is dark or pale."""
+    hue = (key * 0.618034 + 0.35) % 1  # the golden section never meets the same hue again
+    saturation, value = ((0.85, 1.0), (0.6, 0.95), (1.0, 0.8))[key // 7 % 3]
+    red, green, blue = colorsys.hsv_to_rgb(hue, saturation, value)
+    return round(red * 255), round(green * 255), round(blue * 255)
+
+
+def text_colour(background: Colour) -> Colour:
+    """Dark on bright colours, bright on dark ones."""
+    red, green, blue = background
+    bright = 0.299 * red + 0.587 * green + 0.114 * blue > 130
+    return BACKGROUND if bright else TEXT
+
+
+def _with_masks(canvas: Image.Image, masks: Array, colours: Sequence[Colour]) -> Image.Image:
+    for mask, colour in zip(masks[::-1], colours[::-1], strict=True):
+        shape = Image.fromarray(mask.astype(np.uint8) * 255).resize(
+            canvas.size, Image.Resampling.BILINEAR
+        )
+        shape = shape.point(lambda value: 255 if value > 127 else 0)
+        edge = Image.fromarray(np.array(shape) - np.array(shape.filter(ImageFilter.MinFilter(3))))
+        canvas.paste(Image.new("RGB", canvas.size, colour), mask=shape.point(_faded))
+        canvas.paste(Image.new("RGB", canvas.size, colour), mask=edge)
+    return canvas
+
+
+def _faded(value: int) -> float:
+    return value * MASK_OPACITY
+
+
+def _draw_box(pen: ImageDraw.ImageDraw, box: Array, colour: Colour, width: int) -> None:
+    x0, y0, x1, y1 = (round(float(value)) for value in box)
+    x1, y1 = max(x0, x1 - 1), max(y0, y1 - 1)  # the last pixels inside
+    pen.rectangle([x0 - 1, y0 - 1, x1 + 1, y1 + 1], outline=BACKGROUND)  # stands out of any image
+    pen.rectangle([x0, y0, x1, y1], outline=colour, width=width)
+
+
+def _draw_tags(
+    pen: ImageDraw.ImageDraw,
+    boxes: Array,
+    texts: Sequence[str],
+    colours: Sequence[Colour],
+    size: tuple[int, int],
+) -> None:
+    font = ImageFont.load_default(max(12, round(max(size) / 65)))
+    top, bottom = (font.getbbox("Ag")[i] for i in (1, 3))  # the same height for all
+    taken: list[Corners] = []
+    for box, text, colour in zip(boxes, texts, colours, strict=True):
+        extent = (pen.textlength(text, font=font) + 2 * PADDING, bottom - top + 2 * PADDING)
+        place = place_tag(tuple(box.tolist()), extent, size, taken)
+        if place is None:
+            continue
+        taken.append(place)
+        pen.rectangle(place, fill=colour, outline=BACKGROUND)
+        pen.text(
+            (place[0] + PADDING, place[1] + PADDING - top),
+            text,
+            fill=text_colour(colour),
+            font=font,
+        )
+
+
+def place_tag(
+    box: Sequence[float],
+    extent: tuple[float, float],
+    size: tuple[int, int],
+    taken: Sequence[Corners],
+) -> Corners | None:
+    """Where a tag goes: above its box, else inside, else below; None if others are there.
+
+    Args:
+        box: Corners of the box.
+        extent: Width and height of the tag.
+        size: Those of the picture, which a tag does not leave.
+        taken: Tags that have their place.
+    """
+    width, height = extent
+    x0, y0, x1, y1 = box
+    for x, y in ((x0, y0 - height), (x0, y0), (x0, y1), (x1 - width, y0), (x0, y1 - height)):
+        left = min(max(x, 0), max(size[0] - 1 - width, 0))
+        if y < 0 or y + height > size[1] - 1:
+            continue
+        place = (left, y, left + width, y + height)
+        if not any(_overlap(place, other) for other in taken):
+            return place
+    return None
+
+
+def _overlap(a: Corners, b: Corners) -> bool:
+    return min(a[2], b[2]) > max(a[0], b[0]) and min(a[3], b[3]) > max(a[1], b[1])

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Masks as COCO files hold them: polygons, and run lengths as a list or as a string."""
+
+import math
+from collections.abc import Sequence
+from typing import Any, TypeGuard
+
+import numpy as np
+
+from quadtree_attention.errors import MissingDependencyError
+
+Array = np.ndarray[Any, Any]
+LEAST_POINTS = 3  # of a polygon
+
+
+def mask_problem(segmentation: Any, height: int, width: int) -> str | None:
+    """Why a segmentation cannot be used for an image of that size; None if it can."""
+    if isinstance(segmentation, dict):
+        return _rle_problem(segmentation, height, width)
+    if not isinstance(segmentation, list) or not segmentation:
+        return "there is no segmentation"
+    for polygon in segmentation:
+        if not isinstance(polygon, list) or not all(is_number(value) for value in polygon):
+            return "a polygon must be a list of finite numbers"
+        if len(polygon) % 2 or len(polygon) < 2 * LEAST_POINTS:
+            return f"a polygon must have pairs of x and y, 3 or more, got {len(polygon)} numbers"
+    return None
+
+
+def decode_mask(segmentation: Any, height: int, width: int) -> Array:
+    """(H, W) of bool from polygons, or from run lengths as a list or compressed."""
+    if isinstance(segmentation, dict):
+        counts = segmentation["counts"]
+        runs = run_lengths(counts) if isinstance(counts, str) else counts
+        inside = np.arange(len(runs)) % 2 == 1  # outside first, column by column
+        return np.repeat(inside, runs).reshape(width, height).T
+    mask = _mask_library()
+    return mask.decode(mask.merge(mask.frPyObjects(segmentation, height, width))).astype(bool)
+
+
+def encode_mask(mask: Array) -> dict[str, Any]:
+    """Compressed run lengths, as results have them, from (H, W) of bool."""
+    columns = mask.T.reshape(-1)
+    changes = np.flatnonzero(columns[1:] != columns[:-1]) + 1
+    runs = np.diff(np.concatenate([[0], changes, [columns.size]])).tolist()
+    if columns.size and columns[0]:  # outside comes first
+        runs = [0, *runs]
+    return {"size": list(mask.shape), "counts": compressed(runs)}
+
+
+def run_lengths(text: str) -> list[int]:
+    """The run lengths in a compressed string of COCO; `ValueError` if it is none.
+
+    Five bits to a character, from 48 on, least first, the sixth bit saying that more follow; from
+    the fourth number on, the difference from the number two before.
+    """
+    counts: list[int] = []
+    value = shift = 0
+    for character in text:
+        bits = ord(character) - 48
+        if not 0 <= bits < 64:
+            raise ValueError(f"{character!r} is no character of run lengths")
+        value |= (bits & 31) << shift
+        shift += 5
+        if bits & 32:
+            continue
+        if bits & 16:
+            value -= 1 << shift
+        counts.append(value + counts[-2] if len(counts) > 2 else value)
+        value = shift = 0
+    if shift:
+        raise ValueError("the string ends in the middle of a number")
+    return counts
+
+
+def compressed(runs: Sequence[int]) -> str:
+    """The string that `run_lengths` reads."""
+    characters: list[str] = []
+    for i, run in enumerate(runs):
+        value = run - runs[i - 2] if i > 2 else run
+        more = True
+        while more:
+            bits = value & 31
+            value >>= 5
+            more = value != (-1 if bits & 16 else 0)  # until the sign is told
+            characters.append(chr(48 + (bits | 32 if more else bits)))
+    return "".join(characters)
+
+
+def _rle_problem(segmentation: dict[str, Any], height: int, width: int) -> str | None:
+    size, counts = segmentation.get("size"), segmentation.get("counts")
+    if size != [height, width]:
+        return f"run lengths are of size {short(size)}, the image is {[height, width]} (H, W)"
+    try:
+        runs = run_lengths(counts) if isinstance(counts, str) else counts
+    except ValueError as error:
+        return f"run lengths cannot be read: {error}"
+    if not isinstance(runs, list) or not all(type(run) is int and run >= 0 for run in runs):
+        return "run lengths must be whole numbers from 0 on, or a string"
+    if sum(runs) != height * width:
+        return f"run lengths cover {sum(runs)} pixels, the image has {height * width}"
+    return None
+
+
+def _mask_library() -> Any:
+    try:
+        from faster_coco_eval.core import mask
+    except ModuleNotFoundError as error:
+        raise MissingDependencyError(
+            f"masks need faster-coco-eval, got {error}; pip install 'quadtree-attention[train]'"
+        ) from error
+    return mask
+
+
+def is_number(value: Any) -> TypeGuard[float]:
+    return type(value) in (int, float) and math.isfinite(value)
+
+
+def short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What happens to an image and its labels before a model sees them.
+
+Transforms of torchvision for pairs of an image and a mask: both get the same geometry, the image
+alone other colours.
+"""
+
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+from torchvision import tv_tensors
+from torchvision.transforms import v2
+from torchvision.transforms.v2 import functional as TF
+
+from quadtree_attention.tasks.segment.metrics import IGNORE
+from quadtree_attention.tasks.segment.sources import Array
+
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+GREY = tuple(round(255 * channel) for channel in MEAN)  # becomes about 0
+LONGEST = 4  # times the shorter side: longer images are made no larger than that
+_TRIES = 10  # at a crop that shows more than one class
+
+
+class RandomScale(v2.Transform):  # type: ignore[misc] # torchvision is not typed
+    """Scales image and labels by a factor drawn evenly.
+
+    Args:
+        scale: Least and greatest factor.
+        base: Pixels of the shorter side at factor 1; None leaves images as large as they are.
+    """
+
+    def __init__(self, scale: tuple[float, float], base: int | None = None) -> None:
+        super().__init__()
+        self.scale = scale
+        self.base = base
+
+    def make_params(self, flat_inputs: list[Any]) -> dict[str, Any]:
+        height, width = v2.query_size(flat_inputs)
+        least, greatest = self.scale
+        factor = least + (greatest - least) * torch.rand(()).item()
+        factor *= base_factor((width, height), self.base)
+        return {"size": [max(1, round(height * factor)), max(1, round(width * factor))]}
+
+    def transform(self, inpt: Any, params: dict[str, Any]) -> Any:
+        return TF.resize(inpt, params["size"], antialias=True)
+
+
+class RandomCrop(v2.Transform):  # type: ignore[misc]
+    """Cuts out a part of fixed size; what an image is too small for is padded, and ignored.
+
+    Args:
+        height: Of the part.
+        width: Of the part.
+        most: Greatest share of one class among the pixels that have one. A part with more is drawn
+            again, at most ten times, so that a model does not learn from sky alone.
+    """
+
+    def __init__(self, height: int, width: int, *, most: float = 1.0) -> None:
+        super().__init__()
+        self.height = height
+        self.width = width
+        self.most = most
+
+    def make_params(self, flat_inputs: list[Any]) -> dict[str, Any]:
+        height, width = v2.query_size(flat_inputs)
+        masks = [x for x in flat_inputs if isinstance(x, tv_tensors.Mask)]
+        corner = self._corner(height, width)
+        if self.most < 1 and masks:
+            for _ in range(_TRIES):
+                if _largest_share(self._part(masks[0], *corner)) <= self.most:
+                    break
+                corner = self._corner(height, width)
+        missing = max(0, self.height - height), max(0, self.width - width)
+        return {"corner": corner, "padding": [0, 0, missing[1], missing[0]]}
+
+    def transform(self, inpt: Any, params: dict[str, Any]) -> Any:
+        if any(params["padding"]):
+            fill = IGNORE if isinstance(inpt, tv_tensors.Mask) else list(GREY)
+            inpt = TF.pad(inpt, params["padding"], fill=fill)
+        return TF.crop(inpt, *params["corner"], self.height, self.width)
+
+    def _corner(self, height: int, width: int) -> tuple[int, int]:
+        """Row and column of the upper left pixel of a part."""
+        rows, columns = max(0, height - self.height), max(0, width - self.width)
+        top = int(torch.randint(rows + 1, ()))
+        return top, int(torch.randint(columns + 1, ()))
+
+    def _part(self, mask: Tensor, top: int, left: int) -> Tensor:
+        return mask[..., top : top + self.height, left : left + self.width]
+
+
+def training_transform(
+    height: int,
+    width: int,
+    *,
+    scale: tuple[float, float] = (0.5, 2.0),
+    base: int | None = None,
+    flip: float = 0.5,
+    jitter: bool = True,
+    most: float = 0.75,
+) -> v2.Transform:
+    """Random scale, crop, flip and colours of an image with its labels."""
+    colours = [v2.RandomPhotometricDistort(p=0.5)] if jitter else []
+    return v2.Compose(
+        [
+            RandomScale(scale, base),
+            RandomCrop(height, width, most=most),
+            v2.RandomHorizontalFlip(flip),
+            *colours,
+        ]
+    )
+
+
+def as_tensors(image: Image.Image, labels: Array) -> tuple[tv_tensors.Image, tv_tensors.Mask]:
+    """Image (3, H, W), uint8, and labels (H, W), int16, as torchvision knows them."""
+    pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1)
+    return tv_tensors.Image(pixels), tv_tensors.Mask(torch.from_numpy(labels.copy()))
+
+
+def normalised(images: Tensor) -> Tensor:
+    """Bytes (..., 3, H, W) to what a model sees: mean 0 and deviation 1 over ImageNet."""
+    mean, std = (images.new_tensor(x, dtype=torch.float32).view(3, 1, 1) for x in (MEAN, STD))
+    return (images.float() / 255 - mean) / std
+
+
+def at_base(image: Image.Image, base: int | None) -> Image.Image:
+    """The image with a shorter side of `base` pixels; None leaves it as it is."""
+    factor = base_factor(image.size, base)
+    if factor == 1:
+        return image
+    width, height = (max(1, round(side * factor)) for side in image.size)
+    return image.resize((width, height), Image.Resampling.BILINEAR, reducing_gap=3.0)
+
+
+def base_factor(size: tuple[int, int], base: int | None) -> float:
+    """What an image of this size is scaled by: to a shorter side of `base`, long ones to less."""
+    if base is None:
+        return 1.0
+    return min(base / min(size), LONGEST * base / max(size))
+
+
+def _largest_share(labels: Tensor) -> float:
+    counts = torch.bincount(labels[labels != IGNORE].flatten().long())
+    total = int(counts.sum())
+    return int(counts.max()) / total if total else 1.0

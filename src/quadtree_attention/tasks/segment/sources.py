@@ -1,0 +1,392 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where images with a class for every pixel come from: folders, or a generator.
+
+Label maps are images of one channel, of 8 or 16 bits, or with a palette; a pixel's value is the
+number of its class. Here they become int16, `IGNORE` where a pixel belongs to no class.
+"""
+
+import colorsys
+import hashlib
+import io
+import json
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol, TypeAlias, get_args
+
+import numpy as np
+from PIL import Image, ImageDraw, UnidentifiedImageError
+
+from quadtree_attention.errors import DataError, OptionError
+from quadtree_attention.images import decode
+from quadtree_attention.tasks.classify.sources import SUFFIXES
+from quadtree_attention.tasks.segment.metrics import IGNORE
+from quadtree_attention.tasks.skipped import summary
+
+Array: TypeAlias = np.ndarray[Any, Any]
+Colour: TypeAlias = tuple[int, int, int]
+Kind = Literal["auto", "folder", "ade20k", "generated"]
+MOST_CLASSES = 2**15 - 1  # that int16 can tell apart
+LABEL_SUFFIXES = frozenset({".bmp", ".gif", ".png", ".tif", ".tiff"})  # without loss
+CLASSES = "classes.json"
+ADE20K_CLASSES, ADE20K_NAMES = 150, "objectInfo150.txt"
+ADE20K_SPLITS = {"train": "training", "val": "validation"}
+SHAPES = ("background", "disc", "square", "triangle")  # of the generated source
+_HUES = (0.6, 0.0, 0.33, 0.15)
+_COLOURS: tuple[Colour, ...] = (
+    *((70, 130, 220), (230, 90, 80), (245, 215, 70), (150, 90, 210), (240, 150, 40)),
+    *((60, 170, 90), (240, 120, 190), (150, 110, 70), (40, 195, 205), (175, 215, 60)),
+    *((130, 30, 60), (125, 135, 150), (20, 90, 120), (180, 160, 240), (0, 110, 60)),
+    *((255, 170, 130), (60, 60, 160), (120, 230, 160), (200, 60, 140), (100, 120, 20)),
+)
+
+
+class SegmentSource(Protocol):
+    """Images of one split with their label maps."""
+
+    classes: list[str]
+    palette: list[Colour]
+    skipped: list[str]  # what was found but cannot be used, with the reason
+
+    def __len__(self) -> int: ...
+
+    def name(self, index: int) -> str:
+        """What the image is called, without suffix; with slashes where folders lie in folders."""
+
+    def read(self, index: int) -> tuple[Image.Image, Array]:
+        """The image, RGB, and its labels (H, W), int16; raises `DataError` naming what is bad."""
+
+    def read_labels(self, index: int) -> Array:
+        """The labels alone."""
+
+    def fingerprint(self) -> str:
+        """Tells other images from these: a checksum of their names and sizes as files."""
+
+
+@dataclass(frozen=True)
+class Classes:
+    """What the values of label maps mean.
+
+    Attributes:
+        names: Of the classes.
+        palette: A colour for each.
+        ignored: Values of pixels that belong to no class.
+        first: Value of the first class.
+    """
+
+    names: list[str]
+    palette: list[Colour]
+    ignored: tuple[int, ...]
+    first: int = 0
+
+    def table(self) -> Array:
+        """What each value of 16 bits becomes: a class, `IGNORE`, or `IGNORE` - 1 for unknown."""
+        table = np.full(2**16, IGNORE - 1, np.int16)
+        table[self.first : self.first + len(self.names)] = np.arange(len(self.names))
+        table[list(self.ignored)] = IGNORE
+        return table
+
+
+class FolderSource:
+    """Images and label maps of the same name in two folders, which may hold folders.
+
+    `root/images/<split>/*.jpg`, `root/labels/<split>/*.png`, and `root/classes.json`, which is like
+    `{"classes": ["sky", "road"], "ignore_index": 255, "palette": [[70, 130, 180], [128, 64, 128]]}`
+    (without the last two: 255, and colours of ours). With `ade20k` the layout of that set:
+    `images/training`, `annotations/training`, `.../validation`, 150 classes from 1 on, 0 for none,
+    names from `objectInfo150.txt`.
+
+    Args:
+        root: Folder of the data.
+        split: "train" or "val", or what the folder is called.
+        ade20k: Whether the layout is that of ADE20K.
+    """
+
+    def __init__(self, root: Path, split: str, *, ade20k: bool = False) -> None:
+        folder = ADE20K_SPLITS.get(split, split) if ade20k else split
+        self.images = _folder(root / "images" / folder)
+        self.labels = _folder(root / ("annotations" if ade20k else "labels") / folder)
+        self.meaning = _ade20k_classes(root) if ade20k else read_classes(root / CLASSES)
+        self.classes = self.meaning.names
+        self.palette = self.meaning.palette
+        self._table = self.meaning.table()
+        self.skipped: list[str] = []
+        self._items = self._pairs()
+        if not self._items:
+            found = f": {summary(self.skipped)}" if self.skipped else ""
+            raise DataError(
+                f"there are no images with label maps in {self.images} and {self.labels}{found}; "
+                "both need files of the same names, the label maps with "
+                f"{', '.join(sorted(LABEL_SUFFIXES))}"
+            )
+
+    def _pairs(self) -> list[tuple[str, Path, Path]]:
+        images = self._by_name(self.images, SUFFIXES, "an image")
+        labels = self._by_name(self.labels, LABEL_SUFFIXES, "a label map")
+        for name in sorted(images.keys() - labels.keys()):
+            self.skipped.append(f"{images[name]}: has no label map in {self.labels}")
+        for name in sorted(labels.keys() - images.keys()):
+            self.skipped.append(f"{labels[name]}: has no image in {self.images}")
+        return [(name, images[name], labels[name]) for name in sorted(images.keys() & labels)]
+
+    def _by_name(self, folder: Path, suffixes: frozenset[str], what: str) -> dict[str, Path]:
+        found: dict[str, Path] = {}
+        for path in sorted(p for p in folder.rglob("*") if p.is_file()):
+            name = path.relative_to(folder).with_suffix("").as_posix()
+            if path.suffix.lower() not in suffixes:
+                self.skipped.append(f"{path}: not {what} by its name")
+            elif name in found:
+                self.skipped.append(f"{path}: {found[name].name} has the same name")
+            else:
+                found[name] = path
+        return found
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def name(self, index: int) -> str:
+        return self._items[index][0]
+
+    def fingerprint(self) -> str:
+        return _checksum([[name, path.stat().st_size] for name, path, _ in self._items])
+
+    def read(self, index: int) -> tuple[Image.Image, Array]:
+        _, path, label_path = self._items[index]
+        image = decode(_bytes(path), str(path))
+        labels = self.read_labels(index)
+        if image.size != labels.shape[::-1]:
+            raise DataError(
+                f"{label_path} has {_by(labels.shape[::-1])} pixels, its image {path.name} "
+                f"{_by(image.size)}; both need the same"
+            )
+        return image, labels
+
+    def read_labels(self, index: int) -> Array:
+        path = self._items[index][2]
+        labels = self._table[read_label_map(path)]
+        if (unknown := labels < IGNORE).any():
+            values = np.unique(read_label_map(path)[unknown]).tolist()
+            last = self.meaning.first + len(self.classes) - 1
+            raise DataError(
+                f"{path} has pixels of unknown classes {_few(values)}; known are "
+                f"{self.meaning.first} to {last}, and {_few(self.meaning.ignored)} for none"
+            )
+        return labels
+
+
+class GeneratedSource:
+    """Coloured shapes on noise; the class is the shape. For trying things out without data.
+
+    Args:
+        split: "train" or another, which share no image.
+        count: Images.
+        size: Pixels of the shorter side; every second image is half as wide again.
+    """
+
+    def __init__(self, split: str, *, count: int, size: int) -> None:
+        self.classes = list(SHAPES)
+        self.palette = palette(len(SHAPES))
+        self.skipped: list[str] = []
+        self._split = split
+        self._count = count
+        self._size = size
+
+    def __len__(self) -> int:
+        return self._count
+
+    def name(self, index: int) -> str:
+        return f"{self._split}-{index}"
+
+    def read(self, index: int) -> tuple[Image.Image, Array]:
+        rng = np.random.default_rng((self._split == "train", index))
+        size = (self._size * 3 // 2 if index % 2 else self._size, self._size)  # width, height
+        labels = _drawn_shapes(rng, size)
+        tones = np.array([_tone(rng, hue) for hue in _HUES])
+        pixels = tones[labels] + rng.normal(0, 20, (*labels.shape, 3))
+        return Image.fromarray(pixels.clip(0, 255).astype(np.uint8)), labels
+
+    def read_labels(self, index: int) -> Array:
+        return self.read(index)[1]
+
+    def fingerprint(self) -> str:
+        return _checksum([self._split, self._count, self._size])
+
+
+def open_source(
+    kind: Kind,
+    root: str | Path | None,
+    split: str,
+    *,
+    generated_count: int = 64,
+    generated_size: int = 64,
+) -> SegmentSource:
+    """The images of a split; "auto" looks whether `root` has the layout of ADE20K."""
+    if kind not in get_args(Kind):
+        raise OptionError(f"source must be one of {', '.join(get_args(Kind))}, got {kind!r}")
+    if kind == "generated":
+        return GeneratedSource(split, count=generated_count, size=generated_size)
+    if root is None:
+        raise OptionError(
+            f"data from a {kind!r} source need a root, got none; pass --data.root FOLDER, or "
+            "--data.source generated to try things out without data"
+        )
+    root = Path(root)
+    if not root.is_dir():
+        raise DataError(f"there is no folder {root}; pass the one that holds images and labels")
+    ade20k = kind == "ade20k" or (kind == "auto" and (root / "annotations" / "training").is_dir())
+    return FolderSource(root, split, ade20k=ade20k)
+
+
+def read_classes(path: Path) -> Classes:
+    """The classes of a data set, from its `classes.json`.
+
+    Raises:
+        DataError: There is no such file, or it does not list classes.
+    """
+    accepted = '{"classes": ["sky", "road"], "ignore_index": 255}, palette optional'
+    try:
+        entries = json.loads(path.read_text(encoding="utf-8"))
+        entries = {"classes": entries} if isinstance(entries, list) else entries
+        names = [str(e["name"] if isinstance(e, dict) else e) for e in entries["classes"]]
+        ignored = entries.get("ignore_index", 255)
+        values = tuple(int(v) for v in (ignored if isinstance(ignored, list) else [ignored]))
+        colours = [_colour(c) for c in entries.get("palette") or palette(len(names))]
+    except FileNotFoundError:
+        raise DataError(f"there is no file {path}, which names the classes: {accepted}") from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DataError(f"cannot read {path}: {error!r}; it must be like {accepted}") from error
+    if not 1 <= len(names) <= MOST_CLASSES or len(set(names)) < len(names):
+        raise DataError(
+            f"{path} must list 1 to {MOST_CLASSES} different classes, got {len(names)}, "
+            f"{len(set(names))} of them different; it must be like {accepted}"
+        )
+    if len(colours) != len(names):
+        raise DataError(f"{path} has {len(colours)} colours for {len(names)} classes; match them")
+    if not all(0 <= value < 2**16 for value in values):
+        raise DataError(f"{path} must ignore values from 0 to 65535, got {ignored}; correct it")
+    return Classes(names, colours, values)
+
+
+def read_label_map(path: str | Path) -> Array:
+    """The values of a label map (H, W), uint16; of a palette image the numbers, not the colours.
+
+    Raises:
+        DataError: The file cannot be read, or has other than one channel.
+    """
+    data = _bytes(Path(path))
+    if not data:
+        raise DataError(f"cannot decode {path}: it is empty; get it again")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of large images and damaged tags, which do no harm
+            with Image.open(io.BytesIO(data)) as image:
+                image.load()
+                mode, values = image.mode, np.asarray(image)
+    except Exception as error:  # damaged files fail in every possible way
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        if isinstance(error, UnidentifiedImageError):
+            reason = "it is not an image"
+        raise DataError(
+            f"cannot decode {path}: {reason}; the file is damaged, get it again"
+        ) from error
+    if values.ndim != 2 or mode == "F":
+        raise DataError(
+            f"{path} must be a label map of one channel, of 8 or 16 bits or with a palette, got "
+            f"an image of mode {mode}; write numbers of classes, not colours"
+        )
+    return values.astype(np.int64).clip(0, 2**16 - 1).astype(np.uint16)
+
+
+def palette(count: int) -> list[Colour]:
+    """Colours that are told apart as well as so many can be, always the same.
+
+    Twenty by hand; then hues a golden angle apart, lightness and saturation in turn.
+    """
+    tones = ((0.52, 0.75), (0.72, 0.62), (0.36, 0.70), (0.62, 0.95))  # lightness, saturation
+    found = list(_COLOURS[:count])
+    for i in range(len(found), count):
+        lightness, saturation = tones[i % len(tones)]
+        red, green, blue = colorsys.hls_to_rgb((i * 0.38196601) % 1, lightness, saturation)
+        found.append((round(red * 255), round(green * 255), round(blue * 255)))
+    return found
+
+
+def _ade20k_classes(root: Path) -> Classes:
+    if (root / CLASSES).exists():
+        own = read_classes(root / CLASSES)
+        return Classes(own.names, own.palette, (0,), first=1)
+    names = [str(number) for number in range(1, ADE20K_CLASSES + 1)]
+    table = root / ADE20K_NAMES
+    if table.exists():
+        try:  # Idx, Ratio, Train, Val, Stuff, Name, with tabs between them
+            rows = table.read_text(encoding="utf-8").splitlines()[1:]
+            listed = [row.split("\t")[-1].split(",")[0].strip() for row in rows if row.strip()]
+        except (OSError, UnicodeDecodeError) as error:
+            raise DataError(f"cannot read {table}: {error}; remove it, or get it again") from error
+        if len(listed) != ADE20K_CLASSES:
+            raise DataError(
+                f"{table} must name {ADE20K_CLASSES} classes, got {len(listed)}; remove it, or get "
+                "it again"
+            )
+        # Some names are there twice, for different things
+        names = [n if listed.count(n) == 1 else f"{n} {i}" for i, n in enumerate(listed, start=1)]
+    return Classes(names, palette(len(names)), (0,), first=1)
+
+
+def _folder(path: Path) -> Path:
+    if not path.is_dir():
+        raise DataError(
+            f"there is no folder {path}; images are expected in images/<split>, label maps in "
+            "labels/<split> (of ADE20K: annotations/<split>)"
+        )
+    return path
+
+
+def _bytes(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror or error}; check the path") from error
+
+
+def _checksum(value: object) -> str:
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()
+
+
+def _drawn_shapes(rng: np.random.Generator, size: tuple[int, int]) -> Array:
+    canvas = Image.new("L", size, 0)
+    pen = ImageDraw.Draw(canvas)
+    for _ in range(rng.integers(2, 5)):
+        label = int(rng.integers(1, len(SHAPES)))
+        radius = rng.uniform(0.12, 0.28) * min(size)
+        x, y = rng.uniform(0, size[0]), rng.uniform(0, size[1])
+        box = (x - radius, y - radius, x + radius, y + radius)
+        if label == 1:
+            pen.ellipse(box, fill=label)
+        elif label == 2:
+            pen.rectangle(box, fill=label)
+        else:
+            pen.polygon([(box[0], box[3]), (box[2], box[3]), (x, box[1])], fill=label)
+    return np.asarray(canvas).astype(np.int16)
+
+
+def _tone(rng: np.random.Generator, hue: float) -> list[float]:
+    hue = hue + rng.uniform(-0.06, 0.06)
+    lightness, saturation = rng.uniform(0.35, 0.65), rng.uniform(0.4, 0.9)
+    return [255 * channel for channel in colorsys.hls_to_rgb(hue % 1, lightness, saturation)]
+
+
+def _colour(value: Sequence[int]) -> Colour:
+    red, green, blue = (int(channel) for channel in value)
+    if not all(0 <= channel <= 255 for channel in (red, green, blue)):
+        raise ValueError(f"{value} is no colour")
+    return red, green, blue
+
+
+def _by(size: tuple[int, ...]) -> str:
+    return f"{size[0]}x{size[1]}"
+
+
+def _few(values: Sequence[int]) -> str:
+    return ", ".join(map(str, values[:5])) + (", ..." if len(values) > 5 else "")

@@ -1,0 +1,245 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files of disparity: PFM, PNG and NPY, whichever way they say that a pixel is not known."""
+
+import io
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+from PIL import Image
+
+from quadtree_attention.errors import DataError, OptionError
+from quadtree_attention.tasks.files import write_whole
+
+Array: TypeAlias = np.ndarray[Any, Any]
+READ = (".pfm", ".png", ".npy", ".npz")
+WRITTEN = (".npy", ".pfm", ".png")
+KITTI_SCALE = 256.0  # of 16-bit PNG
+LARGEST = 65535 / KITTI_SCALE  # pixels that a 16-bit PNG holds
+
+
+@dataclass(frozen=True)
+class DisparityMap:
+    """Disparity of one view in pixels; a pixel at x is at x - values in the right view."""
+
+    values: Array  # (H, W) float32, 0 where not known
+    known: Array  # (H, W) bool
+
+
+def read_disparity(path: str | os.PathLike[str], scale: float | None = None) -> DisparityMap:
+    """Reads a file of disparity; infinite, NaN, zero and negative values are not known.
+
+    Disparities that are all negative are taken for positive ones: Scene Flow stores those of one
+    side that way.
+
+    Args:
+        path: .pfm of either byte order; .png with one channel; .npy, or .npz with the array
+            `disparity` or one array only.
+        scale: What stored values are divided by; None: 256 for a PNG of 16 bits, as in KITTI, and
+            1 for floating-point numbers. A PNG of 8 bits needs it.
+
+    Raises:
+        DataError: The file cannot be read, is damaged, or holds something else; names it.
+        OptionError: The scale is not positive.
+    """
+    path = Path(path)
+    if scale is not None and not 0 < scale < np.inf:
+        raise OptionError(f"the scale of disparities must be above 0, got {scale}; pass such")
+    suffix = path.suffix.lower()
+    if suffix not in _READERS:
+        raise DataError(
+            f"disparity is read from {', '.join(READ)}, got {path}; convert it to one of them"
+        )
+    values, own = _READERS[suffix](_bytes(path), path)
+    if scale is None and own is None:
+        raise DataError(
+            f"{path} is a PNG of 8 bits, whose values are disparities times a scale that it does "
+            "not tell; pass the scale, in a data set as disparity_scale in meta.json"
+        )
+    with np.errstate(over="ignore"):  # what float32 does not hold is infinite, and so not known
+        stored = values.astype(np.float32)
+    return _known(stored / np.float32(own if scale is None else scale))
+
+
+def write_disparity(
+    path: str | os.PathLike[str], values: Array, known: Array | None = None
+) -> None:
+    """Writes disparities, all or nothing, in the format that the suffix names.
+
+    What is not known is NaN in .npy, infinite in .pfm and 0 in .png. A PNG has 16 bits, the
+    disparity times 256; its smallest known value is 1 / 256, since 0 is taken.
+
+    Args:
+        path: Ends in .npy, .pfm or .png.
+        values: (H, W) pixels.
+        known: (H, W) bool; None: all that are finite.
+
+    Raises:
+        OptionError: The suffix is of no known format, the values do not fit into it, or the file
+            cannot be written; nothing is.
+    """
+    suffix = disparity_format(path)
+    values = np.asarray(values, np.float32)
+    if values.ndim != 2 or values.size == 0:
+        raise OptionError(
+            f"disparity must be (height, width) to be written, got {values.shape}; pass one image's"
+        )
+    known = np.ones(values.shape, bool) if known is None else np.asarray(known, bool)
+    if known.shape != values.shape:
+        raise OptionError(
+            f"known must be of the shape of the disparity, got {known.shape} and {values.shape}"
+        )
+    known = known & np.isfinite(values)
+    content = {".npy": _npy, ".pfm": _pfm, ".png": _png}[suffix](values, known)
+    write_whole(path, content)
+
+
+def disparity_format(path: str | os.PathLike[str]) -> str:
+    """The suffix that decides how disparity is written; else raises `OptionError`."""
+    suffix = Path(path).suffix.lower()
+    if suffix not in WRITTEN:
+        raise OptionError(
+            f"disparity is written as {', '.join(WRITTEN)}, got {str(path)!r}; name it so"
+        )
+    return suffix
+
+
+def _bytes(path: Path) -> bytes:
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror or error}; check the path") from error
+    if not content:
+        raise DataError(f"cannot read {path}: it is empty; get it again")
+    return content
+
+
+def _known(values: Array) -> DisparityMap:
+    there = np.isfinite(values) & (values != 0)
+    if there.any() and (values[there] < 0).all():
+        values = -values
+    known = there & (values > 0)
+    return DisparityMap(np.where(known, values, np.float32(0)), known)
+
+
+def _read_pfm(content: bytes, path: Path) -> tuple[Array, float]:
+    """Values, upper row first. The size of the scale in the header is of no use: few fill it in."""
+    kind, width, height, scale, pixels = _pfm_header(content, path)
+    if kind == b"PF":
+        raise DataError(f"{path} has three channels, disparity has one; convert it")
+    count = width * height
+    if len(pixels) < 4 * count:
+        raise DataError(
+            f"{path} ends too early: {width}x{height} pixels take {4 * count} bytes, got "
+            f"{len(pixels)}; get it again"
+        )
+    order = "<f4" if scale < 0 else ">f4"
+    values = np.frombuffer(pixels, order, count).reshape(height, width)
+    return values[::-1], 1.0
+
+
+def _pfm_header(content: bytes, path: Path) -> tuple[bytes, int, int, float, bytes]:
+    """Kind, width, height, scale, and the bytes after the one that ends the header."""
+    words: list[bytes] = []
+    place = 0
+    while len(words) < 4:
+        start = place
+        while start < len(content) and content[start : start + 1].isspace():
+            start += 1
+        place = start
+        while place < len(content) and not content[place : place + 1].isspace():
+            place += 1
+        words.append(content[start:place])
+        if place - start > 40 or place >= len(content):
+            break  # no header, however far one reads
+    try:
+        kind, width, height, scale = words[0], int(words[1]), int(words[2]), float(words[3])
+        if kind not in (b"Pf", b"PF") or min(width, height) < 1 or not np.isfinite(scale):
+            raise ValueError
+    except (ValueError, IndexError):
+        raise DataError(
+            f"cannot read {path}: it does not start as a PFM file, with Pf, width, height and "
+            "scale; get it again"
+        ) from None
+    return kind, width, height, scale, content[place + 1 :]
+
+
+def _read_png(content: bytes, path: Path) -> tuple[Array, float | None]:
+    try:
+        with Image.open(io.BytesIO(content)) as image:
+            image.load()
+            mode, values = image.mode, np.asarray(image)
+    except Exception as error:  # damaged files fail in every possible way
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise DataError(
+            f"cannot decode {path}: {reason}; the file is damaged, get it again"
+        ) from error
+    if mode.startswith("I"):
+        return values, KITTI_SCALE
+    if mode != "L":
+        raise DataError(
+            f"{path} must have one channel of 8 or 16 bits to be disparity, got mode {mode}; a "
+            "picture of disparity in colours cannot be read back"
+        )
+    return values, None
+
+
+def _read_npy(content: bytes, path: Path) -> tuple[Array, float]:
+    try:
+        loaded = np.load(io.BytesIO(content), allow_pickle=False)
+        if isinstance(loaded, np.ndarray):
+            values = loaded
+        else:
+            names = loaded.files
+            values = loaded["disparity" if "disparity" in names or len(names) != 1 else names[0]]
+    except Exception as error:  # damaged files fail in every possible way
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise DataError(
+            f"cannot read {path}: {reason}; it must hold one array, or one that is called "
+            "disparity, and no Python objects"
+        ) from error
+    if values.ndim == 3 and values.shape[0] == 1:
+        values = values[0]
+    if values.ndim != 2 or values.size == 0 or values.dtype.kind not in "fiu":
+        raise DataError(
+            f"disparity must be numbers of shape (height, width), got {values.dtype} of shape "
+            f"{values.shape} in {path}; write the file anew"
+        )
+    return values, 1.0
+
+
+def _npy(values: Array, known: Array) -> bytes:
+    file = io.BytesIO()
+    np.save(file, np.where(known, values, np.float32(np.nan)))
+    return file.getvalue()
+
+
+def _pfm(values: Array, known: Array) -> bytes:
+    height, width = values.shape
+    rows = np.where(known, values, np.float32(np.inf))[::-1].astype("<f4")
+    return f"Pf\n{width} {height}\n-1\n".encode() + rows.tobytes()
+
+
+def _png(values: Array, known: Array) -> bytes:
+    steps = np.where(known, values, 0).astype(np.float64) * KITTI_SCALE
+    if steps.max() > 65535.5 or steps.min() < 0:
+        raise OptionError(
+            f"a PNG of 16 bits holds disparities from 0 to {LARGEST:.2f} pixels, got "
+            f"{steps.min() / KITTI_SCALE:.2f} to {steps.max() / KITTI_SCALE:.2f}; write .pfm or "
+            ".npy instead"
+        )
+    steps = np.where(known, steps.round().clip(1, 65535), 0)
+    file = io.BytesIO()
+    Image.fromarray(steps.astype(np.uint16)).save(file, format="PNG")
+    return file.getvalue()
+
+
+_READERS: dict[str, Callable[[bytes, Path], tuple[Array, float | None]]] = {
+    ".pfm": _read_pfm,
+    ".png": _read_png,
+    ".npy": _read_npy,
+    ".npz": _read_npy,
+}

@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a stereo network learns from, as in STTR: the assignment, disparities, and occlusion."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from quadtree_attention.models.stereo import StereoOutput
+
+
+def stereo_losses(
+    output: StereoOutput,
+    batch: Mapping[str, Any],
+    at_cells: Callable[[Tensor], Tensor],
+    max_disparity: float | None = None,
+) -> dict[str, Tensor]:
+    """The four parts of the loss; each is a mean over what it is about.
+
+    Args:
+        output: Of the network, with the true disparity given to it.
+        batch: `disparity0`, `known0`, `visible0` and `occluded0` (B, H, W).
+        at_cells: From pixels to cells of the network's maps, `StereoNetwork.at_cells`.
+        max_disparity: Largest disparity that the network can find; larger ones are left out.
+
+    Returns:
+        assignment: How improbable the true partner is, and having none where there is none.
+        raw: Distance of disparities before refinement, where the other view shows the same.
+        disparity: Distance after it, of all that is known: what is hidden is to be filled in.
+        occlusion: Binary cross entropy of occlusion.
+    """
+    truth, known = batch["disparity0"], batch["known0"]
+    visible, occluded = batch["visible0"], batch["occluded0"]
+    within = visible & known if max_disparity is None else visible & (truth <= max_disparity)
+    seen, hidden = at_cells(within), at_cells(occluded)
+    judged = visible | occluded
+    crosses = F.binary_cross_entropy_with_logits(
+        output.occlusion_logits.float(), occluded.float(), reduction="none"
+    )
+    return {
+        "assignment": _mean(-output.log_true, seen) + _mean(-output.log_none, hidden),
+        "raw": _distance(output.raw_disparity, at_cells(truth), seen),
+        "disparity": _distance(output.disparity, truth, known),
+        "occlusion": _mean(crosses, judged),
+    }
+
+
+def _distance(disparity: Tensor, truth: Tensor, where: Tensor) -> Tensor:
+    """Quadratic below a pixel, linear above: single large errors do not rule."""
+    return _mean(F.smooth_l1_loss(disparity.float(), truth, reduction="none"), where)
+
+
+def _mean(values: Tensor, chosen: Tensor) -> Tensor:
+    """Mean of the chosen values; 0, with a gradient of 0, where there are none."""
+    return torch.where(chosen, values, 0).sum() / chosen.sum().clamp(min=1)

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How good disparities and occlusions are.
+
+Pure functions on tensors or arrays of any one shape; `where` says which pixels count. Without any
+such pixel a score is NaN. A prediction that is not a number is infinitely wrong.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+Array: TypeAlias = np.ndarray[Any, Any]
+Values: TypeAlias = Tensor | Array
+BAD = (1, 2, 3)  # pixels
+D1_PIXELS, D1_SHARE = 3.0, 0.05  # an outlier of KITTI exceeds both
+OCCLUDED = 0.5  # probability from which on a pixel is predicted as occluded
+
+
+def end_point_error(disparity: Values, truth: Values, where: Values) -> float:
+    """Mean error of disparity, in pixels."""
+    return _mean(_errors(disparity, truth), where)
+
+
+def bad_pixels(disparity: Values, truth: Values, where: Values, threshold: float) -> float:
+    """Pixels with an error above the threshold, in percent."""
+    return 100 * _mean(_errors(disparity, truth) > threshold, where)
+
+
+def d1(disparity: Values, truth: Values, where: Values) -> float:
+    """Outliers of KITTI in percent: errors above 3 pixels and above 5 % of the truth."""
+    error = _errors(disparity, truth)
+    outlier = (error > D1_PIXELS) & (error > D1_SHARE * torch.as_tensor(truth).abs())
+    return 100 * _mean(outlier, where)
+
+
+def occlusion_iou(
+    predicted: Values, occluded: Values, where: Values, *, both: bool = False
+) -> float:
+    """Pixels that are occluded and predicted so, over those that are either.
+
+    Args:
+        predicted: Probability of occlusion, or bool.
+        occluded: The truth, bool.
+        where: Pixels of which it is known.
+        both: Count visible pixels likewise and add both up before dividing, as STTR does; this is
+            much higher, since most pixels are visible.
+    """
+    where = torch.as_tensor(where)
+    found = (torch.as_tensor(predicted).float() > OCCLUDED)[where]
+    true = torch.as_tensor(occluded)[where]
+    shared, either = (found & true).sum().item(), (found | true).sum().item()
+    if both:
+        shared += (~found & ~true).sum().item()
+        either += (~found | ~true).sum().item()
+    return shared / either if either else float("nan")
+
+
+def scores(
+    disparity: Values,
+    truth: Values,
+    known: Values,
+    occluded: Values,
+    predicted_occlusion: Values | None = None,
+    *,
+    visible: Values | None = None,
+) -> dict[str, float]:
+    """All scores of one image; `_noc` is of pixels that are not occluded, `_all` of all known.
+
+    Args:
+        disparity: Predicted, in pixels.
+        truth: Likewise.
+        known: Where the truth is known, bool.
+        occluded: What is known to be hidden in the other view or outside of it, bool.
+        predicted_occlusion: Probability; None leaves the scores of occlusion out.
+        visible: What is known to be visible in both views; None: all that is known and not
+            occluded.
+
+    Returns:
+        `epe`, `bad1`, `bad2`, `bad3` and `d1`, each with `_noc` and `_all`; `occlusion_iou` and
+        `occlusion_iou_both`.
+    """
+    known, occluded = torch.as_tensor(known), torch.as_tensor(occluded)
+    seen = known & ~occluded if visible is None else torch.as_tensor(visible)
+    found: dict[str, float] = {}
+    for name, where in (("noc", seen & known), ("all", known)):
+        found[f"epe_{name}"] = end_point_error(disparity, truth, where)
+        for threshold in BAD:
+            found[f"bad{threshold}_{name}"] = bad_pixels(disparity, truth, where, threshold)
+        found[f"d1_{name}"] = d1(disparity, truth, where)
+    if predicted_occlusion is not None:
+        judged = seen | occluded
+        for name, both in (("occlusion_iou", False), ("occlusion_iou_both", True)):
+            found[name] = occlusion_iou(predicted_occlusion, occluded, judged, both=both)
+    return found
+
+
+def mean_scores(images: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Means over images, large or small; an image without a score (NaN) does not count in it."""
+    gathered: dict[str, list[float]] = {}
+    for image in images:
+        for name, value in image.items():
+            gathered.setdefault(name, []).append(value)
+    return {name: _mean_of_numbers(values) for name, values in gathered.items()}
+
+
+def _mean_of_numbers(values: list[float]) -> float:
+    there = [value for value in values if not np.isnan(value)]
+    return float(np.mean(there)) if there else float("nan")
+
+
+def _errors(disparity: Values, truth: Values) -> Tensor:
+    error = (torch.as_tensor(disparity).double() - torch.as_tensor(truth).double()).abs()
+    return error.where(~error.isnan(), torch.inf)
+
+
+def _mean(values: Tensor, where: Values) -> float:
+    chosen = values[torch.as_tensor(where, device=values.device)]
+    return chosen.double().mean().item() if chosen.numel() else float("nan")

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`quadtree evaluate segment`: what is printed and written, mistakes on one line."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("timm", reason="models need timm")
+typer_testing = pytest.importorskip("typer.testing", reason="the command needs typer")
+
+from quadtree_attention.cli.main import app  # noqa: E402
+from tests.tasks.segment.files import write_set, write_weights  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("only_reference")
+BASE = ("best.safetensors", "--data", "data", "--device", "cpu")
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory):
+    return write_weights(tmp_path_factory.mktemp("weights") / "best.safetensors")
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder_of_its_own(tmp_path, weights, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_set(Path("data"), count=2, splits=("val",))
+    for path in (weights, weights.with_suffix(".json")):
+        Path(path.name).symlink_to(path)
+
+
+def run(*options: str):
+    arguments = ["evaluate", "segment", *options]
+    return typer_testing.CliRunner().invoke(app, arguments, prog_name="quadtree")
+
+
+def refused(*options: str) -> str:
+    result = run(*options)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.startswith("quadtree: ") and result.stderr.count("\n") == 1
+    return result.stderr
+
+
+def test_text_then_the_same_scores_from_the_files():
+    first = run(*BASE, "--out", "out")
+    assert (first.exit_code, first.stderr) == (0, "")
+    rows = dict(line.split("  ", 1) for line in first.stdout.split("\n\n")[0].splitlines())
+    rows = {name.strip(): value.strip() for name, value in rows.items()}
+    assert rows["data"] == "data/val, images as large as they are"
+    assert rows["images"] == "2, 0 left out" and rows["label maps"] == "out"
+    assert "images/s" in rows["throughput"]
+    classes = first.stdout.split("\n\n")[1].splitlines()
+    assert classes[0] == "IoU by class"
+    assert {line.split()[-1] for line in classes[1:]} == {"sky", "road", "car"}
+
+    scores = json.loads(run("--predictions", "out", "--data", "data", "--json").stdout)
+    assert rows["mIoU"] == f"{scores['miou']:.2f} %"
+    listed = sorted(float(line.split()[0]) for line in classes[1:])
+    assert listed == pytest.approx(sorted(c["iou"] for c in scores["classes"]), abs=0.006)
+
+    again = run(*BASE, "--out", "out", "--json")
+    assert again.stderr == "quadtree: out holds 2 label maps already; --force makes them again\n"
+    assert json.loads(again.stdout) == scores
+    told = refused(*BASE, "--out", "out", "--window", "32")
+    assert "window and stride None there, [32, 21] now" in told
+    assert run(*BASE, "--out", "out", "--window", "32", "--force").exit_code == 0
+
+
+def test_bad_images_are_told():
+    Path("data/images/val/0.png").write_bytes(b"hello")
+    Path("data/labels/val/2.png").write_bytes(b"hello")
+    result = run(*BASE)
+    assert result.exit_code == 0
+    left_out, skipped, missing = result.stderr.splitlines()
+    assert left_out.startswith("quadtree: left out 1 files: data/labels/val/2.png: has no image")
+    assert skipped.startswith("quadtree: skipped: cannot decode data/images/val/0.png")
+    assert missing == "quadtree: left out 1 images with no label map: 0"
+    assert "1, 1 left out" in result.stdout and Path("label_maps/1.png").exists()
+    strict = run(*BASE, "--strict", "--out", "other")
+    assert strict.exit_code == 2 and "remove it, or leave out --strict" in strict.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ((), "evaluating needs the truth, got no --data"),
+        (("--data", "data"), "evaluating needs WEIGHTS, got none"),
+        (("--data", "nowhere", "best.safetensors"), "there is no folder nowhere"),
+        (
+            ("--data", "data", "--predictions", "nowhere"),
+            "there is no folder nowhere of label maps",
+        ),
+        ((*BASE, "--predictions", "out"), "got WEIGHTS, --device as well"),
+        ((*BASE, "--split", "test"), "there is no folder data/images/test"),
+    ],
+)
+def test_mistakes(options, message):
+    assert message in refused(*options)

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention along rows: against full attention, and what position and other rows do."""
+
+import pytest
+import torch
+
+from quadtree_attention.errors import OptionError
+from quadtree_attention.models.parts.row_attention import RowAttention, RowTransformer, turned
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def maps(*widths: int, dim: int = 16, height: int = 3) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    return [torch.randn(2, height, width, dim, dtype=torch.float64) for width in widths]
+
+
+@pytest.mark.parametrize("variant", ["quadtree_a", "quadtree_b"])
+@pytest.mark.parametrize("width", [1, 7, 24, 37])
+def test_all_kept_is_full_attention(variant, width):
+    """The finest message sees every cell if every cell is kept; A hands all its weight down."""
+    x, context = maps(width, width + 3)
+    full = RowAttention(16, 2, "full", dtype=torch.float64)
+    ours = RowAttention(16, 2, variant, num_levels=3, topk=1000, dtype=torch.float64)
+    ours.load_state_dict(full.state_dict(), strict=False)
+    if variant == "quadtree_b":  # the finest level alone
+        with torch.no_grad():
+            ours.level_logits.copy_(torch.tensor([-1e3, -1e3, 0.0]))
+        assert torch.allclose(ours(x, context), full(x, context), atol=1e-12)
+        assert torch.allclose(ours(x), full(x), atol=1e-12)
+    else:  # its levels multiply; with one level they are full attention
+        ours.num_levels = 1
+        assert torch.allclose(ours(x, context), full(x, context), atol=1e-12)
+
+
+@pytest.mark.parametrize("attention", ["full", "quadtree_a", "quadtree_b"])
+def test_rows_do_not_see_each_other(attention):
+    x, context = maps(20, 20)
+    module = RowAttention(16, 2, attention, num_levels=3, topk=2, dtype=torch.float64)
+    before = module(x, context)
+    context[:, 1] += 1
+    after = module(x, context)
+    changed = (before - after).abs().amax(dim=(0, 2, 3)) > 1e-9
+    assert changed.tolist() == [False, True, False]
+
+
+def test_position_is_relative():
+    q, k = (torch.randn(1, 40, 1, 16, dtype=torch.float64) for _ in range(2))
+    same_q, same_k = q[:, :1].expand_as(q), k[:, :1].expand_as(k)  # one token, everywhere
+    products = torch.einsum("rind,rjnd->ij", turned(same_q), turned(same_k))
+    assert torch.allclose(products[1:, 1:], products[:-1, :-1])
+    assert products[0].std() > 0.1  # and it does tell how far apart they are
+    assert torch.equal(turned(q)[..., 8:], q[..., 8:])
+
+
+def test_both_views_are_treated_alike():
+    (x,) = maps(24)
+    x = x.expand(-1, -1, -1, -1)
+    model = RowTransformer(
+        16, 2, 2, mlp_ratio=2.0, options={"num_levels": 3, "topk": 2}, dtype=torch.float64
+    )
+    swapped = torch.cat(x.chunk(2)[::-1])
+    assert torch.allclose(model(swapped), torch.cat(model(x).chunk(2)[::-1]))
+    model.grad_checkpointing = True
+    assert torch.allclose(model(x), model.eval()(x))
+
+
+@pytest.mark.parametrize("attention", ["full", "quadtree_a", "quadtree_b"])
+def test_gradients(attention):
+    x, context = maps(6, 6, dim=8, height=1)
+    module = RowAttention(8, 2, attention, num_levels=2, topk=2, dtype=torch.float64)
+    inputs = x[:1].requires_grad_(), context[:1].requires_grad_()
+    assert torch.autograd.gradcheck(module, inputs)
+
+
+def test_what_is_refused():
+    with pytest.raises(OptionError, match=r"multiple of 4 channels.*dim=12, num_heads=2"):
+        RowAttention(12, 2)
+    with pytest.raises(OptionError, match="attention must be full, quadtree_a, quadtree_b, got"):
+        RowAttention(16, 2, "linear")

@@ -1,0 +1,457 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The detectors: what they promise of padded batches, names, weights and training."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from quadtree_attention import CheckpointError, DTypeError, OptionError, ShapeError
+
+timm = pytest.importorskip("timm", reason="the backbones need timm (extra 'models')")
+pytest.importorskip("torchvision", reason="the detectors need torchvision (extra 'models')")
+
+from torchvision.models.detection.image_list import ImageList  # noqa: E402
+from torchvision.ops import box_iou  # noqa: E402
+
+from quadtree_attention.models.detection import (  # noqa: E402
+    MaskRCNNDetector,
+    RetinaNetDetector,
+    detector,
+    known_detectors,
+)
+from quadtree_attention.models.parts.padded_detection import PyramidAnchors  # noqa: E402
+from quadtree_attention.models.weights import known_models, save_weights  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("only_reference", "one_thread")
+
+KINDS = ["retinanet", "mask_rcnn"]
+SIZES = [(70, 45), (33, 91), (8, 50)]
+SMALL = {"min_size": 48, "max_size": 96, "channels": 16, "score_thresh": 0.0}
+
+
+def tiny(kind: str, *, gain: float = 1.5, **options) -> RetinaNetDetector | MaskRCNNDetector:
+    """A detector whose random weights tell cells, boxes and classes apart."""
+    options = SMALL | options
+    if kind == "mask_rcnn":
+        options = {"proposals": 100, "rois_per_image": 32, "detections_per_img": 30} | options
+    model = detector(f"{kind}_test_quadtree", 3, **options)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if not name.startswith("backbone.body."):
+                fan_in = parameter[0].numel()
+                parameter.normal_(std=gain / fan_in**0.5 if parameter.ndim > 1 else 0.2 * gain)
+    return model.eval()
+
+
+def images(dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    return [torch.rand(3, *size, dtype=dtype) for size in SIZES]
+
+
+def targets() -> list[dict[str, Tensor]]:
+    """Two objects, one object, none."""
+    found = []
+    for (height, width), labels in zip(SIZES, ([1, 3], [2], []), strict=True):
+        boxes = [[4.0, 5, 30, 31], [11, 2, 40, 28]][: len(labels)]
+        masks = torch.zeros(len(labels), height, width, dtype=torch.uint8)
+        masks[:, 6:25, 12:26] = 1
+        found.append(
+            {
+                "boxes": torch.tensor(boxes, dtype=torch.float32).reshape(-1, 4),
+                "labels": torch.tensor(labels, dtype=torch.int64),
+                "masks": masks,
+            }
+        )
+    return found
+
+
+def check_same(got: dict[str, Tensor], wanted: dict[str, Tensor], box: float, score: float) -> None:
+    assert got.keys() == wanted.keys() and len(wanted["boxes"]) > 20
+    assert torch.equal(got["labels"], wanted["labels"])
+    torch.testing.assert_close(got["boxes"], wanted["boxes"], rtol=0, atol=box)
+    for name in wanted.keys() - {"boxes", "labels"}:
+        torch.testing.assert_close(got[name], wanted[name], rtol=0, atol=score)
+
+
+# ---- padding
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("attention", ["quadtree", "spatial_reduction", "window"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_image_gives_the_same_alone_and_in_a_batch(kind, attention):
+    model = tiny(kind, attention=attention).double()
+    batch = images()
+    together = model(batch)
+    for image, found in zip(batch, together, strict=True):
+        (alone,) = model([image])
+        check_same(found, alone, box=1e-9, score=1e-10)
+        assert len(alone["scores"].unique()) > 20 and set(alone["labels"].tolist()) == {1, 2, 3}
+        # masks are pasted with corners rounded to pixels
+        assert ("masks" in alone) == (kind == "mask_rcnn")
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_same_in_float32(kind):
+    model = tiny(kind, gain=0.7)  # more would magnify rounding errors
+    batch = images(torch.float32)
+    for image, found in zip(batch, model(batch), strict=True):
+        check_same(found, model([image])[0], box=1e-4, score=1e-5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_size_of_the_canvas_does_not_matter(kind):
+    model = tiny(kind).double()
+    batch = images()
+    expected = model(batch)
+    model.transform.size_divisible = 64
+    for found, wanted in zip(model(batch), expected, strict=True):
+        check_same(found, wanted, box=1e-9, score=1e-10)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_of_the_padding_is_seen(kind):
+    model = tiny(kind).double()
+    batch, _ = model.transform(images())
+    filled = batch.tensors.clone()
+    for canvas, (height, width) in zip(filled, batch.image_sizes, strict=True):
+        canvas[:, height:] = torch.nan
+        canvas[:, :, width:] = torch.inf
+    expected = model.backbone(batch)
+    found = model.backbone(ImageList(filled, batch.image_sizes))
+    unmasked = model.backbone(batch.tensors)
+    assert [torch.equal(found[name], expected[name]) for name in expected] == [True] * 5
+    assert all((unmasked[name] - expected[name]).abs().max() > 1e-3 for name in expected)
+
+
+@pytest.mark.parametrize("attention", ["quadtree", "focal"])
+def test_padding_is_part_of_no_loss(attention):
+    """The loss of a batch is the mean of those of its images."""
+    model = tiny("retinanet", attention=attention).double().train()
+    batch, truth = images(), targets()
+    together = model(batch, truth)
+    alone = [model([image], [target]) for image, target in zip(batch, truth, strict=True)]
+    for name, loss in together.items():
+        mean = torch.stack([losses[name] for losses in alone]).mean()
+        assert mean > 0.1
+        torch.testing.assert_close(loss, mean, rtol=1e-9, atol=0)
+
+
+def test_anchors_of_the_padding_are_not_proposed_or_learnt_from():
+    """With samples for all anchors there is no chance in the losses: they are means over them."""
+    model = tiny("mask_rcnn").double().train()
+    model.rpn.fg_bg_sampler.batch_size_per_image = 100_000
+    model.rpn.fg_bg_sampler.positive_fraction = 1.0
+    batch, truth = images()[:2], targets()[:2]
+
+    def proposed(chosen: slice) -> tuple[list[Tensor], dict[str, Tensor], int]:
+        """Boxes, losses, and on how many anchors; every one of the canvas."""
+        resized, wanted = model.transform(batch[chosen], truth[chosen])
+        maps = model.backbone(resized)
+        boxes, losses = model.rpn(resized, maps, wanted)
+        anchors = model.rpn.anchor_generator(resized, list(maps.values()))
+        labels, _ = model.rpn.assign_targets_to_anchors(anchors, wanted)
+        return boxes, losses, int((torch.cat(labels) >= 0).sum())
+
+    boxes, losses, on_the_canvas = proposed(slice(2))
+    (boxes0, losses0, count0), (boxes1, losses1, count1) = (
+        proposed(slice(i, i + 1)) for i in range(2)
+    )
+    for got, alone in zip(boxes, [*boxes0, *boxes1], strict=True):
+        torch.testing.assert_close(got, alone, rtol=0, atol=1e-9)
+    assert count0 + count1 < on_the_canvas
+    for name, loss in losses.items():
+        mean = (losses0[name] * count0 + losses1[name] * count1) / (count0 + count1)
+        torch.testing.assert_close(loss, mean, rtol=1e-6, atol=0)  # labels are in float32
+
+
+# ---- training
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_parameter_learns(kind, checkpointing):
+    model = tiny(kind, drop_path_rate=0.1, grad_checkpointing=checkpointing).train()
+    assert model.backbone.body.stages[0].grad_checkpointing is checkpointing
+    losses = model(images(torch.float32), targets())
+    assert len(losses) == {"retinanet": 2, "mask_rcnn": 5}[kind]
+    assert all(loss.isfinite() and loss > 0 for loss in losses.values())
+    sum(losses.values()).backward()
+    without = {
+        name
+        for name, parameter in model.named_parameters()
+        if parameter.grad is None or not parameter.grad.any() or not parameter.grad.isfinite().all()
+    }
+    assert without == {"backbone.body.stages.3.blocks.0.attn.level_logits"}  # only one level
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bfloat16(kind):
+    model = tiny(kind)
+    batch = images(torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        with torch.no_grad():
+            found = model(batch)
+        losses = model.train()(batch, targets())
+    with torch.no_grad():  # also as a whole
+        found += tiny(kind).bfloat16()([image.bfloat16() for image in batch])
+    for one in found:
+        assert {x.dtype for name, x in one.items() if name != "labels"} == {torch.float32}
+        assert all(x.isfinite().all() for x in one.values())
+    assert len(found[0]["boxes"].frac().unique()) > 30  # not what half precision leaves of pixels
+    sum(losses.values()).backward()
+    assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
+
+
+@pytest.mark.parametrize("label", [1, 3])
+def test_labels_count_from_1(label):
+    """A head that knows one class: it is found under that label, and learnt from it."""
+    model = tiny("retinanet")
+    head = model.head.classification_head
+    with torch.no_grad():
+        head.cls_logits.weight.zero_()
+        head.cls_logits.bias.unflatten(0, (-1, 3)).fill_(-8.0)[:, label - 1] = 0.0
+        found = model(images(torch.float32))
+    assert all(set(one["labels"].tolist()) == {label} for one in found)
+    image, target = images(torch.float32)[0], targets()[1]
+    losses = [
+        model.train()([image], [target | {"labels": torch.tensor([wanted])}])["classification"]
+        for wanted in (1, 2, 3)
+    ]
+    assert losses.index(min(losses)) == label - 1
+    with torch.no_grad():
+        mask_rcnn = tiny("mask_rcnn", score_thresh=0.5)
+        predictor = mask_rcnn.roi_heads.box_predictor.cls_score
+        predictor.weight.zero_()
+        predictor.bias.fill_(-8.0)[label] = 0.0
+        assert all(set(one["labels"].tolist()) == {label} for one in mask_rcnn([image]))
+        predictor.bias[0] = 8.0  # background
+        (nothing,) = mask_rcnn([image])
+    assert nothing["boxes"].shape == (0, 4) and nothing["masks"].shape == (0, 1, 70, 45)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "steps"), [("retinanet", 150), ("mask_rcnn", 60)])
+def test_learns_where_things_are_and_what(kind, steps):
+    """Two images of different size with a bright and a dark square."""
+    torch.manual_seed(1)
+    batch, truth = [], []
+    for (height, width), corners in (
+        ((64, 48), [(8, 4), (36, 20)]),
+        ((40, 72), [(12, 40), (8, 8)]),
+    ):
+        image = torch.full((3, height, width), 0.5) + 0.02 * torch.randn(3, height, width)
+        masks = torch.zeros(2, height, width, dtype=torch.uint8)
+        for i, (y, x) in enumerate(corners):
+            image[:, y : y + 20, x : x + 24] = float(i)
+            masks[i, y : y + 20, x : x + 24] = 1
+        boxes = torch.tensor([[x, y, x + 24.0, y + 20.0] for y, x in corners])
+        batch.append(image)
+        truth.append({"boxes": boxes, "labels": torch.tensor([3, 1]), "masks": masks})
+    options = {"min_size": 32, "max_size": 64, "channels": 32, "anchor_scale": 2.0}
+    if kind == "mask_rcnn":
+        options |= {"proposals": 50, "rois_per_image": 32, "anchor_scale": 4.0}
+    model = detector(f"{kind}_test_quadtree", 3, **options).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, total_steps=steps)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        sum(model(batch, truth).values()).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+    with torch.no_grad():
+        found = model.eval()(batch)
+    for one, wanted in zip(found, truth, strict=True):
+        order = one["labels"][:2].sort(descending=True).indices  # of the two best
+        assert one["labels"][order].tolist() == [3, 1] and one["scores"][1] > 0.2
+        assert (box_iou(one["boxes"][order], wanted["boxes"]).diag() > 0.7).all()
+        if kind == "mask_rcnn":
+            masks, true = one["masks"][order, 0] > 0.5, wanted["masks"] > 0
+            assert ((masks & true).sum((1, 2)) / (masks | true).sum((1, 2)) > 0.7).all()
+
+
+# ---- how they are built
+
+
+def test_names():
+    names = known_detectors()
+    assert names == [f"{kind}_{name}" for kind in KINDS for name in known_models()]
+    assert "retinanet_quadtree_b_b0" in names and "mask_rcnn_swin_tiny_quadtree_b" in names
+    with pytest.raises(OptionError, match=r"got 'retinanet_quadtree_b0'; did you mean .*_b_b0"):
+        detector("retinanet_quadtree_b0", 3)
+
+
+@pytest.mark.parametrize(
+    ("name", "params"),
+    [
+        # 3,332,468 of the backbone; PVTv2-b0 has 13.0 M in RetinaNet, with other keys and values
+        ("retinanet_quadtree_b_b0", 12_869_736),
+        ("mask_rcnn_quadtree_b_b0", 23_373_161),
+    ],
+)
+def test_parameters_of_the_published_detectors(name, params):
+    model = detector(name, 80)
+    assert sum(p.numel() for p in model.parameters()) == params
+    assert sum(p.numel() for p in model.backbone.body.parameters()) == 3_332_468
+    blocks = [block for stage in model.backbone.body.stages for block in stage.blocks]
+    assert {k for block in blocks for k in block.attn.topk} == {32}
+    assert blocks[0].attn.value_branches[0].activation == "relu"
+
+
+def test_maps_and_anchors():
+    x = torch.randn(1, 3, 100, 140)
+    retina, mask = tiny("retinanet"), tiny("mask_rcnn")
+    assert retina.backbone.strides == [8, 16, 32, 64, 128]
+    assert mask.backbone.strides == [4, 8, 16, 32, 64]
+    for model in (retina, mask):
+        maps = model.backbone(x)
+        for level, stride in zip(maps.values(), model.backbone.strides, strict=True):
+            assert level.shape == (1, 16, -(-100 // stride), -(-140 // stride))
+    levels = retina.anchor_generator.by_level(list(retina.backbone(x).values()))
+    assert [level.shape[1:] for level in levels[:2]] == [(13, 18, 9, 4), (7, 9, 9, 4)]
+    sides = levels[0][0, 2, 3]  # around the pixel (24, 16)
+    side = 32 * 2 ** (1 / 3)
+    torch.testing.assert_close(sides[3], torch.tensor([8.0, 0.0, 40.0, 32.0]))
+    half = torch.tensor([-side / 2**0.5, -side * 2**0.5, side / 2**0.5, side * 2**0.5]) / 2
+    torch.testing.assert_close(sides[7], torch.tensor([24.0, 16, 24, 16]) + half)
+    (coarse, *_) = mask.rpn.anchor_generator.by_level([x[:, :, :2, :2]] * 5)
+    torch.testing.assert_close(coarse[0, 1, 0, 1], torch.tensor([-16.0, -12, 16, 20]))
+
+
+def test_anchors_are_not_rounded_to_the_dtype_of_maps():
+    maps = [torch.zeros(1, 1, 2, 300, dtype=torch.bfloat16)]
+    (level,) = PyramidAnchors([4], [1.0], [1.0]).by_level(maps)
+    assert level.dtype == torch.float32
+    torch.testing.assert_close(level[0, 1, 299, 0], torch.tensor([1194.0, 2, 1198, 6]))
+
+
+def test_extra_maps_come_from_the_last_map_of_the_backbone():
+    """Also where the pyramid has as many channels: torchvision would take its own."""
+    model = tiny("retinanet", channels=32)
+    x = torch.randn(1, 3, 100, 140)
+    last = model.backbone.body.forward_features(x)
+    p6 = model.backbone.fpn.extra_blocks.p6(last)
+    assert last.shape[1] == 32 and torch.equal(model.backbone(x)["p6"], p6)
+
+
+def test_options_reach_detector_and_backbone():
+    model = detector(
+        "retinanet_test_quadtree",
+        3,
+        channels=16,
+        min_size=(40, 48),
+        max_size=64,
+        image_mean=(0.1, 0.2, 0.3),
+        topk=2,
+        value_act="gelu",
+        backend="reference",
+        lepe=False,
+    )
+    attn = model.backbone.body.stages[0].blocks[0].attn
+    assert (attn.topk, attn.backend, len(attn.lepe)) == ((2, 2, 2), "reference", 0)
+    assert attn.value_branches[0].activation == "gelu"
+    assert model.transform.image_mean == [0.1, 0.2, 0.3] and model.transform.max_size == 64
+    assert tuple(model.transform.min_size) == (40, 48)
+    plain = tiny("mask_rcnn", variant="A")  # has no learned value pyramid, and K 32 all the same
+    assert plain.backbone.body.stages[0].blocks[0].attn.topk == (32, 32, 32)
+    windows = tiny("retinanet", attention="window", attention_options={"window_size": 5})
+    assert windows.backbone.body.stages[0].blocks[0].attn.window_size == 5
+    names = model.no_weight_decay()
+    assert len(names) == 5 and names < dict(model.named_parameters()).keys()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"topq": 3}, "cannot be built with .*topq"),
+        ({"num_classes": 0}, "num_classes must be an integer of at least 1, got 0"),
+        ({"min_size": ()}, "min_size must be one size or several, got none"),
+        ({"min_size": (64, 0)}, "min_size must be an integer of at least 1, got 0"),
+        ({"anchor_scale": 0}, r"above 0, got 0 and \(0\.5, 1\.0, 2\.0\)"),
+        ({"global_pool": "avg"}, "without its classifier of images, got global_pool"),
+        ({"attention": "window", "topk": 3}, "no use for options of quadtree attention, got topk"),
+    ],
+)
+def test_options_that_are_refused(options, message):
+    options = {"num_classes": 3} | options
+    with pytest.raises(OptionError, match=message):
+        detector("retinanet_test_quadtree", **options)
+
+
+# ---- weights of a backbone
+
+
+def test_backbone_weights_of_a_classifier(tmp_path):
+    classifier = timm.create_model("test_quadtree", num_classes=7)
+    path = tmp_path / "best.safetensors"
+    card = {"model": "test_quadtree", "kwargs": {"num_classes": 7}}
+    save_weights(path, classifier.state_dict(), card)
+    model = detector("mask_rcnn_test_quadtree", 3, channels=16, backbone_weights=path)
+    for name, parameter in model.backbone.body.named_parameters():
+        assert torch.equal(parameter, classifier.get_parameter(name)), name
+    with pytest.raises(CheckpointError, match=r"best\.safetensors holds no weights of this .* mis"):
+        detector("retinanet_quadtree_b_b0", 3, backbone_weights=path)
+    with pytest.raises(CheckpointError, match=r"no weights of this .*stages\.0\.blocks\.0\.attn"):
+        detector("retinanet_test_quadtree", 3, attention="window", backbone_weights=path)
+    with pytest.raises(CheckpointError, match="there is no file"):
+        detector("retinanet_test_quadtree", 3, backbone_weights=tmp_path / "none.safetensors")
+
+
+def test_backbone_weights_that_are_refused(tmp_path):
+    official = {"backbone.patch_embed1.proj.weight": torch.zeros(1)}
+    torch.save({"state_dict": official}, tmp_path / "official.pth")
+    with pytest.raises(CheckpointError, match=r"an official checkpoint, .* quadtree convert "):
+        detector("retinanet_test_quadtree", 3, backbone_weights=tmp_path / "official.pth")
+    state = timm.create_model("test_quadtree", num_classes=0).state_dict()
+    state["stages.0.norm.bias"] = torch.full((8,), torch.nan)
+    torch.save(state, tmp_path / "nan.pth")
+    with pytest.raises(CheckpointError, match=r"not finite, in stages\.0\.norm\.bias"):
+        detector("retinanet_test_quadtree", 3, backbone_weights=tmp_path / "nan.pth")
+
+
+# ---- bad input
+
+
+def test_images_that_are_refused():
+    model = tiny("retinanet")
+    with pytest.raises(ShapeError, match=r"list of \(3, y, x\), .* got a tensor \(1, 3, 4, 5\)"):
+        model(torch.rand(1, 3, 4, 5))
+    with pytest.raises(ShapeError, match="one or more, got nothing"):
+        model([])
+    with pytest.raises(ShapeError, match=r"images\[1\]\.shape=\(1, 4, 5\)"):
+        model([torch.rand(3, 4, 5), torch.rand(1, 4, 5)])
+    with pytest.raises(DTypeError, match=r"images\[0\]\.dtype=torch\.uint8; divide bytes by 255"):
+        model([torch.zeros(3, 4, 5, dtype=torch.uint8)])
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "message"),
+    [
+        ({"labels": torch.tensor([0, 1])}, OptionError, r"from 1 to num_classes=3, 0 is .* got 0 "),
+        ({"labels": torch.tensor([4, 1])}, OptionError, r"got 4 in targets\[0\]; count"),
+        ({"labels": torch.tensor([1])}, ShapeError, r"labels must be \(2,\) here, got targets\[0"),
+        ({"labels": torch.tensor([1.0, 1.0])}, DTypeError, "int64, got .* torch.float32; convert"),
+        ({"boxes": torch.tensor([[4.0, 5, 4, 9]] * 2)}, OptionError, r"got \[4\.0, 5\.0, 4\.0, 9"),
+        ({"boxes": torch.zeros(2, 5)}, ShapeError, r"boxes must be \(2, 4\) here"),
+        ({"masks": torch.zeros(2, 7, 7)}, ShapeError, r"masks must be \(2, 70, 45\) here, got tar"),
+    ],
+)
+def test_targets_that_are_refused(change, kind, message):
+    model = tiny("mask_rcnn").train()
+    with pytest.raises(kind, match=message):
+        model(images(torch.float32)[:1], [targets()[0] | change])
+
+
+def test_targets_that_are_missing():
+    model = tiny("mask_rcnn").train()
+    batch, truth = images(torch.float32), targets()
+    with pytest.raises(ShapeError, match="one target for each of the 3 images, got none; pass"):
+        model(batch)
+    with pytest.raises(ShapeError, match="each of the 3 images, got 2"):
+        model(batch, truth[:2])
+    del truth[1]["masks"]
+    with pytest.raises(ShapeError, match=r"boxes, labels, masks, got targets\[1\] without masks"):
+        model(batch, truth)

@@ -1,0 +1,280 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Semantic FPN: names, sizes of images, what the official one computes, windows that slide."""
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+pytest.importorskip("timm", reason="the backbones need timm (extra 'models')")
+pytest.importorskip("torchvision", reason="the feature pyramid needs torchvision (extra 'models')")
+
+from quadtree_attention.errors import CheckpointError, OptionError, ShapeError
+from quadtree_attention.models.segmentation import (
+    SemanticFPN,
+    known_segmenters,
+    segmenter,
+    sliding_window,
+)
+from quadtree_attention.models.weights import build_model, known_models, save_weights
+from quadtree_attention.nn import QuadtreeAttention
+from quadtree_attention.nn.baselines import WindowAttention
+
+pytestmark = pytest.mark.usefixtures("only_reference")
+SMALL = {"channels": 16, "head_channels": 8}
+# Million parameters: PVT's table for its own attention, and what ours come to
+PARAMETERS = {
+    ("b0", "spatial_reduction"): 7.6,
+    ("b2", "spatial_reduction"): 29.1,
+    ("b0", "quadtree"): 7.5,
+    ("b2", "quadtree"): 28.8,
+}
+
+
+def tiny(num_classes=5, **options):
+    return segmenter("semfpn_test_quadtree", num_classes, **{**SMALL, **options})
+
+
+def attentions(model):
+    return [block.attn for stage in model.backbone.stages for block in stage.blocks]
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(0)
+    found = tiny().eval()
+    for module in found.modules():  # as after training: statistics that do something
+        if isinstance(module, nn.BatchNorm2d):
+            module.running_mean.uniform_(-0.5, 0.5)
+            module.running_var.uniform_(0.5, 2)
+    nn.init.normal_(found.classifier.weight)
+    return found
+
+
+# ---- what can be built
+
+
+def test_every_backbone_has_a_segmenter():
+    assert known_segmenters() == [f"semfpn_{name}" for name in known_models()]
+
+
+@pytest.mark.parametrize(("size", "attention"), PARAMETERS)
+def test_parameters(size, attention):
+    with torch.device("meta"):
+        model = segmenter(f"semfpn_quadtree_b_{size}", 150, attention=attention)
+    count = sum(p.numel() for p in model.parameters()) / 1e6
+    assert count == pytest.approx(PARAMETERS[size, attention], abs=0.06)
+
+
+def test_official_options_are_the_default():
+    for attention in attentions(tiny())[:-1]:
+        assert set(attention.topk) == {32}
+        assert all(isinstance(branch.act, nn.ReLU) for branch in attention.value_branches)
+    other = attentions(tiny(topk=4, value_act="gelu"))[0]
+    assert set(other.topk) == {4} and isinstance(other.value_branches[0].act, nn.GELU)
+
+
+def test_other_attentions():
+    with torch.device("meta"):
+        plain = segmenter("semfpn_quadtree_a_b0", 3)
+    assert all(type(a) is QuadtreeAttention and a.variant == "A" for a in attentions(plain))
+    windows = tiny(attention="window", attention_options={"window_size": 4}, lepe=True)
+    assert all(type(attention) is WindowAttention for attention in attentions(windows))
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("semfpn_test_quadtre", {}, "did you mean semfpn_test_quadtree"),
+        ("test_quadtree", {}, "the segmenter must be one of"),
+        ("semfpn_test_quadtree", {"wings": 2}, "cannot be built with"),
+        ("semfpn_test_quadtree", {"global_pool": "avg"}, "without its classifier of images"),
+        ("semfpn_test_quadtree", {"norm": "layer"}, "norm must be one of batch, group"),
+        ("semfpn_test_quadtree", {"norm": "group", "head_channels": 8}, "a multiple of 32"),
+        ("semfpn_test_quadtree", {"dropout": 1.0}, "dropout must be from 0"),
+        ("semfpn_test_quadtree", {"channels": 0}, "channels must be at least 1, got 0"),
+    ],
+)
+def test_what_cannot_be_built(name, options, message):
+    with pytest.raises(OptionError, match=message):
+        segmenter(name, 3, **options)
+
+
+def test_no_classes():
+    with pytest.raises(OptionError, match="num_classes must be at least 1, got 0"):
+        tiny(0)
+
+
+# ---- what it computes
+
+
+@pytest.mark.parametrize("size", [(70, 45), (33, 31), (64, 96), (1, 1), (5, 130)])
+def test_output_has_the_size_of_the_image(model, size):
+    with torch.no_grad():
+        assert model(torch.randn(1, 3, *size)).shape == (1, 5, *size)
+
+
+@pytest.mark.parametrize("shape", [(3, 64, 96), (1, 3, 0, 96), (1, 1, 3, 8, 8)])
+def test_what_is_no_image(model, shape):
+    with pytest.raises(ShapeError, match=r"images must be \(batch, channels, y, x\)"):
+        model(torch.zeros(shape))
+
+
+def test_is_the_head_of_panoptic_fpn(model):
+    """Against the formula, for a size that divides: maps twice as large after each convolution."""
+    x = torch.randn(2, 3, 64, 96)
+    with torch.no_grad():
+        maps = model.backbone.forward_intermediates(x, intermediates_only=True)
+        inner = [model.pyramid.inner_blocks[i](level) for i, level in enumerate(maps)]
+        for i in (2, 1, 0):
+            inner[i] = inner[i] + inner[i + 1].repeat_interleave(2, 2).repeat_interleave(2, 3)
+        total = 0
+        for i, level in enumerate(inner):
+            y = model.pyramid.layer_blocks[i](level)
+            for conv, norm, _ in model.levels[i]:
+                scale = norm.weight / (norm.running_var + norm.eps).sqrt()
+                y = F.conv2d(y, conv.weight, padding=1)
+                y = (y - norm.running_mean[:, None, None]) * scale[:, None, None]
+                y = (y + norm.bias[:, None, None]).relu()
+                if i:
+                    size = [2 * side for side in y.shape[2:]]
+                    y = F.interpolate(y, size, mode="bilinear", align_corners=False)
+            total = total + y
+        logits = F.conv2d(total, model.classifier.weight, model.classifier.bias)
+        expected = F.interpolate(logits, (64, 96), mode="bilinear", align_corners=False)
+        torch.testing.assert_close(model(x), expected)
+
+
+class SameMaps(nn.Module):
+    """A backbone that sees the same in every image."""
+
+    def __init__(self):
+        super().__init__()
+        dims = enumerate((8, 16, 24, 32))
+        self.maps = [torch.randn(1, dim, 16 >> i, 24 >> i) for i, dim in dims]
+        self.feature_info = [
+            {"num_chs": level.shape[1], "reduction": 4 << i} for i, level in enumerate(self.maps)
+        ]
+
+    def forward_intermediates(self, x, *, intermediates_only):
+        return self.maps
+
+
+def test_maps_of_odd_sizes_are_cut_and_not_stretched():
+    """A cell lies over the same pixels in an image of 61 x 93 as in one of 64 x 96, whose maps have
+    as many cells: the logits of the first are the corner of those of the second.
+    """
+    model = SemanticFPN(SameMaps(), 5, **SMALL).eval()
+    with torch.no_grad():
+        whole = model(torch.zeros(1, 3, 64, 96))
+        assert torch.equal(model(torch.zeros(1, 3, 61, 93)), whole[..., :61, :93])
+    assert whole.std() > 0
+
+
+@pytest.mark.parametrize("norm", ["batch", "group"])
+def test_every_parameter_learns(norm):
+    model = tiny(norm=norm, head_channels=32)
+    model(torch.randn(2, 3, 72, 40)).square().mean().backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None and parameter.grad.isfinite().all(), name
+    assert model.backbone.patch_embed.proj.weight.grad.any()
+
+
+def test_checkpointing_changes_nothing():
+    model = tiny(dropout=0.0).eval()
+    x = torch.randn(1, 3, 40, 72)
+    model(x).square().mean().backward()
+    expected = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    model.set_grad_checkpointing()
+    model(x).square().mean().backward()
+    for parameter, gradient in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient)
+
+
+def test_level_weights_do_not_decay():
+    names = dict(tiny().named_parameters())
+    skipped = tiny().no_weight_decay()
+    assert skipped == {name for name in names if name.endswith("level_logits")} and skipped
+
+
+# ---- weights of a backbone
+
+
+def test_backbone_starts_from_the_weights_of_a_classifier(tmp_path):
+    classifier = build_model("test_quadtree", num_classes=7)
+    card = {"model": "test_quadtree", "kwargs": {"num_classes": 7}}
+    save_weights(tmp_path / "best.safetensors", classifier.state_dict(), card)
+    model = tiny(backbone_weights=tmp_path / "best.safetensors")
+    expected = {k: v for k, v in classifier.state_dict().items() if not k.startswith("head.")}
+    found = model.backbone.state_dict()
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    with pytest.raises(CheckpointError, match=r"best\.safetensors.* missing: .*relative"):
+        tiny(backbone_weights=tmp_path / "best.safetensors", attention="window")
+
+
+# ---- windows that slide
+
+
+class Pixelwise(nn.Module):
+    """Three classes that depend on nothing but their pixel."""
+
+    def forward(self, x):
+        return torch.stack([x[:, 0], x[:, 1] * 2, x[:, 2] - x[:, 0]], dim=1)
+
+
+class Spread(nn.Module):
+    """Logits that depend on the window: the mean of it, and a count of calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return x[:, :2] + x.mean(dim=(1, 2, 3), keepdim=True)
+
+
+def test_a_window_that_covers_the_image_is_the_model(model):
+    x = torch.randn(1, 3, 37, 52)
+    with torch.no_grad():
+        expected = model(x)
+        assert torch.equal(sliding_window(model, x, window=64), expected)
+        assert torch.equal(sliding_window(model, x, window=(37, 52), stride=(1, 1)), expected)
+        assert not torch.allclose(sliding_window(model, x, window=32), expected)
+
+
+@pytest.mark.parametrize(("window", "stride"), [(16, None), (16, 16), ((7, 50), (3, 50)), (1, 1)])
+def test_windows_cover_every_pixel(window, stride):
+    x = torch.randn(2, 3, 37, 52)
+    found = sliding_window(Pixelwise(), x, window=window, stride=stride)
+    torch.testing.assert_close(found, Pixelwise()(x))
+
+
+def test_windows_are_averaged_where_they_overlap():
+    x, model = torch.randn(1, 3, 10, 14), Spread()
+    found = sliding_window(model, x, window=(8, 6), stride=(5, 4))
+    total, count = torch.zeros(1, 2, 10, 14), torch.zeros(10, 14)
+    for top, left in itertools.product((0, 2), (0, 4, 8)):  # the last ones end with the image
+        part = x[:, :, top : top + 8, left : left + 6]
+        total[:, :, top : top + 8, left : left + 6] += part[:, :2] + part.mean()
+        count[top : top + 8, left : left + 6] += 1
+    assert model.calls == 6
+    torch.testing.assert_close(found, total / count)
+
+
+@pytest.mark.parametrize(
+    ("window", "stride", "message"),
+    [
+        (0, None, "window must be pixels"),
+        (8, 0, "stride must be pixels"),
+        (8, 9, "windows must touch"),
+        ((8, 16), (9, 9), "windows must touch"),
+    ],
+)
+def test_windows_that_do_not_do(window, stride, message):
+    with pytest.raises(OptionError, match=message):
+        sliding_window(Pixelwise(), torch.zeros(1, 3, 20, 20), window=window, stride=stride)

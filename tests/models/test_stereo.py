@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The stereo network as a whole."""
+
+import pytest
+import torch
+
+from quadtree_attention.errors import DTypeError, OptionError, ShapeError
+from quadtree_attention.models.stereo import resampled, stereo_names, stereo_network
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+TINY = {
+    "dims": (8, 8, 8, 8),
+    "dim": 16,
+    "num_heads": 2,
+    "num_layers": 1,
+    "refine_dim": 8,
+}
+
+
+def tiny(**options):
+    torch.manual_seed(0)
+    return stereo_network("quadtree_small", **{**TINY, **options}).eval()
+
+
+def pair(height: int, width: int, count: int = 1, dtype=torch.float32) -> dict[str, torch.Tensor]:
+    torch.manual_seed(1)
+    return {name: torch.rand(count, 3, height, width, dtype=dtype) for name in ("image0", "image1")}
+
+
+@pytest.mark.parametrize("stride", [2, 3, 4])
+@pytest.mark.parametrize("size", [(16, 16), (17, 45), (50, 33)])
+def test_any_size(size, stride):
+    with torch.no_grad():
+        found = tiny(stride=stride)(pair(*size, count=2))
+    cells = tuple(-(-side // stride) for side in size)
+    assert found.disparity.shape == found.occlusion.shape == (2, *size)
+    assert found.raw_disparity.shape == found.raw_occlusion.shape == (2, *cells)
+    assert (found.disparity >= 0).all() and found.disparity.isfinite().all()
+    assert found.occlusion.min() >= 0 and found.occlusion.max() <= 1
+
+
+def test_one_level_is_full_attention():
+    """The same weights, with everything kept at a single level, in the whole network."""
+    full = tiny(attention="full", dtype=torch.float64)
+    ours = tiny(attention="quadtree_a", num_levels=1, dtype=torch.float64)
+    ours.load_state_dict(full.state_dict())
+    data = pair(32, 48, dtype=torch.float64)
+    with torch.no_grad():
+        one, other = full(data), ours(data)
+    assert torch.allclose(one.disparity, other.disparity, atol=1e-9)
+    assert torch.allclose(one.log_none, other.log_none, atol=1e-9)
+
+
+def test_a_batch_is_its_pairs():
+    model, data = tiny(), pair(24, 40, count=2)
+    with torch.no_grad():
+        together = model(data)
+        alone = [model({name: x[i : i + 1] for name, x in data.items()}) for i in range(2)]
+    for i in range(2):
+        assert torch.allclose(together.disparity[i], alone[i].disparity[0], atol=1e-4)
+
+
+def test_disparity_stays_within_its_limit():
+    model, data = tiny(), pair(32, 64)
+    with torch.no_grad():
+        assert model(data).raw_disparity.max() > 4
+        model.max_disparity = 4
+        assert model(data).raw_disparity.max() <= 4
+
+
+def test_refinement_begins_by_changing_nothing():
+    """What comes out at the pixels of cells is then what the assignment found."""
+    with torch.no_grad():
+        found = tiny()(pair(32, 48))
+    assert torch.allclose(found.disparity[:, ::2, ::2], found.raw_disparity, atol=1e-4)
+    raw = found.raw_occlusion.clamp(1e-3, 1 - 1e-3)
+    assert torch.allclose(found.occlusion[:, ::2, ::2], raw, atol=1e-4)
+
+
+def test_resampling_reads_at_multiples():
+    x = torch.arange(12.0).view(1, 1, 3, 4)
+    assert torch.allclose(resampled(x, (3, 4), 1.0), x, atol=1e-5)
+    up = resampled(x, (5, 7), 0.5)[0, 0]
+    assert torch.allclose(up[0], torch.arange(7) * 0.5, atol=1e-5)
+    assert torch.allclose(up[:, 0], torch.arange(5) * 2.0, atol=1e-5)
+    assert torch.allclose(resampled(x, (2, 2), 1.5)[0, 0, 0], torch.tensor([0.0, 1.5]), atol=1e-5)
+
+
+@pytest.mark.parametrize("attention", ["full", "quadtree_a", "quadtree_b"])
+def test_gradients_reach_everything(attention):
+    model = tiny(attention=attention, mlp_ratio=1.0).train()
+    torch.nn.init.normal_(model.refinement.head.weight, std=0.1)
+    truth = torch.rand(1, 32, 48) * 8
+    found = model(pair(32, 48), true_disparity=truth)
+    parts = (found.disparity, found.occlusion, found.raw_disparity, found.log_true, found.log_none)
+    sum(part.mean() for part in parts).backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None and parameter.grad.isfinite().all(), name
+
+
+def test_autocast():
+    model, data = tiny(), pair(32, 48)
+    with torch.no_grad():
+        exact = model(data)
+        with torch.autocast("cpu", torch.bfloat16):
+            found = model(data)
+    assert found.raw_disparity.dtype == torch.float32
+    assert (found.raw_occlusion - exact.raw_occlusion).abs().mean() < 0.05
+
+
+def test_names():
+    for name in stereo_names():
+        with torch.device("meta"):
+            count = sum(p.numel() for p in stereo_network(name).parameters())
+        assert count < 6e6, name  # 12 MB in half precision
+    with torch.device("meta"):
+        assert stereo_network("sttr").stride == 3 and stereo_network("sttr_quadtree").stride == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"image1": torch.rand(1, 3, 32, 40)}, ShapeError, "the same shape"),
+        ({"image0": torch.rand(1, 1, 32, 48)}, ShapeError, r"must be \(B, 3, H, W\)"),
+        ({"image0": torch.rand(1, 3, 8, 48)}, ShapeError, "at least 16 pixels"),
+        ({"image0": torch.zeros(1, 3, 32, 48, dtype=torch.uint8)}, DTypeError, "divide bytes"),
+    ],
+)
+def test_bad_images(change, error, message):
+    with pytest.raises(error, match=message):
+        tiny()({**pair(32, 48), **change})
+
+
+def test_bad_options():
+    with pytest.raises(OptionError, match="add image1"):
+        tiny()({"image0": torch.rand(1, 3, 32, 48)})
+    with pytest.raises(OptionError, match="did you mean 'sttr_quadtree'"):
+        stereo_network("sttr_quadtre")
+    with pytest.raises(OptionError, match="leave out what it does not know"):
+        stereo_network("sttr", depth=3)
+    with pytest.raises(OptionError, match="accepts no options of quadtree attention, got topk"):
+        stereo_network("sttr", topk=3)
+    with pytest.raises(OptionError, match="stride must be 2, 3, 4, got 5"):
+        stereo_network("sttr", stride=5)
+    with pytest.raises(OptionError, match="dims must be four numbers of channels"):
+        stereo_network("sttr", dims=(8, 8, 8))

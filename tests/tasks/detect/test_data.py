@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Batches: lists of images and objects, whole in spite of bad files, the same after a resume."""
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+pytest.importorskip("pytorch_lightning", reason="training needs the extra 'train'")
+pytest.importorskip("faster_coco_eval", reason="masks need faster-coco-eval")
+
+from quadtree_attention.errors import DataError, OptionError
+from quadtree_attention.tasks.detect.data import DetectData
+from quadtree_attention.tasks.detect.shapes import CLASSES, GeneratedShapes
+from tests.tasks.detect.files import entry, with_mask, write_split
+
+SIZES = ((40, 30), (32, 36), (50, 20), (24, 24), (36, 30))
+OBJECTS = [
+    with_mask(entry(1, [2, 3, 10, 8], category=7)),
+    entry(2, [0, 0, 40, 30], iscrowd=1, segmentation={"size": [30, 40], "counts": [0, 1200]}),
+    with_mask(entry(3, [5, 5, 12, 10], image=2), 36, 32),
+    with_mask(entry(4, [5, 5, 12, 10], image=4, category=90), 24, 24),
+]
+
+
+@pytest.fixture
+def root(tmp_path):
+    for split in ("train", "val"):
+        write_split(tmp_path, split, annotations=OBJECTS, sizes=SIZES)
+    return tmp_path
+
+
+def batches(root, split="train", **options):
+    options = {"batch_size": 2, "workers": 0, "masks": True} | options
+    data = DetectData(root=str(root), **options)
+    data.setup("fit")
+    return list(data.train_dataloader() if split == "train" else data.val_dataloader())
+
+
+def test_training_batches(root):
+    found = batches(root, flip=0.0)
+    assert len(found) == 2  # whole ones only
+    for batch in found:
+        for image, target, index in zip(
+            batch["images"], batch["targets"], batch["indices"], strict=True
+        ):
+            width, height = SIZES[index]
+            assert image.shape == (3, height, width) and image.dtype == torch.uint8
+            assert target["masks"].shape == (len(target["labels"]), height, width)
+            assert not target["iscrowd"].any()  # crowds are not learnt from
+    objects = {
+        int(i): t["labels"].tolist()
+        for b in found
+        for i, t in zip(b["indices"], b["targets"], strict=True)
+    }
+    expected = {0: [2], 1: [1], 2: [], 3: [3], 4: []}
+    assert objects == {i: expected[i] for i in objects}
+
+
+def test_validation_sees_every_image_once_and_crowds(root):
+    found = batches(root, "val")
+    assert [b["indices"].tolist() for b in found] == [[0, 1], [2, 3], [4]]
+    assert found[0]["targets"][0]["iscrowd"].tolist() == [0, 1]
+
+
+def test_images_reach_the_model_from_0_to_1(root):
+    data = DetectData(root=str(root), batch_size=2, workers=0)
+    data.setup()
+    batch = data.on_after_batch_transfer(next(iter(data.val_dataloader())), 0)
+    expected = np.array(Image.open(root / "images" / "val" / "1.png")) / 255
+    assert np.allclose(batch["images"][0].permute(1, 2, 0).numpy(), expected, atol=1e-6)
+    assert data.classes == ["square", "disc", "star"]
+    assert data.batches_per_epoch == 2
+
+
+def test_same_batches_after_a_resume_and_with_workers(root):
+    options = {"root": str(root), "batch_size": 1, "flip": 0.5, "crop": 0.5, "jitter": 0.4}
+    data = DetectData(**options, workers=0, seed=3)
+    data.setup()
+    loader = data.train_dataloader()
+    whole = list(loader)
+    loader.load_state_dict({"epoch": 0, "batches": 2})
+    rest = list(loader)
+    workers = DetectData(**options, workers=2, seed=3)
+    workers.setup()
+    others = list(workers.train_dataloader())
+    for one, other in [*zip(whole[2:], rest, strict=True), *zip(whole, others, strict=True)]:
+        assert torch.equal(one["images"][0], other["images"][0])
+        assert torch.equal(one["targets"][0]["boxes"], other["targets"][0]["boxes"])
+    loader.sampler.set_epoch(1)
+    again = {int(b["indices"]): b["images"][0] for b in loader}
+    first = {int(b["indices"]): b["images"][0] for b in whole}
+    assert any(first[i].shape != again[i].shape or (first[i] != again[i]).any() for i in first)
+
+
+def test_unusable_images_are_replaced_and_told(root, capsys):
+    (root / "images" / "val" / "2.png").write_bytes(b"\x89PNG, but broken")
+    Image.new("RGB", (9, 9)).save(root / "images" / "val" / "3.png")
+    (root / "images" / "val" / "5.png").unlink()
+    found = batches(root, "val")
+    assert "val: 1 entries cannot be used as they are (1 missing image)" in capsys.readouterr().err
+    assert [b["indices"].tolist() for b in found] == [[0, 3], [3, 3]]
+    reasons = found[0]["skipped"]
+    assert len(reasons) == 2 and "cannot decode" in reasons[0] and "is 9x9" in reasons[1]
+    with pytest.raises(DataError, match=r"missing|there is no file"):
+        batches(root, "val", strict=True)
+    write_split(root, "val", annotations=OBJECTS[:1], sizes=SIZES[:1])
+    (root / "images" / "val" / "1.png").write_bytes(b"")
+    with pytest.raises(DataError, match=r"leave out --data\.strict"):
+        batches(root, "val", strict=True)
+    with pytest.raises(DataError, match="1 images in a row cannot be read"):
+        batches(root, "val")
+
+
+def test_refusals(root, tmp_path):
+    with pytest.raises(OptionError, match=r"do not fill one batch of 6 .*--data\.batch_size"):
+        batches(root, batch_size=6)
+    with pytest.raises(OptionError, match="source must be files or generated"):
+        DetectData(source="folder")
+    with pytest.raises(OptionError, match="batch_size must be at least 1, got 0"):
+        DetectData(batch_size=0)
+    with pytest.raises(DataError, match=r"pass --data\.root"):
+        DetectData().setup()
+    write_split(tmp_path, "val", annotations=[], sizes=SIZES)
+    with pytest.raises(DataError, match="5 validation images show no object"):
+        batches(root, "val")
+    others = [{"id": 1, "name": "cat"}]
+    write_split(tmp_path, "val", annotations=[], sizes=SIZES, categories=others)
+    with pytest.raises(DataError, match="train has the classes square, disc, star, val has cat"):
+        batches(root, "val")
+
+
+def test_generated_shapes():
+    data = DetectData(source="generated", generated_count=8, masks=True, batch_size=4, workers=0)
+    data.setup()
+    assert data.classes == CLASSES and data.batches_per_epoch == 2
+    assert sum(len(b["images"]) for b in data.val_dataloader()) == 2
+    source = GeneratedShapes(40, 96, masks=True)
+    seen = set()
+    for i in range(len(source)):
+        image, target = source.read(i)
+        again, _ = source.read(i)
+        assert image == again and image.size == (96, 72)
+        assert len(target["labels"]) == source.objects(i) >= 1
+        assert (target["masks"].sum(0) <= 1).all()  # shapes do not overlap
+        assert torch.equal(target["masks"].sum((1, 2)).float(), target["area"])
+        seen |= set(target["labels"].tolist())
+    assert seen == {1, 2, 3}
+    assert GeneratedShapes(1, 96, seed=1).read(0)[0] != source.read(0)[0]

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pictures: everything inside the image, tags apart, colours that can be told apart."""
+
+import itertools
+
+import numpy as np
+import pytest
+from PIL import Image
+
+pytest.importorskip("timm", reason="models need timm")
+
+from quadtree_attention.errors import OptionError
+from quadtree_attention.tasks.detect.draw import colour_of, draw, place_tag, text_colour
+from quadtree_attention.tasks.detect.predictor import Detections
+
+
+def detections(boxes, labels=None, size=(200, 120), masks=None, colour="grey"):
+    count = len(boxes)
+    labels = np.arange(1, count + 1) if labels is None else np.array(labels)
+    return Detections(
+        boxes=np.array(boxes, dtype=np.float32).reshape(-1, 4),
+        labels=labels,
+        names=tuple(f"class {label}" for label in labels),
+        scores=np.linspace(0.9, 0.5, count),
+        masks=masks,
+        image=Image.new("RGB", size, colour),
+        seconds=0.1,
+    )
+
+
+def test_nothing_found_is_the_image_enlarged():
+    picture = draw(detections([]))
+    assert picture.size == (600, 360)
+    assert (np.array(picture) == 128).all()
+    assert draw(detections([], size=(2000, 1500))).size == (2000, 1500)
+
+
+def test_box_mask_and_tag_are_where_they_belong():
+    mask = np.zeros((1, 120, 200), bool)
+    mask[0, 60:100, 80:160] = True
+    picture = np.array(draw(detections([[80, 60, 160, 100]], masks=mask)))  # three times as large
+    colour = np.array(colour_of(1))
+    assert (picture[180, 340:470] == colour).all()  # the upper edge of the box
+    assert (picture[190:290, 241] == colour).all()
+    middle = picture[240, 360]  # between the colour and the image
+    assert np.allclose(middle, colour * 0.45 + 128 * 0.55, atol=2)
+    assert (picture[320:, :] == 128).all() and (picture[:, 490:] == 128).all()
+    tag = picture[164:178, 242:300]  # above the box
+    assert (tag == colour).all(-1).mean() > 0.4
+
+
+def test_colours():
+    colours = [colour_of(key) for key in range(1, 13)]
+    apart = [np.abs(np.subtract(a, b)).sum() for a, b in itertools.combinations(colours, 2)]
+    assert min(apart) > 60
+    for colour in (*colours, (0, 0, 0), (255, 255, 255)):
+        light = np.dot(colour, (0.299, 0.587, 0.114))
+        text = np.dot(text_colour(colour), (0.299, 0.587, 0.114))
+        assert abs(light - text) > 90
+    one_class = np.array(draw(detections([[10, 30, 60, 90], [110, 30, 180, 90]], labels=[4, 4])))
+    shown = {tuple(pixel) for pixel in one_class.reshape(-1, 3)}
+    assert {colour_of(1), colour_of(2)} <= shown  # objects are told apart instead
+
+
+@pytest.mark.parametrize("box", [(0, 0, 50, 40), (180, 100, 200, 120), (0, 0, 200, 120)])
+def test_tags_do_not_leave_the_picture(box):
+    x0, y0, x1, y1 = place_tag(box, (60, 14), (200, 120), [])
+    assert x0 >= 0 and y0 >= 0 and x1 <= 199 and y1 <= 119
+
+
+def test_tags_keep_apart_or_are_left_out():
+    taken = []
+    for _ in range(20):
+        place = place_tag((50, 40, 90, 80), (40, 12), (200, 120), taken)
+        if place is not None:
+            taken.append(place)
+    assert 3 <= len(taken) < 20
+    for a, b in itertools.combinations(taken, 2):
+        assert a[2] <= b[0] or b[2] <= a[0] or a[3] <= b[1] or b[3] <= a[1]
+
+
+def test_files(tmp_path):
+    found = detections([[10, 10, 50, 50]])
+    assert found.draw(tmp_path / "a.png").size == Image.open(tmp_path / "a.png").size
+    found.draw(tmp_path / "a.jpg")
+    with pytest.raises(OptionError, match="pictures are written as"):
+        found.draw(tmp_path / "a.gif")

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Small data sets and weights of segmenters for tests."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import nn
+
+from quadtree_attention.models.segmentation import segmenter
+from quadtree_attention.models.weights import save_weights
+from tests.conftest import ROOT
+
+CAMVID = ROOT.parent / "shared" / "data" / "camvid11"
+NO_CAMVID = "camvid11 is not at ../shared/data beside the checkout"
+CLASSES = ["sky", "road", "car"]
+IGNORED = 9
+KWARGS = {"num_classes": len(CLASSES), "channels": 8, "head_channels": 8, "topk": 4}
+
+
+def photo(height: int, width: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+
+
+def label_map(height: int, width: int, seed: int = 0) -> np.ndarray:
+    """Stripes of the classes, with some pixels that have none."""
+    labels = (np.arange(width) * len(CLASSES) // width + seed) % len(CLASSES)
+    labels = np.repeat(labels[None], height, axis=0).astype(np.uint8)
+    labels[: height // 4, : width // 4] = IGNORED
+    return labels
+
+
+def write_set(
+    root: Path, *, count: int = 4, size: tuple[int, int] = (40, 56), splits=("train", "val")
+) -> Path:
+    """`root/images/<split>`, `root/labels/<split>` and `root/classes.json`."""
+    for k, split in enumerate(splits):
+        for kind in ("images", "labels"):
+            (root / kind / split).mkdir(parents=True)
+        for i in range(count):
+            Image.fromarray(photo(*size, seed=10 * k + i)).save(
+                root / "images" / split / f"{i}.png"
+            )
+            Image.fromarray(label_map(*size, seed=i)).save(root / "labels" / split / f"{i}.png")
+    content = {"classes": CLASSES, "ignore_index": IGNORED}
+    (root / "classes.json").write_text(json.dumps(content))
+    return root
+
+
+def write_weights(path: Path, **card: object) -> Path:
+    """A segmenter with weights by chance, which tells the classes apart somehow."""
+    torch.manual_seed(3)
+    model = segmenter("semfpn_test_quadtree", **KWARGS)
+    nn.init.normal_(model.classifier.weight)
+    full = {
+        "model": "semfpn_test_quadtree",
+        "kwargs": KWARGS,
+        "task": "segment",
+        "classes": CLASSES,
+        "palette": [[10, 20, 30], [200, 100, 0], [0, 250, 120]],
+        "base_size": None,
+    } | card
+    save_weights(path, model.state_dict(), {k: v for k, v in full.items() if v != "left out"})
+    return path

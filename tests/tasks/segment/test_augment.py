@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Random crops: image and labels stay together, padding is ignored, draws can be had again."""
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+pytest.importorskip("torchvision", reason="transforms need torchvision (extra 'models')")
+
+from quadtree_attention.tasks.segment.augment import (
+    GREY,
+    RandomCrop,
+    as_tensors,
+    at_base,
+    normalised,
+    training_transform,
+)
+from quadtree_attention.tasks.segment.metrics import IGNORE
+
+
+def marked(height, width):
+    """An image whose red channel tells the class: 8 blocks side by side."""
+    labels = np.repeat((np.arange(width) * 8 // width)[None], height, axis=0).astype(np.int16)
+    pixels = np.stack([labels * 30, labels * 0 + 90, labels * 0], axis=2).astype(np.uint8)
+    return Image.fromarray(pixels), labels
+
+
+def test_image_and_labels_stay_together():
+    transform = training_transform(48, 64, jitter=False)
+    pair = as_tensors(*marked(50, 80))
+    flipped = padded = 0
+    for seed in range(30):
+        torch.manual_seed(seed)
+        image, labels = transform(*pair)
+        assert image.shape == (3, 48, 64) and labels.shape == (48, 64)
+        assert (image.dtype, labels.dtype) == (torch.uint8, torch.int16)
+        inside = labels != IGNORE
+        away = (image[0].int() - 30 * labels.int()).abs()[inside]
+        assert away.float().mean() < 4  # resizing blurs what lies between blocks
+        assert (image[:, ~inside] == torch.tensor(GREY)[:, None]).all()
+        row = labels[0][inside[0]]
+        flipped += bool((row.diff() < 0).any())
+        padded += not bool(inside.all())
+    assert 5 < flipped < 25 and padded > 3
+
+
+def test_scales_are_drawn_evenly():
+    transform = training_transform(8, 8, scale=(0.5, 2.0), most=1.0).transforms[0]
+    image, labels = as_tensors(*marked(40, 60))
+    torch.manual_seed(0)
+    heights = [transform(image, labels)[1].shape[0] for _ in range(200)]
+    assert min(heights) < 23 and max(heights) > 77 and 46 < np.mean(heights) < 54
+
+
+def test_base_size():
+    transform = training_transform(8, 8, scale=(1.0, 1.0), base=20, most=1.0).transforms[0]
+    image, labels = transform(*as_tensors(*marked(40, 60)))
+    assert image.shape[1:] == labels.shape == (20, 30)
+    assert at_base(Image.new("RGB", (60, 40)), 20).size == (30, 20)
+    assert at_base(Image.new("RGB", (60, 40)), None).size == (60, 40)
+    assert at_base(Image.new("RGB", (1000, 10)), 20).size == (80, 1)  # no longer than 4 x 20
+
+
+def test_crops_of_one_class_are_drawn_again():
+    labels = np.zeros((40, 200), np.int16)
+    labels[:, 100:] = np.arange(100) // 4  # many classes on the right
+    pair = as_tensors(Image.new("RGB", (200, 40)), labels)
+
+    def of_one_class(most):
+        torch.manual_seed(1)
+        crop = RandomCrop(20, 20, most=most)
+        return sum(len(crop(*pair)[1].unique()) == 1 for _ in range(60))
+
+    assert of_one_class(0.75) == 0 < of_one_class(1.0)
+
+
+def test_draws_can_be_had_again():
+    transform = training_transform(32, 32)
+    pair = as_tensors(*marked(50, 80))
+    torch.manual_seed(4)
+    first = transform(*pair)
+    second = transform(*pair)
+    torch.manual_seed(4)
+    again = transform(*pair)
+    assert torch.equal(first[0], again[0]) and torch.equal(first[1], again[1])
+    assert not torch.equal(first[0], second[0])
+
+
+def test_colours_of_the_image_alone_change():
+    pair = as_tensors(*marked(32, 32))
+    transform = training_transform(32, 32, scale=(1, 1), flip=0, most=1.0)
+    torch.manual_seed(0)
+    image, labels = transform(*pair)
+    assert not torch.equal(image, pair[0]) and torch.equal(labels, pair[1])
+
+
+def test_normalised():
+    pixels = torch.tensor([0, 255], dtype=torch.uint8).view(1, 1, 1, 2).expand(1, 3, 1, 2)
+    found = normalised(pixels)
+    assert found.dtype == torch.float32
+    assert found[0, :, 0, 0].tolist() == pytest.approx(
+        [-0.485 / 0.229, -0.456 / 0.224, -0.406 / 0.225]
+    )
+    assert found[0, 0, 0, 1].item() == pytest.approx(0.515 / 0.229)

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Recipes of segmenters: as published, alike but for the attention, and one that trains here."""
+
+import csv
+
+import pytest
+import torch
+import yaml
+
+pytest.importorskip("pytorch_lightning", reason="training needs the extra 'train'")
+
+import quadtree_attention.nn.baselines as rivals
+from quadtree_attention.models.segmentation import segmenter
+from quadtree_attention.nn import QuadtreeAttention
+from quadtree_attention.tasks.training.command import train
+from tests.conftest import ROOT
+
+FOLDER = ROOT / "recipes" / "segment"
+PUBLISHED = {"b0": "39.9", "b1": "44.7", "b2": "48.7", "b3": "50.0", "b4": "50.6"}
+ATTENTIONS = {  # of every camvid11 recipe: class, and whether it has LePE
+    "sr": (rivals.SpatialReductionAttention, False),
+    "sr-lepe": (rivals.SpatialReductionAttention, True),
+    "window": (rivals.WindowAttention, False),
+    "window-lepe": (rivals.WindowAttention, True),
+    "quadtree-b": (QuadtreeAttention, True),
+    "quadtree-b-no-lepe": (QuadtreeAttention, False),
+}
+
+
+def load(name):
+    return yaml.safe_load((FOLDER / f"{name}.yaml").read_text())
+
+
+@pytest.mark.parametrize("size", PUBLISHED)
+def test_ade20k_recipes(size):
+    """As published; they differ in nothing but the model."""
+    recipe, other = load(f"ade20k-semfpn-{size}"), load("ade20k-semfpn-b0")
+    assert f"published {PUBLISHED[size]} " in (FOLDER / f"ade20k-semfpn-{size}.yaml").read_text()
+    assert recipe["model"].pop("model") == f"semfpn_quadtree_b_{size}"
+    del other["model"]["model"]
+    assert recipe == other
+    expected = {"lr": 1e-4, "schedule": "poly", "power": 0.9, "weight_decay": 1e-4}
+    assert expected.items() <= recipe["model"].items()
+    assert (recipe["trainer"]["max_steps"], recipe["data"]["batch_size"]) == (160_000, 16)
+
+
+def test_camvid_recipes_differ_in_the_attention_only():
+    names = [path.stem for path in FOLDER.glob("camvid11-*")]
+    assert sorted(name.removeprefix("camvid11-semfpn-") for name in names) == sorted(ATTENTIONS)
+    recipes = [load(name) for name in names]
+    assert len({str(recipe["model"].pop("options")) for recipe in recipes}) == len(names)
+    assert all(recipe == recipes[0] for recipe in recipes)
+
+
+@pytest.mark.parametrize("name", ATTENTIONS)
+def test_camvid_recipe_has_the_attention_of_its_name(name):
+    settings = load(f"camvid11-semfpn-{name}")["model"]
+    with torch.device("meta"):
+        model = segmenter(settings["model"], 11, **settings["options"])
+    kind, lepe = ATTENTIONS[name]
+    found = [block.attn for stage in model.backbone.stages for block in stage.blocks]
+    assert all(type(attention) is kind for attention in found)
+    assert any("lepe" in parameter for parameter, _ in found[0].named_parameters()) == lepe
+    if kind is QuadtreeAttention:
+        assert (found[0].variant, found[0].topk) == ("B", (32, 32, 32))
+
+
+def test_debug_recipe_trains(tmp_path):
+    """Under half a minute on an idle core."""
+    recipe = str(FOLDER / "semfpn-debug.yaml")
+    options = ["--run_dir", str(tmp_path / "run"), "--trainer.enable_progress_bar", "false"]
+    train("segment", ["--config", recipe, *options])
+    with (tmp_path / "run" / "history.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert max(float(row["val/miou"]) for row in rows) > 45  # of nothing but background: 19
+    assert (tmp_path / "run" / "best.safetensors").exists()

@@ -1,0 +1,235 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Folders of images and label maps: layouts, kinds of label maps, what is bad."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from quadtree_attention.errors import DataError, OptionError
+from quadtree_attention.tasks.segment.metrics import IGNORE
+from quadtree_attention.tasks.segment.sources import (
+    GeneratedSource,
+    open_source,
+    palette,
+    read_classes,
+    read_label_map,
+)
+from tests.tasks.segment.files import CAMVID, CLASSES, IGNORED, NO_CAMVID, label_map, write_set
+
+
+@pytest.fixture
+def root(tmp_path):
+    return write_set(tmp_path / "data")
+
+
+def refused(source, index=0):
+    with pytest.raises(DataError) as caught:
+        source.read(index)
+    return str(caught.value)
+
+
+# ---- layouts
+
+
+def test_folder(root):
+    source = open_source("auto", root, "train")
+    assert (source.classes, len(source), source.skipped) == (CLASSES, 4, [])
+    assert [source.name(i) for i in range(4)] == ["0", "1", "2", "3"]
+    image, labels = source.read(2)
+    stored = label_map(40, 56, seed=2)
+    assert image.size == (56, 40) and labels.dtype == np.int16
+    assert np.array_equal(labels == IGNORE, stored == IGNORED) and (labels == IGNORE).any()
+    assert np.array_equal(labels[labels >= 0], stored[stored != IGNORED])
+    assert np.array_equal(source.read_labels(2), labels)
+    assert np.array_equal(np.asarray(image), np.asarray(Image.open(root / "images/train/2.png")))
+
+
+def test_folders_in_folders(root):
+    for kind in ("images", "labels"):
+        (root / kind / "train" / "aachen").mkdir()
+        shutil.move(root / kind / "train" / "1.png", root / kind / "train" / "aachen" / "1.png")
+    source = open_source("folder", root, "train")
+    assert [source.name(i) for i in range(4)] == ["0", "2", "3", "aachen/1"]
+    assert np.array_equal(source.read_labels(3)[30], label_map(40, 56, seed=1)[30])
+
+
+def test_ade20k(tmp_path):
+    for folder in ("images/training", "annotations/training"):
+        (tmp_path / folder).mkdir(parents=True)
+    Image.new("RGB", (30, 20)).save(tmp_path / "images/training/a.jpg")
+    values = np.arange(600).reshape(20, 30) % 151
+    Image.fromarray(values.astype(np.uint8)).save(tmp_path / "annotations/training/a.png")
+    source = open_source("auto", tmp_path, "train")
+    assert source.classes == [str(i) for i in range(1, 151)] and len(source.palette) == 150
+    assert np.array_equal(source.read_labels(0), values - 1)  # 0 is none
+    rows = ["Idx\tRatio\tTrain\tVal\tStuff\tName"]
+    rows += [
+        f"{i}\t0.1\t1\t1\t1\t{'screen, CRT' if i > 148 else f'thing{i}'}" for i in range(1, 151)
+    ]
+    (tmp_path / "objectInfo150.txt").write_text("\n".join(rows) + "\n")
+    names = open_source("ade20k", tmp_path, "training").classes
+    assert names[0] == "thing1" and names[-2:] == ["screen 149", "screen 150"]
+    (tmp_path / "objectInfo150.txt").write_text("\n".join(rows[:-1]))
+    with pytest.raises(DataError, match="must name 150 classes, got 149"):
+        open_source("ade20k", tmp_path, "train")
+
+
+@pytest.mark.skipif(not CAMVID.is_dir(), reason=NO_CAMVID)
+def test_camvid():
+    counts = {split: len(open_source("auto", CAMVID, split)) for split in ("train", "val")}
+    assert counts == {"train": 367, "val": 101}
+    source = open_source("auto", CAMVID, "val")
+    assert source.classes[0] == "sky" and len(source.classes) == 11 and source.skipped == []
+    image, labels = source.read(0)
+    assert image.size == (480, 360) and labels.min() == IGNORE and labels.max() <= 10
+    upper, lower = labels[:60], labels[-60:]
+    assert (upper == 3).sum() == 0 < (lower == 3).sum()  # the road is below
+
+
+def test_generated():
+    train, val = (GeneratedSource(split, count=6, size=32) for split in ("train", "val"))
+    image, labels = train.read(3)
+    assert image.size == (48, 32) and labels.shape == (32, 48)
+    assert np.array_equal(train.read(3)[1], labels)
+    assert not np.array_equal(val.read(3)[1], labels)
+    seen = np.unique(np.concatenate([train.read(i)[1].ravel() for i in range(6)]))
+    assert seen.tolist() == [0, 1, 2, 3]
+
+
+# ---- label maps
+
+
+@pytest.mark.parametrize("mode", ["L", "P", "I;16", "I", "1"])
+def test_kinds_of_label_maps(tmp_path, mode):
+    values = np.array([[0, 1, 2], [2, 1, IGNORED]]) if mode != "1" else np.array([[0, 1, 0]])
+    if mode == "P":
+        picture = Image.fromarray(values.astype(np.uint8))
+        picture.putpalette([200, 0, 0, 0, 200, 0, 0, 0, 200] * 4)  # several values of one colour
+    elif mode == "1":
+        picture = Image.fromarray(values.astype(bool))
+    else:
+        kind = {"L": np.uint8, "I;16": np.uint16, "I": np.int32}[mode]
+        picture = Image.fromarray(values.astype(kind))
+    path = tmp_path / ("a.tif" if mode == "I" else "a.png")
+    picture.save(path)
+    with Image.open(path) as written:
+        assert written.mode == mode
+    assert np.array_equal(read_label_map(path), values)
+
+
+def test_classes_of_sixteen_bits(root):
+    (root / "classes.json").write_text(json.dumps([f"c{i}" for i in range(1000)]))
+    wide = label_map(40, 56).astype(np.uint16)
+    wide[wide == IGNORED] = 999
+    Image.fromarray(wide).save(root / "labels/train/0.png")
+    assert open_source("auto", root, "train").read_labels(0).max() == 999
+
+
+@pytest.mark.parametrize("mode", ["RGB", "RGBA", "LA", "F"])
+def test_colours_are_no_classes(tmp_path, mode):
+    path = tmp_path / ("a.tif" if mode == "F" else "a.png")
+    Image.new(mode, (4, 3)).save(path)
+    with pytest.raises(DataError, match=rf"of one channel.* mode {mode}; write numbers"):
+        read_label_map(path)
+
+
+# ---- what is bad
+
+
+def test_missing_partners_and_other_files(root):
+    (root / "images/train/0.png").unlink()
+    (root / "labels/train/1.png").unlink()
+    (root / "images/train/notes.txt").write_text("hello")
+    Image.new("RGB", (5, 5)).save(root / "images/train/2.jpg")
+    source = open_source("auto", root, "train")
+    assert [source.name(i) for i in range(len(source))] == ["2", "3"]
+    assert [reason.removeprefix(f"{root}/") for reason in source.skipped] == [
+        "images/train/2.png: 2.jpg has the same name",
+        "images/train/notes.txt: not an image by its name",
+        f"images/train/1.png: has no label map in {root}/labels/train",
+        f"labels/train/0.png: has no image in {root}/images/train",
+    ]
+
+
+def test_label_map_of_another_size(root):
+    Image.fromarray(label_map(41, 56)).save(root / "labels/train/0.png")
+    assert refused(open_source("auto", root, "train")) == (
+        f"{root}/labels/train/0.png has 56x41 pixels, its image 0.png 56x40; both need the same"
+    )
+
+
+def test_unknown_classes(root):
+    bad = label_map(40, 56)
+    bad[0, 0], bad[1, 1] = 3, 255
+    Image.fromarray(bad).save(root / "labels/train/0.png")
+    assert refused(open_source("auto", root, "train")) == (
+        f"{root}/labels/train/0.png has pixels of unknown classes 3, 255; known are 0 to 2, and 9 "
+        "for none"
+    )
+
+
+@pytest.mark.parametrize("kind", ["images", "labels"])
+@pytest.mark.parametrize("content", ["cut", b"", b"hello"])
+def test_damaged_files(root, kind, content):
+    path = root / kind / "train" / "0.png"
+    path.write_bytes(path.read_bytes()[:60] if content == "cut" else content)
+    assert refused(open_source("auto", root, "train")).startswith(f"cannot decode {path}: ")
+
+
+def test_no_pairs(root):
+    for path in (root / "labels/train").iterdir():
+        path.unlink()
+    with pytest.raises(DataError, match="there are no images with label maps in"):
+        open_source("auto", root, "train")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "there is no file"),
+        ("{", "cannot read"),
+        ('{"names": []}', "it must be like"),
+        ('{"classes": []}', "1 to 32767 different classes, got 0"),
+        ('["a", "a"]', "got 2, 1 of them different"),
+        ('{"classes": ["a"], "palette": [[1, 2, 3], [4, 5, 6]]}', "2 colours for 1 classes"),
+        ('{"classes": ["a"], "palette": [[1, 2, 300]]}', "is no colour"),
+        ('{"classes": ["a"], "ignore_index": -1}', "from 0 to 65535, got -1"),
+    ],
+)
+def test_classes_that_do_not_do(tmp_path, content, message):
+    path = tmp_path / "classes.json"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(DataError, match=message):
+        read_classes(path)
+
+
+def test_classes_with_colours_and_several_values_for_none(tmp_path):
+    path = tmp_path / "classes.json"
+    entries = {"classes": [{"name": "a"}, {"name": "b"}], "ignore_index": [7, 255]}
+    path.write_text(json.dumps({**entries, "palette": [[1, 2, 3], [4, 5, 6]]}))
+    found = read_classes(path)
+    assert (found.names, found.ignored) == (["a", "b"], (7, 255))
+    assert found.palette == [(1, 2, 3), (4, 5, 6)]
+
+
+def test_what_cannot_be_opened(tmp_path):
+    with pytest.raises(OptionError, match=r"need a root, got none; pass --data\.root FOLDER"):
+        open_source("auto", None, "train")
+    with pytest.raises(DataError, match=r"there is no folder .*nowhere"):
+        open_source("auto", tmp_path / "nowhere", "train")
+    with pytest.raises(DataError, match=r"images/train; images are expected in images/<split>"):
+        open_source("auto", tmp_path, "train")
+    with pytest.raises(OptionError, match="source must be one of auto, folder"):
+        open_source("npz", tmp_path, "train")
+
+
+def test_palette():
+    colours = palette(200)
+    assert len(set(colours)) == 200 and palette(3) == colours[:3]
+    array = np.array(colours[:20])
+    apart = np.abs(array[:, None] - array[None]).sum(axis=2) + 999 * np.eye(20)
+    assert apart.min() > 75

@@ -1,0 +1,243 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Disparities of pairs as users have them."""
+
+import io
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+pytest.importorskip("timm", reason="weights need timm")
+pytest.importorskip("cv2", reason="checking pairs needs the extra 'models'")
+
+from quadtree_attention.data import ProceduralTextures, stereo_pairs
+from quadtree_attention.errors import CheckpointError, DataError, OptionError
+from quadtree_attention.models.stereo import stereo_network
+from quadtree_attention.models.weights import save_weights
+from quadtree_attention.tasks.pretrained import PRETRAINED
+from quadtree_attention.tasks.stereo.formats import read_disparity
+from quadtree_attention.tasks.stereo.predictor import (
+    Disparity,
+    StereoMatcher,
+    enlarged,
+    working_size,
+)
+
+pytestmark = pytest.mark.usefixtures("only_reference")
+
+KWARGS = {"dims": [8, 8, 8, 8], "dim": 16, "num_layers": 1, "num_heads": 2, "refine_dim": 4}
+
+
+def write_weights(path, **changed):
+    """A tiny untrained network, stored in half precision."""
+    torch.manual_seed(0)
+    state = stereo_network("quadtree_small", **KWARGS).state_dict() | changed
+    card = {"model": "quadtree_small", "kwargs": KWARGS, "task": "stereo"}
+    halves = {n: t.half() if t.is_floating_point() else t for n, t in state.items()}
+    save_weights(path, halves, card)
+    return path
+
+
+def rendered(size=(50, 90)) -> tuple[Image.Image, Image.Image]:
+    """A rectified pair of a synthetic scene, of (height, width)."""
+    pair = stereo_pairs(ProceduralTextures(4, size=128), [3], size=size)
+    views = (
+        (x[0].permute(1, 2, 0).numpy() * 255).astype(np.uint8) for x in (pair.image0, pair.image1)
+    )
+    left, right = (Image.fromarray(view) for view in views)
+    return left, right
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory):
+    return write_weights(tmp_path_factory.mktemp("weights") / "tiny.safetensors")
+
+
+@pytest.fixture(scope="module")
+def pair():
+    return rendered()
+
+
+@pytest.fixture(scope="module")
+def matcher(weights):
+    return StereoMatcher(weights)
+
+
+@pytest.fixture(scope="module")
+def found(matcher, pair):
+    return matcher(*pair)
+
+
+def test_a_pair(found, pair):
+    for values in (found.disparity, found.occlusion):
+        assert values.shape == (50, 90) and values.dtype == np.float32
+    assert found.disparity.min() >= 0 and found.disparity.max() <= 90
+    assert found.occlusion.min() >= 0 and found.occlusion.max() <= 1
+    assert found.disparity.std() > 0 and found.seconds > 0
+    assert found.size == (90, 50) and found.image.tobytes() == pair[0].tobytes()
+
+
+def test_it_is_what_the_network_says_of_left_and_right(matcher, pair, found):
+    left, right = (
+        torch.from_numpy(np.array(image)).permute(2, 0, 1)[None] / 255.0 for image in pair
+    )
+    with torch.inference_mode():
+        expected = matcher.model({"image0": left, "image1": right})
+        other = matcher.model({"image0": right, "image1": left})
+    disparity = expected.disparity[0].clamp(0, 90).numpy()
+    np.testing.assert_allclose(found.disparity, disparity, atol=1e-4)
+    np.testing.assert_allclose(found.occlusion, expected.occlusion[0].numpy(), atol=1e-5)
+    assert not np.allclose(found.disparity, other.disparity[0].numpy(), atol=1e-2)
+
+
+def test_larger_pairs_are_matched_smaller_and_come_back_in_their_own_pixels(weights, pair, found):
+    large = [image.resize((270, 150), Image.Resampling.NEAREST) for image in pair]
+    small = StereoMatcher(weights, size=90)
+    result = small(*large)
+    assert result.size == (90, 50) and result.disparity.shape == (150, 270)
+    shrunk = [image.resize((90, 50), Image.Resampling.BICUBIC, reducing_gap=3.0) for image in large]
+    expected = small(*shrunk)
+    # The middle one of three by three pixels is where the small pixel is
+    middles = result.disparity[1::3, 1::3]
+    np.testing.assert_allclose(middles, expected.disparity * 3, atol=1e-3)
+    np.testing.assert_allclose(result.occlusion[1::3, 1::3], expected.occlusion, atol=1e-5)
+
+
+def test_kinds_of_images_agree(matcher, pair, found, tmp_path):
+    left, right = pair
+    array = np.asarray(right)
+    right.save(tmp_path / "right.png")
+    file = io.BytesIO()
+    right.convert("RGBA").save(file, "PNG")
+    kinds = (
+        tmp_path / "right.png",
+        file.getvalue(),
+        array,
+        torch.from_numpy(array.copy()).permute(2, 0, 1),
+        array / 255.0,
+        array.astype(np.uint16) * 257,
+    )
+    for kind in kinds:
+        assert np.array_equal(matcher(left, kind).disparity, found.disparity)
+    grey = np.asarray(right.convert("L"))
+    wide = grey.astype(np.uint16) * 257
+    assert np.array_equal(matcher(left, grey).disparity, matcher(left, wide).disparity)
+
+
+def test_max_disparity_is_in_pixels_of_the_images_given(weights, pair, found):
+    near = StereoMatcher(weights, max_disparity=6)
+    assert not np.array_equal(near(*pair).disparity, found.disparity)
+    assert near.model.max_disparity == 6
+    large = [image.resize((270, 150)) for image in pair]
+    small = StereoMatcher(weights, size=90, max_disparity=30)
+    assert not any("max_disparity" in said for said in small(*large).warnings)
+    assert small.model.max_disparity == pytest.approx(10)
+    wide = StereoMatcher(weights, max_disparity=1000)
+    result = wide(*pair)
+    assert "max_disparity is 1000, more than the width of the images; 90 was taken" in (
+        result.warnings
+    )
+    assert np.array_equal(result.disparity, found.disparity)
+
+
+@pytest.mark.parametrize("size", [(16, 16), (17, 300), (300, 16), (33, 47)])
+def test_odd_sizes(weights, size):
+    images = (np.random.default_rng(i).uniform(size=size) for i in range(2))
+    result = StereoMatcher(weights, size=128)(*images)
+    assert result.disparity.shape == size and np.isfinite(result.disparity).all()
+
+
+@pytest.mark.parametrize(
+    ("size", "expected"),
+    [
+        ((960, 540), (960, 540)),
+        ((450, 375), (450, 375)),
+        ((1920, 1080), (960, 540)),
+        ((1080, 1920), (540, 960)),
+        ((20_000, 100), (960, 16)),  # nothing is left of fewer rows
+        ((16, 16), (16, 16)),
+    ],
+)
+def test_working_size(size, expected):
+    assert working_size(size, 960) == expected
+
+
+def test_enlarged_maps_keep_edges_and_smooth_slopes():
+    step = torch.tensor([[2.0, 2.0, 30.0, 30.0]]).expand(4, 4)
+    large = enlarged(step, (9, 14))
+    assert torch.minimum((large - 2).abs(), (large - 30).abs()).max() < 1e-5
+    slope = (torch.arange(8.0) * 0.5).expand(4, 8)
+    row = enlarged(slope, (4, 16))[0]
+    assert (row.diff()[1:-1] - 0.25).abs().max() < 1e-6
+    assert enlarged(slope, (4, 8)) is slope
+
+
+def test_depth():
+    values = np.array([[10.0, 20.0, 0.0]], np.float32)
+    found = Disparity(values, np.zeros_like(values))
+    assert found.depth(500, 0.2).tolist() == [[10.0, 5.0, np.inf]]
+    assert found.depth(500, 0.2, offset=10).tolist() == [pytest.approx([5.0, 100 / 30, 10.0])]
+    assert found.depth(500, 0.2, offset=-10).tolist()[0][0] == np.inf
+    assert found.depth(1, 1).dtype == np.float32
+    for focal, baseline, offset, name in (
+        (0, 1, 0, "focal"),
+        (1, -1, 0, "baseline"),
+        (1, np.nan, 0, "baseline"),
+        (1, 1, np.inf, "offset"),
+    ):
+        with pytest.raises(OptionError, match=f"{name} must be "):
+            found.depth(focal, baseline, offset=offset)
+
+
+def test_save(found, tmp_path):
+    for name, tolerance in (("d.npy", 0), ("d.pfm", 0), ("d.png", 1 / 256)):
+        found.save(tmp_path / name)
+        stored = read_disparity(tmp_path / name)
+        assert np.abs(stored.values - found.disparity).max() <= tolerance
+    with pytest.raises(OptionError, match=r"disparity is written as .npy, .pfm, .png, got '.*jpg'"):
+        found.save(tmp_path / "d.jpg")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["d.npy", "d.pfm", "d.png"]
+
+
+def test_a_swapped_pair_is_warned_of(weights):
+    left, right = rendered((180, 240))
+    matcher = StereoMatcher(weights, size=64)
+    assert not any("swapped" in said for said in matcher(left, right).warnings)
+    assert any("left and right look swapped" in said for said in matcher(right, left).warnings)
+
+
+def test_weights_that_come_with_the_package(tmp_path, monkeypatch, pair, found):
+    monkeypatch.setitem(PRETRAINED["stereo"], "default", tmp_path / "stereo.safetensors")
+    with pytest.raises(CheckpointError, match="the default stereo weights are not installed"):
+        StereoMatcher()
+    write_weights(tmp_path / "stereo.safetensors")
+    for named in (StereoMatcher(), StereoMatcher.from_pretrained("default", size=200)):
+        assert np.array_equal(named(*pair).disparity, found.disparity)
+    with pytest.raises(OptionError, match="pretrained stereo weights are default, got 'outdoor'"):
+        StereoMatcher.from_pretrained("outdoor")
+
+
+def test_what_is_refused(weights, matcher, pair, tmp_path):
+    left, _ = pair
+    with pytest.raises(DataError, match=r"same size, got 90x50 on the left, 91x50 on the right"):
+        matcher(left, left.resize((91, 50)))
+    with pytest.raises(DataError, match="at least 16 pixels a side, got 90x15"):
+        matcher(left.resize((90, 15)), left.resize((90, 15)))
+    with pytest.raises(DataError, match="cannot read"):
+        matcher(left, tmp_path / "none.png")
+    with pytest.raises(OptionError, match="size must be at least 16 pixels, got 8"):
+        StereoMatcher(weights, size=8)
+    for number in (0, -1, np.nan, np.inf):
+        with pytest.raises(
+            OptionError, match=f"max_disparity must be above 0 pixels, got {number}"
+        ):
+            StereoMatcher(weights, max_disparity=number)
+    with pytest.raises(OptionError, match=r"there is no device 'gpu' here: .*; pass cpu"):
+        StereoMatcher(weights, device="gpu")
+    with pytest.raises(CheckpointError, match="there is no file"):
+        StereoMatcher(tmp_path / "nowhere.safetensors")
+    other = tmp_path / "other.safetensors"
+    save_weights(other, {"x": torch.zeros(1)}, {"model": "x", "kwargs": {}, "task": "match"})
+    with pytest.raises(CheckpointError, match="are weights for the task match, not for stereo"):
+        StereoMatcher(other)

@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A stereo network that learns from synthetic pairs."""
+
+import csv
+
+import pytest
+import torch
+
+pytest.importorskip("pytorch_lightning", reason="training needs the extra 'train'")
+
+from quadtree_attention.models.stereo import stereo_network
+from quadtree_attention.models.weights import fill, read_card
+from quadtree_attention.tasks.stereo.data import StereoData
+from quadtree_attention.tasks.stereo.losses import stereo_losses
+from quadtree_attention.tasks.stereo.module import LOGGED
+from quadtree_attention.tasks.training.command import train
+from tests.conftest import ROOT
+
+RECIPE = ROOT / "recipes" / "stereo" / "synthetic-debug.yaml"
+
+
+def test_debug_recipe(tmp_path):
+    """Trains, stops, goes on, and leaves weights that the network takes."""
+    folder = tmp_path / "run"
+    options = ["--config", str(RECIPE), "--run_dir", str(folder), "--data.pairs", "8"]
+    options += ["--trainer.enable_progress_bar", "false"]
+    train("stereo", [*options, "--trainer.max_epochs", "1"])
+    train("stereo", [*options, "--resume"])
+    rows = list(csv.DictReader((folder / "history.csv").open()))
+    assert [row["epoch"] for row in rows] == ["1", "2"]
+    names = {"train/loss", "train/assignment", "train/raw", "train/disparity", "train/occlusion"}
+    names |= {f"val/{name}" for name in LOGGED} | {"val/good3"}
+    assert names <= rows[0].keys()
+    assert all(float(row[name]) >= 0 for row in rows for name in names)
+    card = read_card(folder / "best.safetensors")
+    assert card["task"] == "stereo"
+    model = stereo_network(card["model"], **card["kwargs"])
+    fill(model, folder / "best.safetensors")
+
+
+def test_it_learns():
+    """A narrow network, on two pairs over and over: far better than no disparity at all."""
+    torch.manual_seed(0)
+    scene = {"objects": [1, 2], "samples": 1, "photometric": 0.0, "textureless": 0.0}
+    data = StereoData(procedural=4, texture_size=64, height=32, width=64, batch_size=2, scene=scene)
+    data.setup()
+    numbers = {"indices": torch.arange(2), "training": True}
+    batch = data.on_after_batch_transfer(numbers, 0)
+    model = stereo_network(
+        dims=(8, 16, 16, 16), dim=16, num_heads=2, num_layers=1, num_levels=2, refine_dim=8
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(40):
+        output = model(batch, true_disparity=batch["disparity0"])
+        loss = sum(stereo_losses(output, batch, model.at_cells).values())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.4 * losses[0]
+    away = (output.disparity - batch["disparity0"]).abs()[batch["visible0"]].mean().item()
+    assert away < 0.5 * batch["disparity0"][batch["visible0"]].mean().item()
