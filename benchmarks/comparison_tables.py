@@ -22,7 +22,7 @@ from benchmarks.attention_results import (
     sources,
 )
 from benchmarks.attention_runs import Suite
-from benchmarks.tables import _line, number
+from benchmarks.tables import number, page_table
 
 PEAK = "peak_mib"  # a column of the history that runs on a GPU have
 OURS = "quadtree-b"
@@ -195,15 +195,15 @@ def _table(comparison: Comparison, runs: Mapping[str, Sequence[Result]]) -> list
     head = ["attention", "runs", *comparison.scores.values(), "best epoch", "training loss"]
     head += ["s per epoch", "peak MiB"]
     lines = [f"Means over seeds, ± half of their range, after {epochs} epochs.", ""]
-    lines += [_line(head), _line(["---", *["---:"] * (len(head) - 1)])]
+    rows = []
     for name, mine in runs.items():
         cells = [comparison.label(name), str(len(mine))]
         cells += [spread(mine, lambda run, m=m: _final(run, m)) for m in comparison.scores]
         cells += [spread(mine, lambda run: run["best"][_short(comparison.score)])]
         cells += [spread(mine, lambda run: run["history"][comparison.losses[0]][-1], digits=3)]
         cells += [_mean_of(mine, "seconds"), _mean_of(mine, PEAK)]
-        lines.append(_line(cells))
-    return lines
+        rows.append(cells)
+    return [*lines, *page_table(head, rows, 1)]
 
 
 def spread(runs: Sequence[Result], value: Callable[[Result], float], digits: int = 2) -> str:

@@ -7,7 +7,6 @@
 
 import argparse
 import json
-import shlex
 import sys
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
@@ -38,14 +37,13 @@ from benchmarks.models import (
 from benchmarks.program import (
     OneLineParser,
     at_least_one,
-    describe_run,
+    describe_kind,
     device_name,
     list_of,
+    measure_rows,
     one_line_of,
     positive,
-    release_memory,
     slug,
-    write,
 )
 from benchmarks.tables import (
     COUNTS,
@@ -74,17 +72,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else list(argv)
     options = parse(argv)
     use_threads(options.threads)
-    about = describe(argv, options)
-    rows: list[dict[str, Any]] = []
-    planned = list(options.plan(options))
-    for arguments in planned:
-        rows.append(options.row(*arguments, options))
-        release_memory(options.device)
-        result = about | {"complete": len(rows) == len(planned), "rows": rows}
-        check_result(result)
-        write(options.out, result)
-        progress = f"[{len(rows)}/{len(planned)}] {one_line(rows[-1])}"
-        print(progress, file=sys.stderr, flush=True)
+    measure_rows(
+        options.plan(options),
+        lambda arguments: options.row(*arguments, options),
+        describe(argv, options),
+        options,
+        check=check_result,
+        one_line=one_line,
+    )
     print(f"written: {options.out}")
     return 0
 
@@ -254,11 +249,9 @@ def time_row(work: Work, mode: str, options: Namespace) -> dict[str, Any]:
 
 def describe(argv: Sequence[str], options: Namespace) -> dict[str, Any]:
     """All fields of a result but its rows."""
-    about = describe_run(argv, Namespace(**vars(options), variant=None))
-    del about["variant"]
+    about = describe_kind(options.kind, PROGRAM, argv, options)
     about["versions"]["timm"] = timm.__version__
-    command = shlex.join([*shlex.split(PROGRAM), *argv])
-    return {"kind": options.kind} | about | {"command": command}
+    return about
 
 
 def one_line(row: dict[str, Any]) -> str:

@@ -15,9 +15,10 @@ from benchmarks.tables import (
     SCHEMA,
     _check_fields,
     _circumstances,
-    _line,
+    aligned,
     check_kind,
     number,
+    page_table,
     read_checked,
 )
 
@@ -74,8 +75,7 @@ def markdown(results: dict[str, Result]) -> str:
         rows = result["rows"]
         lines = [*_circumstances(name, result), "", *_limit(result)]
         for title, (head, cells) in _tables(rows).items():
-            align = ["---"] * 4 + ["---:"] * (len(head) - 4)
-            lines += [f"#### {title}", "", _line(head), _line(align), *map(_line, cells), ""]
+            lines += [f"#### {title}", "", *page_table(head, cells, 4), ""]
         lines += [f"- {_name(row)}: failed: {row['error']}" for row in rows if _failed(row)]
         sections.append("\n".join(lines).rstrip())
     return "\n\n".join(sections) or NOT_YET
@@ -85,10 +85,7 @@ def text_table(rows: Sequence[Result]) -> str:
     """The same tables, aligned, for a terminal."""
     parts = []
     for title, (head, cells) in _tables(rows).items():
-        lines = [head, *cells]
-        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        text = ("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
-        parts.append("\n".join([title, *text]))
+        parts.append(f"{title}\n{aligned([head, *cells])}")
     return "\n\n".join(parts)
 
 

@@ -7,7 +7,6 @@ fixed number of random ones goes to the fine stage instead of those found.
 
 import argparse
 import multiprocessing
-import shlex
 import statistics
 import sys
 import time
@@ -32,16 +31,15 @@ from benchmarks.measure import (
 from benchmarks.program import (
     OneLineParser,
     at_least_one,
-    describe_run,
-    device_name,
+    check_place,
+    describe_kind,
     list_of,
+    measure_rows,
     one_line_of,
     positive,
     release_memory,
-    slug,
-    write,
 )
-from benchmarks.tables import MATCHERS, OUT_OF_MEMORY, RESULTS, number
+from benchmarks.tables import MATCHERS, OUT_OF_MEMORY, number
 from quadtree_attention.models.matcher import FeatureMatcher, matcher, matcher_names
 from quadtree_attention.models.parts.coarse_matching import CoarseMatches
 from quadtree_attention.models.parts.context_attention import ATTENTIONS
@@ -84,17 +82,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.memory is not None:
         whole = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, options.memory * 2**30 / whole))
-    about = describe(argv, options)
-    rows: list[dict[str, Any]] = []
-    planned = list(plan(options))
-    for work in planned:
-        rows.append(measured(work, options))
-        release_memory(options.device)
-        result = about | {"complete": len(rows) == len(planned), "rows": rows}
-        check_result(result)
-        write(options.out, result)
-        progress = f"[{len(rows)}/{len(planned)}] {one_line(rows[-1])}"
-        print(progress, file=sys.stderr, flush=True)
+    rows = measure_rows(
+        plan(options),
+        lambda work: measured(work, options),
+        describe(argv, options),
+        options,
+        check=check_result,
+        one_line=one_line,
+    )
     print(text_table(rows))
     print(f"written: {options.out}")
     return 0
@@ -120,16 +115,11 @@ def parse(argv: Sequence[str]) -> Namespace:
     add("--threads", type=at_least_one, default=torch.get_num_threads(), help="CPU threads")
     add("--out", type=Path, help="default: benchmarks/results/matchers--<device name>.json")
     options = parser.parse_args(argv)
-    if options.device == "cuda" and not torch.cuda.is_available():
-        parser.error("argument --device: torch finds no CUDA device here; use --device cpu")
+    check_place(parser, options, MATCHERS)
     if options.device == "cpu" and options.memory is not None:
         parser.error("argument --memory: only the memory of a GPU can be limited; leave it out")
     if options.images is None:
         options.images = sizes(IMAGES[options.device])
-    if options.out is None:
-        options.out = RESULTS / f"{MATCHERS}--{slug(device_name(options))}.json"
-    if options.out.is_dir():
-        parser.error(f"argument --out: {options.out} is a directory")
     return options
 
 
@@ -146,10 +136,7 @@ def sizes(text: str) -> list[tuple[int, int]]:
 
 def describe(argv: Sequence[str], options: Namespace) -> dict[str, Any]:
     """All fields of a result but its rows."""
-    about = describe_run(argv, Namespace(**vars(options), variant=None))
-    del about["variant"]
-    command = shlex.join([*shlex.split(PROGRAM), *argv])
-    return {"kind": KIND} | about | {"command": command, "memory_gib": options.memory}
+    return describe_kind(KIND, PROGRAM, argv, options) | {"memory_gib": options.memory}
 
 
 def plan(options: Namespace) -> Iterator[Work]:

@@ -33,6 +33,7 @@ from benchmarks.program import (
     cpu_name,
     describe_run,
     list_of,
+    named_weights,
     slug,
     version_of,
     write,
@@ -91,7 +92,7 @@ def parse(argv: Sequence[str]) -> Namespace:
     add("--sets", type=list_of(tuple(SETS)), default=list(SETS), help="separated by commas")
     add("--methods", type=list_of(METHODS), default=list(METHODS), help="separated by commas")
     more = "weights of a matcher, as often as wanted; default: those of the package"
-    add("--weights", action="append", type=_weights, metavar="[NAME=]FILE", help=more)
+    add("--weights", action="append", type=named_weights, metavar="[NAME=]FILE", help=more)
     add("--size", type=at_least_one, default=SIZE, help="longer side that the matcher sees")
     add("--features", type=at_least_one, default=FEATURES, help="most features of SIFT")
     add("--threads", type=at_least_one, default=torch.get_num_threads(), help="CPU threads")
@@ -108,13 +109,6 @@ def parse(argv: Sequence[str]) -> Namespace:
     if options.out.is_dir():
         parser.error(f"argument --out: {options.out} is a directory")
     return options
-
-
-def _weights(text: str) -> tuple[str, Path]:
-    name, _, file = ("", "", text) if Path(text).is_file() else text.partition("=")
-    if not Path(file).is_file():
-        raise argparse.ArgumentTypeError(f"there is no file {file or text!r}")
-    return name or Path(file).stem, Path(file)
 
 
 def run(argv: Sequence[str], options: Namespace) -> dict[str, Any]:

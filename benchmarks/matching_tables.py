@@ -15,6 +15,7 @@ from benchmarks.tables import (
     _check_fields,
     _circumstances,
     _line,
+    aligned,
     check_kind,
     number,
     read_checked,
@@ -111,9 +112,7 @@ def text_table(rows: Sequence[Result]) -> str:
     for kind in KINDS:
         if mine := [row for row in rows if row["kind"] == kind]:
             head, cells = table(kind, mine)
-            lines = [head, *cells]
-            widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-            parts.append("\n".join("  ".join(map(str.ljust, line, widths)) for line in lines))
+            parts.append(aligned([head, *cells]))
     return "\n\n".join(parts)
 
 

@@ -10,7 +10,8 @@ import platform
 import re
 import shlex
 import subprocess
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NoReturn
@@ -18,7 +19,7 @@ from typing import Any, NoReturn
 import torch
 
 import quadtree_attention
-from benchmarks.tables import ROOT, SCHEMA
+from benchmarks.tables import RESULTS, ROOT, SCHEMA
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -58,6 +59,55 @@ def describe_run(argv: Sequence[str], options: argparse.Namespace) -> dict[str, 
             "quadtree_attention": quadtree_attention.__version__,
         },
     }
+
+
+def describe_kind(
+    kind: str, program: str, argv: Sequence[str], options: argparse.Namespace
+) -> dict[str, Any]:
+    """The same of a result that says what it is about, by the program that made it."""
+    about = describe_run(argv, argparse.Namespace(**vars(options), variant=None))
+    del about["variant"]
+    return {"kind": kind} | about | {"command": shlex.join([*shlex.split(program), *argv])}
+
+
+def measure_rows(
+    planned: Iterable[Any],
+    measured: Callable[[Any], dict[str, Any]],
+    about: dict[str, Any],
+    options: argparse.Namespace,
+    *,
+    check: Callable[[dict[str, Any]], None],
+    one_line: Callable[[dict[str, Any]], str],
+) -> list[dict[str, Any]]:
+    """Measures row by row, and writes what there is after each.
+
+    Args:
+        planned: What to measure.
+        measured: Makes a row of it.
+        about: All fields of the result but its rows.
+        options: Those with `device` and `out`.
+        check: Raises for what is no result.
+        one_line: A row in one line, for the progress.
+    """
+    planned, rows = list(planned), []
+    for work in planned:
+        rows.append(measured(work))
+        release_memory(options.device)
+        result = about | {"complete": len(rows) == len(planned), "rows": rows}
+        check(result)
+        write(options.out, result)
+        print(f"[{len(rows)}/{len(planned)}] {one_line(rows[-1])}", file=sys.stderr, flush=True)
+    return rows
+
+
+def check_place(parser: argparse.ArgumentParser, options: argparse.Namespace, name: str) -> None:
+    """Ends the program where there is no such device; fills in where results go."""
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("argument --device: torch finds no CUDA device here; use --device cpu")
+    if options.out is None:
+        options.out = RESULTS / f"{name}--{slug(device_name(options))}.json"
+    if options.out.is_dir():
+        parser.error(f"argument --out: {options.out} is a directory")
 
 
 def device_name(options: argparse.Namespace) -> str:
@@ -107,6 +157,14 @@ def list_of(known: Sequence[str]) -> Callable[[str], list[str]]:
         return names
 
     return parse_list
+
+
+def named_weights(text: str) -> tuple[str, Path]:
+    """A file of weights and what to call it, from [NAME=]FILE."""
+    name, _, file = ("", "", text) if Path(text).is_file() else text.partition("=")
+    if not Path(file).is_file():
+        raise argparse.ArgumentTypeError(f"there is no file {file or text!r}")
+    return name or Path(file).stem, Path(file)
 
 
 def positive(text: str) -> float:

@@ -34,6 +34,7 @@ from benchmarks.program import (
     cpu_name,
     describe_run,
     list_of,
+    named_weights,
     positive,
     slug,
     write,
@@ -98,7 +99,7 @@ def parse(argv: Sequence[str]) -> Namespace:
     add("--data", type=Path, default=DATA, help="folder of the pairs; default: %(default)s")
     add("--only", type=list_of(METHODS), default=list(METHODS), help="methods, with commas")
     more = "weights of a stereo network, as often as wanted; default: those of the package"
-    add("--weights", action="append", type=_weights, metavar="[NAME=]FILE", help=more)
+    add("--weights", action="append", type=named_weights, metavar="[NAME=]FILE", help=more)
     add("--size", type=at_least_one, default=SIZE, help="longer side that the network sees")
     add("--max-disparity", type=positive, help="largest that the network looks for, in pixels")
     add("--threads", type=at_least_one, default=torch.get_num_threads(), help="CPU threads")
@@ -114,13 +115,6 @@ def parse(argv: Sequence[str]) -> Namespace:
     if options.out.is_dir():
         parser.error(f"argument --out: {options.out} is a directory")
     return options
-
-
-def _weights(text: str) -> tuple[str, Path]:
-    name, _, file = ("", "", text) if Path(text).is_file() else text.partition("=")
-    if not Path(file).is_file():
-        raise argparse.ArgumentTypeError(f"there is no file {file or text!r}")
-    return name or Path(file).stem, Path(file)
 
 
 def run(argv: Sequence[str], options: Namespace) -> dict[str, Any]:

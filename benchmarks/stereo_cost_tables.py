@@ -16,9 +16,10 @@ from benchmarks.tables import (
     STEREO_COSTS,
     _check_fields,
     _circumstances,
-    _line,
+    aligned,
     check_kind,
     number,
+    page_table,
     read_checked,
 )
 
@@ -96,8 +97,7 @@ def markdown(results: dict[str, Result]) -> str:
     sections = []
     for name, result in results.items():
         head, cells = _table(result["rows"])
-        align = ["---"] * 4 + ["---:"] * (len(head) - 4)
-        lines = [*_circumstances(name, result), "", _line(head), _line(align), *map(_line, cells)]
+        lines = [*_circumstances(name, result), "", *page_table(head, cells, 4)]
         failed = [row for row in result["rows"] if row.get("error", OUT_OF_MEMORY) != OUT_OF_MEMORY]
         notes = [f"- {', '.join(_labels(row))}: failed: {row['error']}" for row in failed]
         sections.append("\n".join([*lines, "", *notes]).rstrip())
@@ -107,9 +107,7 @@ def markdown(results: dict[str, Result]) -> str:
 def text_table(rows: Sequence[Result]) -> str:
     """The same table, aligned, for a terminal."""
     head, cells = _table(rows)
-    lines = [head, *cells]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
+    return aligned([head, *cells])
 
 
 def _table(rows: Sequence[Result]) -> tuple[list[str], list[list[str]]]:

@@ -4,8 +4,6 @@
 Weights are fresh and images are noise: nothing that is measured depends on them.
 """
 
-import argparse
-import shlex
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
@@ -24,17 +22,15 @@ from benchmarks.measure import cuda_peak_mib, measure, use_threads
 from benchmarks.program import (
     OneLineParser,
     at_least_one,
-    describe_run,
-    device_name,
+    check_place,
+    describe_kind,
     list_of,
+    measure_rows,
     one_line_of,
     positive,
-    release_memory,
-    slug,
-    write,
 )
 from benchmarks.stereo_cost_tables import KIND, NETWORKS, PASSES, check_result, text_table
-from benchmarks.tables import OUT_OF_MEMORY, RESULTS, STEREO_COSTS, number
+from benchmarks.tables import OUT_OF_MEMORY, STEREO_COSTS, number
 from quadtree_attention.models.stereo import StereoNetwork, stereo_network
 from quadtree_attention.tasks.devices import out_of_memory
 from quadtree_attention.tasks.stereo.losses import stereo_losses
@@ -67,16 +63,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else list(argv)
     options = parse(argv)
     use_threads(options.threads)
-    about = describe(argv, options)
-    rows: list[dict[str, Any]] = []
-    planned = list(plan(options))
-    for work in planned:
-        rows.append(measured(work, options))
-        release_memory(options.device)
-        result = about | {"complete": len(rows) == len(planned), "rows": rows}
-        check_result(result)
-        write(options.out, result)
-        print(f"[{len(rows)}/{len(planned)}] {one_line(rows[-1])}", file=sys.stderr, flush=True)
+    rows = measure_rows(
+        plan(options),
+        lambda work: measured(work, options),
+        describe(argv, options),
+        options,
+        check=check_result,
+        one_line=one_line,
+    )
     print(text_table(rows))
     print(f"written: {options.out}")
     return 0
@@ -98,21 +92,13 @@ def parse(argv: Sequence[str]) -> Namespace:
     add("--threads", type=at_least_one, default=torch.get_num_threads(), help="CPU threads")
     add("--out", type=Path, help="default: benchmarks/results/stereo-costs--<device name>.json")
     options = parser.parse_args(argv)
-    if options.device == "cuda" and not torch.cuda.is_available():
-        parser.error("argument --device: torch finds no CUDA device here; use --device cpu")
-    if options.out is None:
-        options.out = RESULTS / f"{STEREO_COSTS}--{slug(device_name(options))}.json"
-    if options.out.is_dir():
-        parser.error(f"argument --out: {options.out} is a directory")
+    check_place(parser, options, STEREO_COSTS)
     return options
 
 
 def describe(argv: Sequence[str], options: Namespace) -> dict[str, Any]:
     """All fields of a result but its rows."""
-    about = describe_run(argv, argparse.Namespace(**vars(options), variant=None))
-    del about["variant"]
-    command = shlex.join([*shlex.split(PROGRAM), *argv])
-    return {"kind": KIND} | about | {"command": command}
+    return describe_kind(KIND, PROGRAM, argv, options)
 
 
 def plan(options: Namespace) -> Iterator[Work]:

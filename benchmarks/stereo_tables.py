@@ -13,9 +13,10 @@ from benchmarks.tables import (
     _check_choice,
     _check_fields,
     _circumstances,
-    _line,
+    aligned,
     check_kind,
     number,
+    page_table,
     read_checked,
 )
 
@@ -84,9 +85,7 @@ def markdown(results: dict[str, Result]) -> str:
     for name, result in results.items():
         lines = [*_circumstances(name, result), "", *_methods(result["methods"])]
         for table in (means_table(result["rows"]), pairs_table(result["rows"])):
-            head, *cells = table
-            lines += ["", _line(head), _line(["---", *["---:"] * (len(head) - 1)])]
-            lines += [_line(line) for line in cells]
+            lines += ["", *page_table(table[0], table[1:], 1)]
         sections.append("\n".join(lines))
     return "\n\n".join(sections) or NOT_YET
 
@@ -105,11 +104,7 @@ def _methods(methods: dict[str, Result]) -> list[str]:
 
 def text_table(rows: Sequence[Result]) -> str:
     """The same tables, aligned, for a terminal."""
-    parts = []
-    for lines in (pairs_table(rows), means_table(rows)):
-        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        parts.append("\n".join("  ".join(map(str.ljust, line, widths)) for line in lines))
-    return "\n\n".join(parts)
+    return "\n\n".join(map(aligned, (pairs_table(rows), means_table(rows))))
 
 
 def means_table(rows: Sequence[Result]) -> list[list[str]]:

@@ -200,6 +200,18 @@ def text_table(rows: Sequence[Row]) -> str:
     return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
 
 
+def aligned(lines: Sequence[Sequence[str]]) -> str:
+    """A table for a terminal."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
+
+
+def page_table(head: Sequence[str], cells: Sequence[Sequence[str]], words: int) -> list[str]:
+    """A table for a page, whose first `words` columns are no numbers."""
+    align = ["---"] * words + ["---:"] * (len(head) - words)
+    return [_line(head), _line(align), *map(_line, cells)]
+
+
 def markdown_section(name: str, result: dict[str, Any]) -> str:
     """Heading, circumstances, table and what was not measured, of one result file."""
     kind, rows = result.get("kind"), result["rows"]

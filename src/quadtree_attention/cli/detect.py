@@ -16,7 +16,7 @@ from quadtree_attention.cli.evaluate import printable
 from quadtree_attention.cli.inputs import STDIN, complain, expand
 from quadtree_attention.errors import OptionError, QuadtreeAttentionError
 from quadtree_attention.tasks.detect.predictor import SCORE, Detections, Detector
-from quadtree_attention.tasks.files import check_writable
+from quadtree_attention.tasks.files import check_writable, make_folder
 from quadtree_attention.tasks.pictures import FORMATS, picture_format
 
 PICTURE, FOLDER = Path("detections.png"), Path("detections")
@@ -117,13 +117,7 @@ def _targets(request: Request, paths: Sequence[str], *, as_json: bool) -> dict[s
 
 
 def _into_folder(folder: Path, paths: Sequence[str]) -> dict[str, Path]:
-    try:
-        folder.mkdir(exist_ok=True)
-    except OSError as error:
-        raise OptionError(
-            f"the folder {str(folder)!r} cannot be made: {error.strerror or error}; name another "
-            "with --out"
-        ) from error
+    make_folder(folder)
     check_writable(folder / PICTURE)
     targets: dict[str, Path] = {}
     taken = {Path(os.path.realpath(path)) for path in paths if path != STDIN}  # never replaced

@@ -28,6 +28,16 @@ from quadtree_attention.cli.texts import (
 )
 from quadtree_attention.errors import QuadtreeAttentionError
 
+# Options that several commands have
+Device = Annotated[
+    str | None, typer.Option(help="cpu or cuda.", show_default="cuda if there is one")
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+JsonList = Annotated[bool, typer.Option("--json", help="Print a list as JSON.")]
+JsonOfPairs = Annotated[bool, typer.Option("--json", help="Print JSON, with every pair.")]
+Debug = Annotated[bool, typer.Option("--debug", help="Show where mistakes arise.")]
+Images = Annotated[list[str], typer.Argument(metavar="IMAGE", help="Files, folders, or -.")]
+
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
@@ -71,15 +81,13 @@ def info(
     ] = "16",
     variant: Annotated[str, typer.Option(help="A or B.")] = "B",
     dtype: Annotated[str, typer.Option(help="float32, float64, float16 or bfloat16.")] = "float32",
-    device: Annotated[
-        str | None, typer.Option(help="cpu or cuda.", show_default="cuda if there is one")
-    ] = None,
+    device: Device = None,
     batch: Annotated[int, typer.Option(help="Maps per call.")] = 1,
     plan: Annotated[
         bool,
         typer.Option("--plan", help="Also print what the call costs, next to dense attention."),
     ] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    json: Json = False,
 ) -> None:
     from quadtree_attention.cli.info import Question, show
 
@@ -194,7 +202,7 @@ def match(
     save: Annotated[
         Path | None, typer.Option(help="Matches to write, .npz.", show_default=False)
     ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    json: Json = False,
     size: Annotated[
         int, typer.Option(help="Pixels of the longer side that images are matched at.")
     ] = 640,
@@ -205,9 +213,7 @@ def match(
     max_matches: Annotated[
         int | None, typer.Option("--max", help="Keep the N best.", metavar="N", show_default="all")
     ] = None,
-    device: Annotated[
-        str | None, typer.Option(help="cpu or cuda.", show_default="cuda if there is one")
-    ] = None,
+    device: Device = None,
     weights: Annotated[
         Path | None,
         typer.Option(help="Weights of a matcher, .safetensors.", show_default="of the package"),
@@ -232,7 +238,7 @@ def match(
     force: Annotated[
         bool, typer.Option("--force", help="Match pairs again; matches by other settings go.")
     ] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show where mistakes arise.")] = False,
+    debug: Debug = False,
 ) -> None:
     with mistakes_on_one_line(debug=debug):
         from quadtree_attention.cli.match import Request, run
@@ -263,15 +269,13 @@ def match(
 
 @app.command(help=CLASSIFY_HELP)
 def classify(
-    images: Annotated[list[str], typer.Argument(metavar="IMAGE", help="Files, folders, or -.")],
+    images: Images,
     weights: Annotated[
         Path | None, typer.Option(help="Weights of a classifier, .safetensors.", show_default=False)
     ] = None,
     top: Annotated[int, typer.Option(help="Answers per image.")] = 5,
-    device: Annotated[
-        str | None, typer.Option(help="cpu or cuda.", show_default="cuda if there is one")
-    ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print a list as JSON.")] = False,
+    device: Device = None,
+    json: JsonList = False,
 ) -> None:
     with mistakes_on_one_line():
         from quadtree_attention.cli.classify import run
@@ -305,9 +309,7 @@ def evaluate_classify(
         int | None,
         typer.Option(help="Pixels of a side the model sees.", show_default="as in training"),
     ] = None,
-    device: Annotated[
-        str | None, typer.Option(help="cpu or cuda.", show_default="cuda if there is one")
-    ] = None,
+    device: Device = None,
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
     workers: Annotated[
         int | None,
@@ -319,7 +321,7 @@ def evaluate_classify(
     force: Annotated[
         bool, typer.Option("--force", help="Replace predictions that are there.")
     ] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    json: Json = False,
 ) -> None:
     with mistakes_on_one_line():
         from quadtree_attention.cli.evaluate import ClassifyRequest, classify
@@ -377,8 +379,8 @@ def evaluate_match(
     out: Annotated[
         Path | None, typer.Option(help="JSON to write, with every pair.", show_default=False)
     ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON, with every pair.")] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show where mistakes arise.")] = False,
+    json: JsonOfPairs = False,
+    debug: Debug = False,
 ) -> None:
     with mistakes_on_one_line(debug=debug):
         from quadtree_attention.cli.evaluate_match import run
@@ -421,9 +423,7 @@ def stereo(
     size: Annotated[
         int, typer.Option(help="Pixels of the longer side that pairs are matched at.")
     ] = 960,
-    device: Annotated[
-        str | None, typer.Option(help="cpu or cuda.", show_default="cuda if there is one")
-    ] = None,
+    device: Device = None,
     weights: Annotated[
         Path | None,
         typer.Option(
@@ -440,8 +440,8 @@ def stereo(
     force: Annotated[
         bool, typer.Option("--force", help="Make again what is there; other settings' results go.")
     ] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show where mistakes arise.")] = False,
+    json: Json = False,
+    debug: Debug = False,
 ) -> None:
     with mistakes_on_one_line(debug=debug):
         from quadtree_attention.cli.stereo import Request, run
@@ -506,15 +506,13 @@ def evaluate_stereo(
         float | None,
         typer.Option(help="Largest disparity in pixels.", show_default="that of the weights"),
     ] = None,
-    device: Annotated[
-        str | None, typer.Option(help="cpu or cuda.", show_default="cuda if there is one")
-    ] = None,
+    device: Device = None,
     force: Annotated[bool, typer.Option("--force", help="Make again what is there.")] = False,
     strict: Annotated[
         bool, typer.Option("--strict", help="Fail where a file of a pair is missing.")
     ] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON, with every pair.")] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show where mistakes arise.")] = False,
+    json: JsonOfPairs = False,
+    debug: Debug = False,
 ) -> None:
     with mistakes_on_one_line(debug=debug):
         from quadtree_attention.cli.evaluate_stereo import Request, run
@@ -540,7 +538,7 @@ def evaluate_stereo(
 
 @app.command(help=SEGMENT_HELP)
 def segment(
-    images: Annotated[list[str], typer.Argument(metavar="IMAGE", help="Files, folders, or -.")],
+    images: Images,
     weights: Annotated[
         Path | None, typer.Option(help="Weights of a segmenter, .safetensors.", show_default=False)
     ] = None,
@@ -560,10 +558,8 @@ def segment(
             show_default=False,
         ),
     ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print a list as JSON.")] = False,
-    device: Annotated[
-        str | None, typer.Option(help="cpu or cuda.", show_default="cuda if there is one")
-    ] = None,
+    json: JsonList = False,
+    device: Device = None,
     size: Annotated[
         int | None,
         typer.Option(
@@ -578,7 +574,7 @@ def segment(
         int | None,
         typer.Option(help="From a window to the next.", metavar="N", show_default="2/3 of it"),
     ] = None,
-    debug: Annotated[bool, typer.Option("--debug", help="Show where mistakes arise.")] = False,
+    debug: Debug = False,
 ) -> None:
     with mistakes_on_one_line(debug=debug):
         from quadtree_attention.cli.segment import Request, run
@@ -634,17 +630,15 @@ def evaluate_segment(
         int | None,
         typer.Option(help="From a window to the next.", metavar="N", show_default="2/3 of it"),
     ] = None,
-    device: Annotated[
-        str | None, typer.Option(help="cpu or cuda.", show_default="cuda if there is one")
-    ] = None,
+    device: Device = None,
     strict: Annotated[
         bool, typer.Option("--strict", help="Fail where an image or label map is bad or missing.")
     ] = False,
     force: Annotated[
         bool, typer.Option("--force", help="Make label maps again that are there.")
     ] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show where mistakes arise.")] = False,
+    json: Json = False,
+    debug: Debug = False,
 ) -> None:
     with mistakes_on_one_line(debug=debug):
         from quadtree_attention.cli.evaluate_segment import Request, run
@@ -669,7 +663,7 @@ def evaluate_segment(
 
 @app.command(help=DETECT_HELP)
 def detect(
-    images: Annotated[list[str], typer.Argument(metavar="IMAGE", help="Files, folders, or -.")],
+    images: Images,
     weights: Annotated[
         Path | None, typer.Option(help="Weights of a detector, .safetensors.", show_default=False)
     ] = None,
@@ -685,10 +679,8 @@ def detect(
         int | None,
         typer.Option(help="Pixels of the shorter side.", show_default="that of the weights"),
     ] = None,
-    device: Annotated[
-        str | None, typer.Option(help="cpu or cuda.", show_default="cuda if there is one")
-    ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print a list as JSON.")] = False,
+    device: Device = None,
+    json: JsonList = False,
 ) -> None:
     with mistakes_on_one_line():
         from quadtree_attention.cli.detect import Request, run
@@ -725,14 +717,12 @@ def evaluate_detect(
         int | None,
         typer.Option(help="Pixels of the shorter side.", show_default="that of the weights"),
     ] = None,
-    device: Annotated[
-        str | None, typer.Option(help="cpu or cuda.", show_default="cuda if there is one")
-    ] = None,
+    device: Device = None,
     strict: Annotated[
         bool, typer.Option("--strict", help="Fail at the first thing that cannot be used.")
     ] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace results that are there.")] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    json: Json = False,
 ) -> None:
     with mistakes_on_one_line():
         from quadtree_attention.cli.evaluate_detect import DetectRequest, run

@@ -22,7 +22,7 @@ from quadtree_attention.errors import (
 )
 from quadtree_attention.images import to_image
 from quadtree_attention.models.weights import file_sha256
-from quadtree_attention.tasks.files import check_writable, write_whole
+from quadtree_attention.tasks.files import check_writable, make_folder, write_whole
 from quadtree_attention.tasks.match.estimate import Estimator, Pose, check_camera
 from quadtree_attention.tasks.match.metrics import Array, rotation_error
 from quadtree_attention.tasks.match.pairs import PairLine, read_pairs
@@ -329,13 +329,7 @@ def _prepared(
     folder: Path, settings: dict[str, Any], sources: dict[str, list[Any]], *, force: bool
 ) -> Path:
     """The folder, with settings and images noted: matches of different ones must not get mixed."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        reason = error.strerror or error
-        raise OptionError(
-            f"the folder {folder} cannot be made: {reason}; write elsewhere"
-        ) from error
+    make_folder(folder)
     note = folder / SETTINGS
     check_writable(note)
     before, noted = _read_note(note) if note.is_file() else (settings, {})

@@ -15,7 +15,7 @@ from quadtree_attention.cli.classify import BAR_WIDTH, BLOCKS, ascii_bar, block_
 from quadtree_attention.cli.evaluate import printable
 from quadtree_attention.cli.inputs import STDIN, complain, expand
 from quadtree_attention.errors import CheckpointError, OptionError, QuadtreeAttentionError
-from quadtree_attention.tasks.files import check_writable
+from quadtree_attention.tasks.files import check_writable, make_folder
 from quadtree_attention.tasks.pictures import FORMATS, picture_format
 from quadtree_attention.tasks.segment.predictor import (
     Segmentation,
@@ -156,8 +156,8 @@ def _jobs(paths: Sequence[str], request: Request, *, as_json: bool) -> list[Job]
         check_label_path(label_map)
     _check_different([*pictures, *labels], paths)
     for given, targets in ((out, pictures), (request.save, labels)):
-        if given not in targets:  # a folder
-            _make_folder(given)
+        if given is not None and given not in targets:  # a folder
+            make_folder(given)
     for target in filter(None, [*pictures, *labels]):
         check_writable(target)
     return [Job(*job) for job in zip(paths, pictures, labels, strict=True)]
@@ -176,17 +176,6 @@ def _targets(
     if not many and given.suffix and not given.is_dir():  # whether of a right format or not
         return [given]
     return [given / f"{'stdin' if path == STDIN else Path(path).stem}.png" for path in paths]
-
-
-def _make_folder(path: Path | None) -> None:
-    if path is None:
-        return
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise OptionError(
-            f"the folder {path} cannot be made: {error.strerror or error}; write elsewhere"
-        ) from error
 
 
 def _check_different(targets: Iterable[Path | None], inputs: Sequence[str]) -> None:

@@ -29,6 +29,21 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
         unfinished.unlink(missing_ok=True)
 
 
+def make_folder(folder: Path) -> None:
+    """Makes a folder, unless it is there.
+
+    Raises:
+        OptionError: It cannot be made.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        reason = error.strerror or error
+        raise OptionError(
+            f"the folder {folder} cannot be made: {reason}; write elsewhere"
+        ) from error
+
+
 def write_whole(path: str | os.PathLike[str], data: bytes) -> None:
     """Writes a file, all or nothing.
 

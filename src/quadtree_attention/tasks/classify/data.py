@@ -23,6 +23,7 @@ from quadtree_attention.tasks.training.loader import (
     EpochSampler,
     ResumableLoader,
     SeededDataset,
+    sampler_of,
     seed_from,
 )
 
@@ -201,15 +202,7 @@ class ClassifyData(pl.LightningDataModule):
         return ResumableLoader(dataset, sampler, collate_fn=collate, **options)
 
     def _sampler(self, split: Split, *, shuffle: bool) -> EpochSampler:
-        trainer = self.trainer
-        return EpochSampler(
-            self._size(split),
-            self.batch_size,
-            seed=self.seed,
-            shuffle=shuffle,
-            rank=trainer.global_rank if trainer else 0,
-            world_size=trainer.world_size if trainer else 1,
-        )
+        return sampler_of(self, self._size(split), self.batch_size, shuffle=shuffle)
 
     def _size(self, split: Split) -> int:
         size = len(self._source(split))

@@ -15,7 +15,12 @@ from quadtree_attention.tasks.detect.augment import Augment
 from quadtree_attention.tasks.detect.coco import DetectSource, Target, counted, open_split
 from quadtree_attention.tasks.detect.shapes import GeneratedShapes
 from quadtree_attention.tasks.skipped import summary
-from quadtree_attention.tasks.training.loader import EpochSampler, ResumableLoader, SeededDataset
+from quadtree_attention.tasks.training.loader import (
+    EpochSampler,
+    ResumableLoader,
+    SeededDataset,
+    sampler_of,
+)
 
 Split = Literal["train", "val"]
 Kind = Literal["files", "generated"]
@@ -182,15 +187,7 @@ class DetectData(pl.LightningDataModule):
         return ResumableLoader(dataset, sampler, collate_fn=collate, **options)
 
     def _sampler(self, split: Split, *, shuffle: bool) -> EpochSampler:
-        trainer = self.trainer
-        return EpochSampler(
-            self._size(split),
-            self.batch_size,
-            seed=self.seed,
-            shuffle=shuffle,
-            rank=trainer.global_rank if trainer else 0,
-            world_size=trainer.world_size if trainer else 1,
-        )
+        return sampler_of(self, self._size(split), self.batch_size, shuffle=shuffle)
 
     def _size(self, split: Split) -> int:
         size = len(self._source(split))

@@ -4,7 +4,6 @@
 from dataclasses import replace
 from typing import Any, Literal
 
-import pytorch_lightning as pl
 import torch
 from torch import Tensor
 
@@ -18,20 +17,15 @@ from quadtree_attention.data import (
     scene_pairs,
 )
 from quadtree_attention.errors import OptionError
-from quadtree_attention.tasks.training.loader import EpochSampler, ResumableLoader, seed_from
-from quadtree_attention.tasks.training.synthetic import (
-    PairNumbers,
-    as_it_is,
-    make_textures,
-    options_of,
-)
+from quadtree_attention.tasks.training.loader import seed_from
+from quadtree_attention.tasks.training.synthetic import SyntheticData, options_of
 
 Batch = dict[str, Any]
 SHARED = ("image0", "image1", "flow0to1", "flow1to0", "visible0", "visible1")
 MOTION = ("baseline", "rotation", "roll", "focal_ratio")  # what a curriculum makes harder
 
 
-class MatchData(pl.LightningDataModule):
+class MatchData(SyntheticData):
     """Synthetic scenes seen by two cameras, and planes; nothing is read but textures.
 
     Args:
@@ -71,10 +65,16 @@ class MatchData(pl.LightningDataModule):
         texture_size: int = 320,
         seed: int = 0,
     ) -> None:
-        super().__init__()
-        for name, value in (("pairs", pairs), ("val_pairs", val_pairs), ("batch_size", batch_size)):
-            if value < 1:
-                raise OptionError(f"{name} must be at least 1, got {value}; pass more")
+        super().__init__(
+            textures=textures,
+            procedural=procedural,
+            texture_size=texture_size,
+            size=(height, width),
+            pairs=pairs,
+            val_pairs=val_pairs,
+            batch_size=batch_size,
+            seed=seed,
+        )
         if curriculum_epochs < 0:
             raise OptionError(
                 f"curriculum_epochs must be at least 0, got {curriculum_epochs}; 0 leaves it out"
@@ -82,70 +82,27 @@ class MatchData(pl.LightningDataModule):
         for name, share in (("planes", planes), ("start", start)):
             if not 0 <= share <= 1:
                 raise OptionError(f"{name} must be between 0 and 1, got {share}; pass such")
-        self.folder = textures
-        self.procedural = procedural
-        self.size = (height, width)
-        self.pairs = pairs
-        self.val_pairs = val_pairs
-        self.batch_size = batch_size
         self.planes = planes
         self.scene = options_of(SceneOptions, "scene", scene)
         self.plane = options_of(HomographyOptions, "plane", plane)
         self.start = start
         self.curriculum_epochs = curriculum_epochs
-        self.texture_size = texture_size
-        self.seed = seed
-        self._textures: Textures | None = None
 
-    @property
-    def batches_per_epoch(self) -> int:
-        """Training batches of one process."""
-        return len(self._sampler(self.pairs, shuffle=True)) // self.batch_size
-
-    def setup(self, stage: str | None = None) -> None:
-        if self._textures is None:
-            device = self.trainer.strategy.root_device if self.trainer else torch.device("cpu")
-            given = self.folder, self.procedural, self.texture_size
-            self._textures = make_textures(*given, device)
-
-    def train_dataloader(self) -> ResumableLoader:
-        if self.batches_per_epoch == 0:
-            raise OptionError(
-                f"{self.pairs} pairs do not fill one batch of {self.batch_size} on every process; "
-                "pass more --data.pairs or a smaller --data.batch_size"
-            )
-        return self._loader(self.pairs, training=True)
-
-    def val_dataloader(self) -> ResumableLoader:
-        return self._loader(self.val_pairs, training=False)
-
-    def transfer_batch_to_device(
-        self, batch: Batch, device: torch.device, dataloader_idx: int
-    ) -> Batch:
-        """Leaves the numbers where they are: to read them back would wait for the device."""
-        return {**batch, "device": device}
-
-    def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
-        """Renders the pairs whose numbers the batch holds."""
-        assert self._textures is not None
-        textures = self._textures.to(batch.get("device", batch["indices"].device))
-        indices: list[int] = batch["indices"].tolist()
-        if not batch["training"]:
-            # another seed than that of training, whose scenes are not seen here
-            return vars(scene_pairs(textures, indices, **self._seeded(1), options=self.scene))
+    def render(self, textures: Textures, indices: list[int], *, training: bool) -> Batch:
+        """Scenes, and some planes in training."""
+        made = self.seeded(training=training)
+        if not training:
+            return vars(scene_pairs(textures, indices, **made, options=self.scene))
         seeds = [seed_from(self.seed, index) % 1000 for index in indices]
         flat = [i for i, s in zip(indices, seeds, strict=True) if s < 1000 * self.planes]
         deep = [i for i in indices if i not in flat]
         parts: list[Pair | HomographyPair] = []
         if deep:
             options = self._harder(indices[0] // self.pairs)
-            parts.append(scene_pairs(textures, deep, **self._seeded(0), options=options))
+            parts.append(scene_pairs(textures, deep, **made, options=options))
         if flat:
-            parts.append(homography_pairs(textures, flat, **self._seeded(0), options=self.plane))
+            parts.append(homography_pairs(textures, flat, **made, options=self.plane))
         return {name: torch.cat([getattr(part, name) for part in parts]) for name in SHARED}
-
-    def _seeded(self, stream: int) -> dict[str, Any]:
-        return {"size": self.size, "seed": seed_from(self.seed, stream)}
 
     def _harder(self, epoch: int) -> SceneOptions:
         """Scenes with a share of the motion that grows with the epochs."""
@@ -154,22 +111,6 @@ class MatchData(pl.LightningDataModule):
         share = self.start + (1 - self.start) * epoch / self.curriculum_epochs
         easier = {name: _nearer_to_none(getattr(self.scene, name), name, share) for name in MOTION}
         return replace(self.scene, **easier)
-
-    def _loader(self, count: int, *, training: bool) -> ResumableLoader:
-        sampler = self._sampler(count, shuffle=training)
-        numbers = PairNumbers(count, training=training)
-        return ResumableLoader(numbers, sampler, collate_fn=as_it_is)
-
-    def _sampler(self, count: int, *, shuffle: bool) -> EpochSampler:
-        trainer = self.trainer
-        return EpochSampler(
-            count,
-            self.batch_size,
-            seed=self.seed,
-            shuffle=shuffle,
-            rank=trainer.global_rank if trainer else 0,
-            world_size=trainer.world_size if trainer else 1,
-        )
 
 
 def grey(images: Tensor) -> Tensor:

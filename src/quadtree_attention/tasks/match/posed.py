@@ -24,7 +24,12 @@ from tqdm import tqdm
 
 from quadtree_attention.errors import DataError, OptionError
 from quadtree_attention.tasks.skipped import summary
-from quadtree_attention.tasks.training.loader import EpochSampler, ResumableLoader, SeededDataset
+from quadtree_attention.tasks.training.loader import (
+    EpochSampler,
+    ResumableLoader,
+    SeededDataset,
+    sampler_of,
+)
 
 Array: TypeAlias = np.ndarray[Any, Any]
 Batch = dict[str, Any]
@@ -162,20 +167,12 @@ class PosedData(pl.LightningDataModule):
         return ResumableLoader(dataset, sampler, collate_fn=collate, **options)
 
     def _sampler(self, split: Split) -> EpochSampler:
-        trainer = self.trainer
         scenes = self._scenes[split]
         if split == "train":
             size = len(scenes) * self.pairs_per_scene
         else:
             size = min(self.val_pairs, sum(len(scene) for scene in scenes))
-        return EpochSampler(
-            size,
-            self.batch_size,
-            seed=self.seed,
-            shuffle=split == "train",
-            rank=trainer.global_rank if trainer else 0,
-            world_size=trainer.world_size if trainer else 1,
-        )
+        return sampler_of(self, size, self.batch_size, shuffle=split == "train")
 
 
 def collate(samples: list[Batch]) -> Batch:

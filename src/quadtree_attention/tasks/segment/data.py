@@ -21,7 +21,12 @@ from quadtree_attention.tasks.segment.sources import (
     open_source,
 )
 from quadtree_attention.tasks.skipped import summary
-from quadtree_attention.tasks.training.loader import EpochSampler, ResumableLoader, SeededDataset
+from quadtree_attention.tasks.training.loader import (
+    EpochSampler,
+    ResumableLoader,
+    SeededDataset,
+    sampler_of,
+)
 
 Batch = dict[str, Any]
 
@@ -163,16 +168,11 @@ class SegmentData(pl.LightningDataModule):
         return ResumableLoader(dataset, sampler, collate_fn=collate_fn, **options)
 
     def _sampler(self, split: str) -> EpochSampler:
-        trainer = self.trainer
         size = len(self._source(split))
-        return EpochSampler(
-            size if self.limit_images is None else min(size, self.limit_images),
-            self.batch_size if split == "train" else self.eval_batch_size,
-            seed=self.seed,
-            shuffle=split == "train",
-            rank=trainer.global_rank if trainer else 0,
-            world_size=trainer.world_size if trainer else 1,
-        )
+        count = size if self.limit_images is None else min(size, self.limit_images)
+        training = split == "train"
+        batch_size = self.batch_size if training else self.eval_batch_size
+        return sampler_of(self, count, batch_size, shuffle=training)
 
     def _source(self, split: str) -> SegmentSource:
         if split not in self._sources:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from quadtree_attention.errors import CheckpointError, DataError, OptionError
-from quadtree_attention.tasks.files import check_writable, write_whole
+from quadtree_attention.tasks.files import check_writable, make_folder, write_whole
 from quadtree_attention.tasks.segment.metrics import confusion, scores
 from quadtree_attention.tasks.segment.sources import Array, SegmentSource, read_label_map
 from quadtree_attention.tasks.skipped import summary
@@ -279,13 +279,7 @@ def _settings(segmenter: "Segmenter", source: SegmentSource, data: str) -> dict[
 
 def _prepared(folder: Path, settings: dict[str, Any], names: list[str], *, force: bool) -> Path:
     """The folder, with settings noted: label maps of different ones must not get mixed."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        reason = error.strerror or error
-        raise OptionError(
-            f"the folder {folder} cannot be made: {reason}; write elsewhere"
-        ) from error
+    make_folder(folder)
     note = folder / SETTINGS
     check_writable(note)
     noted = _read_settings(folder)

@@ -27,14 +27,9 @@ from quadtree_attention.tasks.training.loader import (
     EpochSampler,
     ResumableLoader,
     SeededDataset,
-    seed_from,
+    sampler_of,
 )
-from quadtree_attention.tasks.training.synthetic import (
-    PairNumbers,
-    as_it_is,
-    make_textures,
-    options_of,
-)
+from quadtree_attention.tasks.training.synthetic import SyntheticData, check_counts, options_of
 
 Batch = dict[str, Any]
 IMAGES = ("image0", "image1")
@@ -42,7 +37,7 @@ BETWEEN = 0.3  # share of the colour jitter by which the views of a pair differ
 ATTEMPTS = 20  # pairs tried in the place of one that cannot be read
 
 
-class StereoData(pl.LightningDataModule):
+class StereoData(SyntheticData):
     """Synthetic scenes seen by two cameras side by side; nothing is read but textures.
 
     Args:
@@ -74,55 +69,22 @@ class StereoData(pl.LightningDataModule):
         texture_size: int = 320,
         seed: int = 0,
     ) -> None:
-        super().__init__()
-        _check_counts(pairs=pairs, val_pairs=val_pairs, batch_size=batch_size)
-        self.folder = textures
-        self.procedural = procedural
-        self.size = (height, width)
-        self.pairs = pairs
-        self.val_pairs = val_pairs
-        self.batch_size = batch_size
+        super().__init__(
+            textures=textures,
+            procedural=procedural,
+            texture_size=texture_size,
+            size=(height, width),
+            pairs=pairs,
+            val_pairs=val_pairs,
+            batch_size=batch_size,
+            seed=seed,
+        )
         self.scene: StereoOptions = options_of(StereoOptions, "scene", scene)
-        self.texture_size = texture_size
-        self.seed = seed
-        self._textures: Textures | None = None
 
-    @property
-    def batches_per_epoch(self) -> int:
-        """Training batches of one process."""
-        return len(self._sampler(self.pairs, shuffle=True)) // self.batch_size
-
-    def setup(self, stage: str | None = None) -> None:
-        if self._textures is None:
-            device = self.trainer.strategy.root_device if self.trainer else torch.device("cpu")
-            given = self.folder, self.procedural, self.texture_size
-            self._textures = make_textures(*given, device)
-
-    def train_dataloader(self) -> ResumableLoader:
-        if self.batches_per_epoch == 0:
-            raise OptionError(
-                f"{self.pairs} pairs do not fill one batch of {self.batch_size} on every process; "
-                "pass more --data.pairs or a smaller --data.batch_size"
-            )
-        return self._loader(self.pairs, training=True)
-
-    def val_dataloader(self) -> ResumableLoader:
-        return self._loader(self.val_pairs, training=False)
-
-    def transfer_batch_to_device(
-        self, batch: Batch, device: torch.device, dataloader_idx: int
-    ) -> Batch:
-        """Leaves the numbers where they are: to read them back would wait for the device."""
-        return {**batch, "device": device}
-
-    def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
-        """Renders the pairs whose numbers the batch holds."""
-        assert self._textures is not None
-        textures = self._textures.to(batch.get("device", batch["indices"].device))
-        # validation has a seed of its own, whose scenes are not seen in training
-        seed = seed_from(self.seed, 0 if batch["training"] else 1)
-        indices: list[int] = batch["indices"].tolist()
-        pair = stereo_pairs(textures, indices, size=self.size, seed=seed, options=self.scene)
+    def render(self, textures: Textures, indices: list[int], *, training: bool) -> Batch:
+        """Rectified scenes, all of whose pixels are known."""
+        made = self.seeded(training=training)
+        pair = stereo_pairs(textures, indices, **made, options=self.scene)
         return {
             "image0": pair.image0,
             "image1": pair.image1,
@@ -131,14 +93,6 @@ class StereoData(pl.LightningDataModule):
             "occluded0": pair.occluded0,
             "visible0": ~pair.occluded0,
         }
-
-    def _loader(self, count: int, *, training: bool) -> ResumableLoader:
-        sampler = self._sampler(count, shuffle=training)
-        numbers = PairNumbers(count, training=training)
-        return ResumableLoader(numbers, sampler, collate_fn=as_it_is)
-
-    def _sampler(self, count: int, *, shuffle: bool) -> EpochSampler:
-        return _sampler(self, count, self.batch_size, shuffle=shuffle)
 
 
 class FilesStereoData(pl.LightningDataModule):
@@ -184,7 +138,7 @@ class FilesStereoData(pl.LightningDataModule):
             raise OptionError(
                 "pairs from files need a folder that holds them, got none; pass --data.root FOLDER"
             )
-        _check_counts(height=height, width=width, batch_size=batch_size, val_pairs=val_pairs)
+        check_counts(height=height, width=width, batch_size=batch_size, val_pairs=val_pairs)
         if workers is not None and workers < 0:
             raise OptionError(f"workers must be at least 0, got {workers}; pass more")
         for name, value in (("jitter", jitter), ("flip", flip)):
@@ -238,7 +192,7 @@ class FilesStereoData(pl.LightningDataModule):
     def val_dataloader(self) -> ResumableLoader:
         source = self._sources["val"]
         count = min(self.val_pairs, len(source))
-        sampler = _sampler(self, count, 1, shuffle=False)
+        sampler = sampler_of(self, count, 1, shuffle=False)
         return self._loader(sampler, partial(_read_whole, source, count, self.strict))
 
     def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
@@ -255,7 +209,7 @@ class FilesStereoData(pl.LightningDataModule):
         return source
 
     def _train_sampler(self) -> EpochSampler:
-        return _sampler(self, len(self._sources["train"]), self.batch_size, shuffle=True)
+        return sampler_of(self, len(self._sources["train"]), self.batch_size, shuffle=True)
 
     def _loader(self, sampler: EpochSampler, read: Any) -> ResumableLoader:
         options: dict[str, Any] = {"pin_memory": torch.cuda.is_available()}
@@ -358,22 +312,3 @@ def _recoloured(image0: Tensor, image1: Tensor, strength: float) -> Batch:
 
 def _bytes(image: Image.Image) -> Tensor:
     return torch.from_numpy(np.array(image)).permute(2, 0, 1)
-
-
-def _sampler(data: Any, count: int, batch_size: int, *, shuffle: bool) -> EpochSampler:
-    """The share of this process, which the trainer of the data knows."""
-    trainer = data.trainer
-    return EpochSampler(
-        count,
-        batch_size,
-        seed=data.seed,
-        shuffle=shuffle,
-        rank=trainer.global_rank if trainer else 0,
-        world_size=trainer.world_size if trainer else 1,
-    )
-
-
-def _check_counts(**counts: int) -> None:
-    for name, value in counts.items():
-        if value < 1:
-            raise OptionError(f"{name} must be at least 1, got {value}; pass more")

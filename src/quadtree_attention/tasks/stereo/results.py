@@ -13,7 +13,7 @@ import numpy as np
 
 from quadtree_attention.errors import DataError, OptionError
 from quadtree_attention.images import Array
-from quadtree_attention.tasks.files import check_writable, write_whole
+from quadtree_attention.tasks.files import check_writable, make_folder, write_whole
 from quadtree_attention.tasks.stereo.formats import read_disparity
 
 if TYPE_CHECKING:  # scoring needs no models
@@ -107,13 +107,7 @@ def prepare_folder(
     Raises:
         OptionError: It cannot be made or written to, or holds other results.
     """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        reason = error.strerror or error
-        raise OptionError(
-            f"the folder {folder} cannot be made: {reason}; write elsewhere"
-        ) from error
+    make_folder(folder)
     note = folder / SETTINGS
     check_writable(note)
     before, noted = _read_note(note) if note.is_file() else (dict(settings), {})

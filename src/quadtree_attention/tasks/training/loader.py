@@ -93,6 +93,19 @@ class EpochSampler(Sampler[Draw]):
         return batches[:, self.rank].flatten().tolist()
 
 
+def sampler_of(data: Any, count: int, batch_size: int, *, shuffle: bool) -> EpochSampler:
+    """The share of this process, which the trainer of the data knows."""
+    trainer = data.trainer
+    return EpochSampler(
+        count,
+        batch_size,
+        seed=data.seed,
+        shuffle=shuffle,
+        rank=trainer.global_rank if trainer else 0,
+        world_size=trainer.world_size if trainer else 1,
+    )
+
+
 class SeededDataset(Dataset[Any]):
     """Reads samples with every generator seeded from `(seed, epoch, index)`.
 
