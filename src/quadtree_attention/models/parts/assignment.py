@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from quadtree_attention.errors import OptionError
 
 HIDDEN = -1e9  # score of a pair that cannot be; finite, so that sums have gradients
+CPU_ENTRIES = 2**20  # of the matrices that stay in its caches: half the time
 WINDOW = 1  # cells on either side of the best one that a disparity is the mean of
 
 
@@ -81,7 +82,9 @@ class RowAssignment(nn.Module):
         wanted = features0.new_zeros(batch, height, width) if truth is None else truth
         rows0, rows1 = (self.proj(x).flatten(0, 1) * dim**-0.25 for x in (features0, features1))
         wanted = wanted.flatten(0, 1)
-        step = max(1, self.max_entries // width**2)
+        on_cpu = features0.device.type == "cpu"
+        entries = min(self.max_entries, CPU_ENTRIES) if on_cpu else self.max_entries
+        step = max(1, entries // width**2)
         parts = []
         for start in range(0, batch * height, step):
             part = slice(start, start + step)
