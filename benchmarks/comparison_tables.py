@@ -90,6 +90,7 @@ COMPARISONS = {
                 "val/epe_all": "EPE, px",
                 "val/epe_noc": "EPE visible, px",
                 "val/occlusion_iou": "occlusion IoU",
+                "val/occlusion_iou_both": "as STTR",
             },
             noise=0.3,
         ),

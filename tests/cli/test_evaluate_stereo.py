@@ -45,10 +45,13 @@ def test_answers_in_files():
     assert (result.exit_code, result.stderr) == (0, ""), result.output
     lines = result.stdout.splitlines()
     assert lines[0].split() == ["not", "occluded", "all", "known", "pixels", "occluded"]
-    assert lines[1].split() == ["pair", *["EPE", "bad-1", "bad-2", "bad-3", "D1"] * 2, "IoU"]
-    assert lines[2].split() == ["a", *["0.00", "0.0", "0.0", "0.0", "0.0"] * 2, "0.00"]
-    assert lines[3].split() == ["b", *["4.00", "100.0", "100.0", "100.0", "100.0"] * 2, "0.00"]
-    assert lines[5].split() == ["mean", *["2.00", "50.0", "50.0", "50.0", "50.0"] * 2, "0.00"]
+    columns = [*["EPE", "bad-1", "bad-2", "bad-3", "D1"] * 2, "IoU", "as", "STTR"]
+    assert lines[1].split() == ["pair", *columns]
+    ious = lines[2].split()[-2:], lines[3].split()[-2:], lines[5].split()[-2:]
+    assert all(strict == "0.00" and 0 < float(both) <= 1 for strict, both in ious)
+    assert lines[2].split()[:-2] == ["a", *["0.00", "0.0", "0.0", "0.0", "0.0"] * 2]
+    assert lines[3].split()[:-2] == ["b", *["4.00", "100.0", "100.0", "100.0", "100.0"] * 2]
+    assert lines[5].split()[:-2] == ["mean", *["2.00", "50.0", "50.0", "50.0", "50.0"] * 2]
     assert lines[7] == "2 pairs, EPE in pixels, bad-N and D1 in percent, answers"
 
 
@@ -113,3 +116,13 @@ def test_mistakes(options, message):
 def test_what_is_needed():
     result = run()
     assert result.exit_code == 2 and "--data" in result.stderr
+
+
+def test_a_pair_that_cannot_be_read_is_told(weights):
+    damaged = Path("data/disparity/b.pfm")
+    damaged.write_bytes(damaged.read_bytes()[:20])
+    result = run(weights, "--data", "data", "--out", "told", "--size", 48)
+    assert result.exit_code == 0 and "quadtree: skipped: " in result.stderr
+    assert str(damaged) in result.stderr
+    strict = run(weights, "--data", "data", "--out", "strict", "--size", 48, "--strict")
+    assert strict.exit_code == 2 and "1 pairs cannot be read; mend them" in strict.stderr

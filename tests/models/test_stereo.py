@@ -109,6 +109,23 @@ def test_autocast():
     assert (found.raw_occlusion - exact.raw_occlusion).abs().mean() < 0.05
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision(dtype):
+    model, data = tiny().to(dtype), pair(32, 48)
+    with torch.no_grad():
+        found = model({name: x.to(dtype) for name, x in data.items()})
+    assert found.disparity.isfinite().all() and found.raw_disparity.dtype == torch.float32
+
+
+def test_places_are_exact_in_half_precision():
+    """In bfloat16 columns of a wide map would run into each other."""
+    x = torch.arange(480.0).expand(1, 1, 2, -1)
+    exact = resampled(x, (2, 320), 1.5)
+    assert torch.allclose(exact[0, 0, 0], torch.arange(320) * 1.5, atol=1e-3)
+    read = resampled(x.bfloat16(), (2, 320), 1.5)
+    assert (read - exact).abs().max() <= 2  # half of the last bit of numbers above 256, twice
+
+
 def test_names():
     for name in stereo_names():
         with torch.device("meta"):

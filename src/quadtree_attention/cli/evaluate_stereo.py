@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import cast
 
 from quadtree_attention.cli.evaluate import printable
-from quadtree_attention.errors import OptionError
+from quadtree_attention.errors import DataError, OptionError
 from quadtree_attention.tasks.files import check_writable, write_whole
 from quadtree_attention.tasks.skipped import summary
 from quadtree_attention.tasks.stereo.evaluate import Scores, evaluate, predict
@@ -20,7 +20,7 @@ OUT = Path("predictions")
 NAMED = 5  # pairs without predictions that are named; all of them are in the JSON
 COLUMNS = {"epe": "EPE", "bad1": "bad-1", "bad2": "bad-2", "bad3": "bad-3", "d1": "D1"}
 REGIONS = {"noc": "not occluded", "all": "all known pixels"}
-IOU = "occlusion_iou"
+IOU = {"occlusion_iou": "IoU", "occlusion_iou_both": "as STTR"}  # of occlusion
 
 
 @dataclass(frozen=True)
@@ -89,6 +89,12 @@ def _predict(request: Request, source: StereoSource) -> Path:
     )
     data = str(request.data.resolve())
     done = predict(matcher, source, request.out or OUT, data=data, force=request.force)
+    for reason in done.skipped:
+        _tell(f"skipped: {reason}")
+    if done.skipped and request.strict:
+        raise DataError(
+            f"{len(done.skipped)} pairs cannot be read; mend them, or leave out --strict"
+        )
     if done.there:
         _tell(f"{done.folder} holds {done.there} of these pairs already; --force makes them again")
     return done.folder
@@ -96,7 +102,7 @@ def _predict(request: Request, source: StereoSource) -> Path:
 
 def as_text(scores: Scores, folder: Path) -> str:
     """A line per pair and one of the means: first of what both views see, then of all."""
-    with_occlusion = IOU in scores.mean
+    ious = {name: title for name, title in IOU.items() if name in scores.mean}
     names = ["pair", *(pair.name for pair in scores.pairs), "mean"]
     blocks = [[name] for name in names]
     values = [pair.scores for pair in scores.pairs] + [scores.mean]
@@ -106,14 +112,13 @@ def as_text(scores: Scores, folder: Path) -> str:
             cells = [title, *(_number(v.get(f"{column}_{region}"), digits) for v in values)]
             for line, cell in zip(blocks, cells, strict=True):
                 line.append(cell)
-    if with_occlusion:
-        for line, cell in zip(
-            blocks, ["IoU", *(_number(v.get(IOU), 2) for v in values)], strict=True
-        ):
+    for name, title in ious.items():
+        cells = [title, *(_number(v.get(name), 2) for v in values)]
+        for line, cell in zip(blocks, cells, strict=True):
             line.append(cell)
     widths = [max(map(len, column)) for column in zip(*blocks, strict=True)]
     lines = [_aligned(line, widths) for line in blocks]
-    lines.insert(0, _regions_line(widths, with_occlusion=with_occlusion))
+    lines.insert(0, _regions_line(widths, with_occlusion=bool(ious)))
     lines.insert(-1, "")
     about = [f"{len(scores.pairs):,} pairs, EPE in pixels, bad-N and D1 in percent, {folder}"]
     if scores.settings is not None:

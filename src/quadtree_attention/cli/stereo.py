@@ -182,8 +182,11 @@ def as_text(found: Disparity, depth: Any, written: Sequence[str], device: str) -
         "occluded": f"{100 * _occluded(found):.1f} % of the left image",
     }
     if depth is not None:
-        near, middle, far = _spread(depth[np.isfinite(depth)])
+        finite = depth[np.isfinite(depth)]
+        near, middle, far = _spread(finite)
         rows["depth"] = f"{near:.4g} to {far:.4g}, median {middle:.4g}, in the unit of --baseline"
+        if not finite.size:
+            rows["depth"] = "infinite: no disparity is above 0"
     rows["time"] = f"{found.seconds:.2f} s on {device}"
     height, width = found.disparity.shape
     if found.size is not None:
@@ -208,7 +211,9 @@ def _as_dict(
         "occluded": round(_occluded(found), 4),
     }
     if depth is not None:
-        about["depth"] = dict(zip(names, _spread(depth[np.isfinite(depth)]), strict=True))
+        finite = depth[np.isfinite(depth)]
+        spread = _spread(finite) if finite.size else (None, None, None)
+        about["depth"] = dict(zip(names, spread, strict=True))
     return about | {
         "seconds": round(found.seconds, 4),
         "matched_at": found.size,
@@ -272,12 +277,12 @@ def _find_pair(
 ) -> PairResult:
     try:
         found = matcher(*pair)
-        picture = found.draw(title=name)
+        # The numbers last: a pair that has them is taken for done
+        save_picture(found.draw(title=name), target.with_name(name + DRAWN))
         if target.suffix == ".npz":
             write_prediction(target, found)
         else:
             found.save(target)
-        save_picture(picture, target.with_name(name + DRAWN))
     except QuadtreeAttentionError as error:
         return PairResult(name, *pair, error=str(error))
     middle, hidden = float(np.median(found.disparity)), _occluded(found)

@@ -31,6 +31,7 @@ from quadtree_attention.errors import DTypeError, OptionError, ShapeError
 from quadtree_attention.models.parts.assignment import RowAssignment
 from quadtree_attention.models.parts.row_attention import RowAttentionKind, RowTransformer
 from quadtree_attention.models.parts.stereo_features import ContextAdjustment, StereoFeatures
+from quadtree_attention.ops.tree import accumulation_dtype
 
 LEAST_SIDE = 16
 CNN_STRIDE = 2
@@ -183,8 +184,9 @@ def resampled(x: Tensor, size: tuple[int, int], ratio: float) -> Tensor:
         for count, side in zip(size, x.shape[2:], strict=True)
     ]
     places = torch.stack(torch.meshgrid(grid[1], grid[0], indexing="xy"), dim=-1)
-    places = places.to(x.dtype).expand(len(x), -1, -1, -1)
-    return F.grid_sample(x, places, padding_mode="border", align_corners=True)
+    wide = accumulation_dtype(x.dtype)  # half precision cannot tell columns of a wide map apart
+    places = places.to(wide).expand(len(x), -1, -1, -1)
+    return F.grid_sample(x.to(wide), places, padding_mode="border", align_corners=True).to(x.dtype)
 
 
 def _normalised(images: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def plan(scores: torch.Tensor, bin_score: torch.Tensor, iterations: int) -> torch.Tensor:
-    """The whole assignment, dustbins included, worked out the plain way."""
+    """The whole assignment, dustbins included, worked out the plain way; rows come last."""
     rows, sources, targets = scores.shape
     full = bin_score.expand(rows, sources + 1, targets + 1).clone()
     full[:, :-1, :-1] = scores
@@ -27,6 +27,7 @@ def plan(scores: torch.Tensor, bin_score: torch.Tensor, iterations: int) -> torc
     for _ in range(iterations):
         u = mass0.log() - (full + v[:, None]).logsumexp(dim=2)
         v = mass1.log() - (full + u[..., None]).logsumexp(dim=1)
+    u = mass0.log() - (full + v[:, None]).logsumexp(dim=2)
     return (full + u[..., None] + v[:, None]).exp()
 
 
@@ -48,14 +49,39 @@ def test_marginals_after_ten_iterations():
     left, right, right_bin = sinkhorn(scores, bins, 10)
     shares = (scores + left[..., None] + right[:, None]).exp()
     rows = shares.sum(dim=2) + (bins + left + right_bin).exp()
-    assert (rows - 1).abs().max() < 1e-4
+    assert (rows - 1).abs().max() < 1e-12
     left_bin_row = plan(scores, bins, 10)[:, -1, :-1]
-    assert (shares.sum(dim=1) + left_bin_row - 1).abs().max() < 1e-12
+    assert (shares.sum(dim=1) + left_bin_row - 1).abs().max() < 1e-4
+
+
+def test_sharp_scores_still_give_probabilities():
+    """Ten iterations balance no columns then, but what is said of a left cell sums to 1."""
+    torch.manual_seed(0)
+    scores = (torch.randn(4, 64, 64) * 10).masked_fill(~possible(64), HIDDEN)
+    bins = torch.zeros(())
+    left, right, right_bin = sinkhorn(scores, bins, 10)
+    log_plan = scores + left[..., None] + right[:, None]
+    none = (bins + left + right_bin).exp()
+    assert (log_plan.exp().sum(dim=2) + none - 1).abs().max() < 1e-4
+    assert none.max() <= 1 + 1e-5
+    assert expected_disparity(log_plan)[1].max() <= 1 + 1e-5
+
+
+def test_truth_draws_an_assignment_that_is_sure_of_something_else():
+    scores = torch.zeros(1, 6, 6)
+    scores[0, 5, 1] = 60.0
+    scores = scores.masked_fill(~possible(6), HIDDEN).requires_grad_()
+    left, right, _ = sinkhorn(scores, torch.zeros(()), 10)
+    log_plan = scores + left[..., None] + right[:, None]
+    loss = -interpolated(log_plan, torch.tensor([[0.0, 0, 0, 0, 0, 1.0]]))[0, 5]
+    (gradient,) = torch.autograd.grad(loss, scores)
+    assert loss > 20 and gradient[0, 5, 4] < -0.5  # more for cell 4, at a disparity of 1
 
 
 def test_impossible_pairs_get_nothing():
     assert possible(4).long().tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [1, 1, 1, 1]]
-    assert possible(4, 1.5).long().sum(dim=1).tolist() == [1, 2, 2, 2]
+    assert possible(4, 1).long().sum(dim=1).tolist() == [1, 2, 2, 2]
+    assert possible(4, 1.5).long().sum(dim=1).tolist() == [1, 2, 3, 3]
     module = RowAssignment(8)
     features = torch.randn(1, 2, 30, 8), torch.randn(1, 2, 30, 8)
     read = module(*features, max_disparity=5)
@@ -80,6 +106,8 @@ def test_share_of_the_truth():
     truth = torch.tensor([[0.0, 0.0, 0.0, 0.0, 2.25]])  # from column 4 to 1.75
     found = interpolated(shares.log(), truth)[0, 4].exp().item()
     assert found == pytest.approx(0.25 * 0.5 + 0.75 * 0.3)
+    exact = interpolated(shares.log(), torch.full((1, 5), 2.0))[0, 4].exp().item()
+    assert exact == pytest.approx(0.3, rel=1e-4)
 
 
 def test_chunks_change_nothing():

@@ -88,6 +88,19 @@ def test_disparities_that_are_all_negative_are_positive_ones(tmp_path):
     assert found.known.tolist() == [[True, False], [False, True]]
 
 
+def test_predictions_are_taken_as_they_are(tmp_path):
+    path = tmp_path / "found.npy"
+    np.save(path, np.array([[-3.0, -1.0], [np.nan, np.inf]], np.float32))
+    found = read_disparity(path, truth=False)
+    assert found.values.tolist() == [[-3.0, -1.0], [0.0, 0.0]]
+
+
+def test_pfm_with_lines_as_windows_ends_them(tmp_path):
+    path = tmp_path / "lines.pfm"
+    path.write_bytes(b"Pf\r\n3 2\r\n-1\r\n" + np.arange(1, 7, dtype="<f4").tobytes())
+    assert read_disparity(path).values.tolist() == [[4.0, 5.0, 6.0], [1.0, 2.0, 3.0]]
+
+
 def test_png_of_16_bits_is_scaled_as_in_kitti(tmp_path):
     path = tmp_path / "d.png"
     path.write_bytes(png(np.array([[0, 256, 1], [65535, 640, 128]], np.uint16)))

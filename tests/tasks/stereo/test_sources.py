@@ -214,6 +214,8 @@ def test_torchvision_reads_its_data_sets(tmp_path, made):
         save(image, made[f"image{view}"][0])
     told = refused(DataError, open_stereo, tmp_path, "torchvision:Kitti2015Stereo", split="val")
     assert "has no disparity of the split 'val'" in told
+    told = refused(OptionError, open_stereo, tmp_path, "torchvision:ETH3DStereo")
+    assert "takes what is hidden in the other view for visible" in told
     told = refused(OptionError, open_stereo, tmp_path, "torchvision:CIFAR10")
     assert "ETH3DStereo" in told and "got 'CIFAR10'" in told
     (tmp_path / "SceneFlow/FlyingThings3D/disparity/TRAIN/A/0000/left/0006.pfm").write_bytes(b"Pf")

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from quadtree_attention.errors import OptionError
 
 HIDDEN = -1e9  # score of a pair that cannot be; finite, so that sums have gradients
+LEAST_LOG = -100.0  # of the probability of a truth that cannot be
 CPU_ENTRIES = 2**20  # of the matrices that stay in its caches: half the time
 WINDOW = 1  # cells on either side of the best one that a disparity is the mean of
 
@@ -126,7 +127,8 @@ def possible(width: int, max_disparity: float | None = None, *, device: Any = No
     column = torch.arange(width, device=device)
     disparity = column[:, None] - column
     allowed = disparity >= 0
-    return allowed if max_disparity is None else allowed & (disparity <= max_disparity)
+    # what lies between two cells is found from both
+    return allowed if max_disparity is None else allowed & (disparity < max_disparity + 1)
 
 
 def sinkhorn(scores: Tensor, bin_score: Tensor, iterations: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -134,8 +136,8 @@ def sinkhorn(scores: Tensor, bin_score: Tensor, iterations: int) -> tuple[Tensor
 
     Every cell has the mass 1, the dustbin of a side that of all cells of the other side. The
     assignment is `exp(scores + left[:, :, None] + right[:, None])`; a left cell is in the dustbin
-    with `exp(bin_score + left + right_bin)`. Columns sum to 1 after any iteration, rows the better
-    the more there were.
+    with `exp(bin_score + left + right_bin)`. Rows come last: theirs are probabilities, however
+    sharp the scores are, and columns sum to 1 the better the more iterations there were.
 
     Args:
         scores: (R, S, T).
@@ -154,6 +156,7 @@ def sinkhorn(scores: Tensor, bin_score: Tensor, iterations: int) -> tuple[Tensor
         left_bin = mass_left - bin_score - _with_bin(right, right_bin)
         right = -torch.logaddexp((scores + left[..., None]).logsumexp(dim=1), bin_score + left_bin)
         right_bin = mass_right - bin_score - _with_bin(left, left_bin)
+    left = -torch.logaddexp((scores + right[:, None]).logsumexp(dim=2), bin_score + right_bin)
     return left, right, right_bin
 
 
@@ -185,8 +188,8 @@ def interpolated(log_plan: Tensor, truth: Tensor) -> Tensor:
     width = log_plan.shape[-1]
     place = torch.arange(width, device=truth.device) - truth
     low = place.floor()
-    weight = (place - low)[..., None]
+    weight = place - low
+    # In the log domain, so that the truth also draws an assignment that is sure of something else
     both = torch.stack([low, low + 1], dim=-1).clamp(0, width - 1).long()
-    share = log_plan.gather(-1, both).exp()
-    mixed = share[..., :1] * (1 - weight) + share[..., 1:] * weight
-    return mixed[..., 0].clamp(min=1e-6).log()
+    logs = torch.stack([1 - weight, weight], dim=-1).clamp(min=1e-6).log()
+    return (log_plan.gather(-1, both) + logs).logsumexp(dim=-1).clamp(min=LEAST_LOG)

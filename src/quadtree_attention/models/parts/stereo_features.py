@@ -90,10 +90,11 @@ class ContextAdjustment(nn.Module):
         mean = disparity.mean(dim=(1, 2), keepdim=True)
         spread = disparity.std(dim=(1, 2), keepdim=True).clamp(min=1e-3)
         relative = (disparity - mean) / spread
-        x = self.embed(torch.cat([image, relative[:, None], occlusion[:, None]], dim=1))
+        seen = [relative[:, None].to(image.dtype), occlusion[:, None].to(image.dtype)]
+        x = self.embed(torch.cat([image, *seen], dim=1))
         for block in self.blocks:
             x = x + block(x)
-        change, logits = self.head(x).float().to(disparity.dtype).unbind(dim=1)
+        change, logits = self.head(x).to(disparity.dtype).unbind(dim=1)
         before = occlusion.clamp(1e-3, 1 - 1e-3).logit()
         return (disparity + change * spread).relu(), before + logits
 

@@ -29,7 +29,9 @@ class DisparityMap:
     known: Array  # (H, W) bool
 
 
-def read_disparity(path: str | os.PathLike[str], scale: float | None = None) -> DisparityMap:
+def read_disparity(
+    path: str | os.PathLike[str], scale: float | None = None, *, truth: bool = True
+) -> DisparityMap:
     """Reads a file of disparity; infinite, NaN, zero and negative values are not known.
 
     Disparities that are all negative are taken for positive ones: Scene Flow stores those of one
@@ -40,6 +42,8 @@ def read_disparity(path: str | os.PathLike[str], scale: float | None = None) -> 
             `disparity` or one array only.
         scale: What stored values are divided by; None: 256 for a PNG of 16 bits, as in KITTI, and
             1 for floating-point numbers. A PNG of 8 bits needs it.
+        truth: Whether it is one; a prediction is taken as it is, negative values too, and counts as
+            0 where it is not finite.
 
     Raises:
         DataError: The file cannot be read, is damaged, or holds something else; names it.
@@ -61,7 +65,11 @@ def read_disparity(path: str | os.PathLike[str], scale: float | None = None) -> 
         )
     with np.errstate(over="ignore"):  # what float32 does not hold is infinite, and so not known
         stored = values.astype(np.float32)
-    return _known(stored / np.float32(own if scale is None else scale))
+    values = stored / np.float32(own if scale is None else scale)
+    if truth:
+        return _known(values)
+    finite = np.isfinite(values)
+    return DisparityMap(np.where(finite, values, np.float32(0)), finite)
 
 
 def write_disparity(
@@ -164,7 +172,8 @@ def _pfm_header(content: bytes, path: Path) -> tuple[bytes, int, int, float, byt
             f"cannot read {path}: it does not start as a PFM file, with Pf, width, height and "
             "scale; get it again"
         ) from None
-    return kind, width, height, scale, content[place + 1 :]
+    end = 2 if content[place : place + 2] == b"\r\n" else 1
+    return kind, width, height, scale, content[place + end :]
 
 
 def _read_png(content: bytes, path: Path) -> tuple[Array, float | None]:

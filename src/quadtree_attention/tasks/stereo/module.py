@@ -11,7 +11,7 @@ from quadtree_attention.tasks.stereo.metrics import scores
 from quadtree_attention.tasks.training.loader import seed_from, set_seed
 from quadtree_attention.tasks.training.module import TaskModule
 
-LOGGED = ("epe_all", "epe_noc", "bad3_all", "d1_all", "occlusion_iou")
+LOGGED = ("epe_all", "epe_noc", "bad3_all", "d1_all", "occlusion_iou", "occlusion_iou_both")
 
 
 class StereoModule(TaskModule):
@@ -64,6 +64,7 @@ class StereoModule(TaskModule):
         return loss
 
     def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
+        self.note_skipped(batch)
         output = self.model(batch)
         truth = ("disparity0", "known0", "occluded0", "visible0")
         for i in range(len(batch["image0"])):

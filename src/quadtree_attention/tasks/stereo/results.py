@@ -66,7 +66,7 @@ def read_prediction(path: Path) -> Prediction:
     Raises:
         DataError: The file cannot be read, or does not hold a prediction.
     """
-    disparity = read_disparity(path).values
+    disparity = read_disparity(path, truth=False).values
     occlusion = _occlusion(path) if path.suffix == SUFFIX else None
     if occlusion is None:
         return Prediction(disparity, None)

@@ -27,6 +27,7 @@ Array: TypeAlias = np.ndarray[Any, Any]
 Split = Literal["train", "val"]
 LAYOUTS = ("auto", "folder", "scenes", "middlebury2014", "kitti2015", "kitti2012", "sceneflow")
 TORCHVISION = "torchvision:"  # and the name of one of its classes
+LOSE_WHAT_IS_HIDDEN = ("ETH3DStereo", "Middlebury2014Stereo")  # classes of torchvision
 IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".ppm", ".tif", ".tiff")
 VALIDATION = {"val", "validation", "test", "testing", "TEST"}  # folders of that split
 PASSES = (  # folders of Scene Flow's images; final ones where there are no clean ones
@@ -131,7 +132,7 @@ class TorchvisionSource:
     """Pairs of one of torchvision's stereo data sets; nothing is downloaded.
 
     Args:
-        kind: Name of its class, such as "ETH3DStereo".
+        kind: Name of its class, such as "CREStereo".
         root: Folder that holds the folder of the data set, as that class wants it.
         split: For classes that have splits; "val" is their "test".
     """
@@ -227,6 +228,11 @@ def open_stereo(
         DataError: There are no pairs, or, if strict, some are not whole.
     """
     folder = Path(root)
+    if layout in [TORCHVISION + kind for kind in LOSE_WHAT_IS_HIDDEN]:
+        raise OptionError(
+            f"torchvision takes what is hidden in the other view for visible, got {layout!r}; "
+            "take the layout middlebury2014 or auto, which tell them apart"
+        )
     if split not in (None, "train", "val"):
         raise OptionError(f"split must be train or val, got {split!r}; choose one, or none")
     if not layout.startswith(TORCHVISION) and layout not in LAYOUTS:
@@ -284,7 +290,7 @@ def _search(place: Path, root: Path, finders: Sequence["Finder"], depth: int = 0
         try:
             found = finder(place, within)
         except DataError as error:  # of a file that describes the folder
-            return [Incomplete((within / place.name).as_posix(), str(error))]
+            return [Incomplete((within / place.resolve().name).as_posix(), str(error))]
         if found is not None:
             return found
     if depth == _DEEPEST:  # links may lead round in circles
@@ -329,7 +335,7 @@ def _find_scene(place: Path, within: Path) -> list[Found] | None:
     left, right = (_first(place, (f"im{view}",), IMAGES) for view in (0, 1))
     if left is None and right is None:
         return None
-    name = within.as_posix() if within.parts else place.name
+    name = within.as_posix() if within.parts else place.resolve().name
     elsewhere = Path(f"{place.parent}_gt") / place.name  # ETH3D
     truth = elsewhere if elsewhere.is_dir() else place
     disparity, disparity1 = (_first(truth, (f"disp{v}GT", f"disp{v}"), READ) for v in (0, 1))

@@ -24,7 +24,8 @@ def run_length(trainer: pl.Trainer, batches_per_epoch: int) -> tuple[int, float]
     epochs = trainer.max_epochs or 1
     if epochs > 0:
         steps = per_epoch * epochs
-        return (min(steps, trainer.max_steps) if trainer.max_steps > 0 else steps), epochs
+        steps = min(steps, trainer.max_steps) if trainer.max_steps > 0 else steps
+        return steps, steps / per_epoch
     if trainer.max_steps < 1:
         raise OptionError(
             "the schedule needs an end, got a run without one; pass --trainer.max_epochs or "
