@@ -77,6 +77,14 @@ def test_several_images_go_to_a_folder_and_bad_ones_are_named(weights, capsys):
     assert captured.out.count("written") == 3
 
 
+def test_thin_images_do_not_end_the_run(weights, capsys):
+    for name, size in (("thin", (4000, 2)), ("tall", (1, 1400))):
+        Image.new("RGB", size, "red").save(f"{name}.png")
+    assert detect(weights, "thin.png", "tall.png", "photos/0.png", out=Path("out"))
+    assert capsys.readouterr().out.count("written") == 3
+    assert sorted(p.name for p in Path("out").iterdir()) == ["0.png", "tall.png", "thin.png"]
+
+
 def test_images_are_never_replaced(weights, capsys):
     before = Path("photos/0.png").read_bytes()
     assert detect(weights, "photos", out=Path("photos"))

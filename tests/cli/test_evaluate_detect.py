@@ -2,6 +2,7 @@
 """`quadtree evaluate detect`: results and scores, scores of a file alone, refusals."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -73,6 +74,25 @@ def test_results_of_another_program(capsys):
     (box,) = (line.split() for line in text.splitlines() if line.startswith("box "))
     assert box[1:] == ["50.00", "50.00", "50.00", "50.00", "-", "-"]
     assert "100.00      1 objects  square" in text and "  0.00      1 objects  disc" in text
+
+
+def test_a_file_is_scored_without_the_images(capsys):
+    found = {"image_id": 1, "category_id": 3, "bbox": [2, 3, 10, 8], "score": 0.9}
+    found["segmentation"] = [[2, 3, 12, 3, 12, 11, 2, 11]]
+    Path("theirs.json").write_text(json.dumps([found]))
+    shutil.rmtree("cells/images")
+    scores = json.loads(evaluate(capsys, predictions=Path("theirs.json"), as_json=True).out)
+    by_name = {c["name"]: (c["box"], c["mask"]) for c in scores["classes"]}
+    assert by_name["square"] == (pytest.approx(100), pytest.approx(100))
+    with pytest.raises(DataError, match=r"has no width or no height.*--strict"):
+        evaluate(capsys, predictions=Path("theirs.json"), strict=True)
+    objects = [with_mask(entry(1, [2, 3, 10, 8])), entry(2, [20, 9, 7, 8])]
+    write_split("cells", annotations=objects)
+    shown = evaluate(capsys, predictions=Path("theirs.json"))
+    assert "1 objects count for boxes alone, as their masks cannot be used: " in shown.err
+    assert "annotation 2: there is no segmentation" in shown.err
+    with pytest.raises(DataError, match=r"annotation 2: there is no segmentation.*--strict"):
+        evaluate(capsys, predictions=Path("theirs.json"), strict=True)
 
 
 def test_refusals(weights, capsys):

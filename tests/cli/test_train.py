@@ -114,6 +114,11 @@ def test_unknown_option_of_the_model():
     assert "'topkk'" in changed("{backend: reference}", "{topkk: 3}")
 
 
+def test_option_of_the_model_that_has_its_own_place():
+    told = changed("{backend: reference}", "{drop_path_rate: 0.1}")
+    assert "must not name drop_path_rate, which is set by --model.drop_path" in told
+
+
 def test_misspelt_key_on_the_command_line():
     assert refused("classify", "--config", "tiny.yaml", "--model.drop_pth", "0.2") == (
         "there is no option model.drop_pth, in the recipe or on the command line; "

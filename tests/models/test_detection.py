@@ -72,6 +72,35 @@ def check_same(got: dict[str, Tensor], wanted: dict[str, Tensor], box: float, sc
         torch.testing.assert_close(got[name], wanted[name], rtol=0, atol=score)
 
 
+# ---- thin images
+
+
+@pytest.mark.parametrize("size", [(2, 4000), (1400, 1)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_thin_images(kind, size):
+    """At the size that the longer side allows, the shorter one would have no pixel left."""
+    model = tiny(kind)
+    pixels, (height, width) = torch.rand(3, *size), size
+    with torch.no_grad():
+        (found,) = model([pixels])
+    assert len(found["boxes"]) > 0 and found["boxes"].isfinite().all()
+    assert (found["boxes"] <= torch.tensor([width, height, width, height])).all()
+    if kind == "mask_rcnn":
+        assert found["masks"].shape[-2:] == size
+    mask = torch.zeros(1, *size, dtype=torch.uint8)
+    mask[:, height // 2 :, width // 2 :] = 1
+    box = torch.tensor([[width // 2, height // 2, width, height]], dtype=torch.float32)
+    target = {"boxes": box, "labels": torch.tensor([2]), "masks": mask}
+    batch, (scaled,) = model.train().transform([pixels], [target])
+    assert sorted(batch.image_sizes[0]) == [1, 96]
+    assert scaled["masks"].shape[1:] == batch.tensors.shape[2:] == batch.image_sizes[0]
+    share = torch.tensor([batch.image_sizes[0][1] / width, batch.image_sizes[0][0] / height])
+    torch.testing.assert_close(scaled["boxes"], box * share.repeat(2))
+    assert all(loss.isfinite() for loss in model([pixels], [target]).values())
+    usual, _ = model.eval().transform([torch.rand(3, 70, 45)])  # and others as ever
+    assert usual.image_sizes == [(74, 48)]
+
+
 # ---- padding
 
 

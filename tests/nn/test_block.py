@@ -2,6 +2,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from quadtree_attention import QuadtreeAttention, QuadtreeBlock
 from quadtree_attention.nn import BASELINES, make_attention
@@ -67,6 +68,80 @@ def test_block_around_a_rival(name):
     x = torch.randn(2, 5, 6, 16)
     after = x + attn(block.norm1(x))
     torch.testing.assert_close(block(x), after + mlp(block.norm2(after)))
+
+
+class LowRank(nn.Module):
+    """A frozen layer and what is learned beside it, as LoRA does."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer.requires_grad_(False)
+        self.down = nn.Linear(layer.in_features, 2, bias=False)
+        self.up = nn.Linear(2, layer.out_features, bias=False)
+
+    @property
+    def weight(self):
+        return self.layer.weight
+
+    @property
+    def bias(self):
+        return self.layer.bias
+
+    def forward(self, x):
+        return self.layer(x) + self.up(self.down(x))
+
+
+def replaced(mlp, name, layer):
+    setattr(mlp, name, layer)
+
+
+def doubled(*arguments):
+    """What a hook returns in place of an output, or of inputs."""
+    return tuple(2 * x for x in arguments[1]) if len(arguments) == 2 else 2 * arguments[2]
+
+
+CHANGES = {
+    "low rank": lambda mlp: replaced(mlp, "fc2", LowRank(mlp.fc2)),
+    "no bias": lambda mlp: replaced(mlp, "fc2", nn.Linear(32, 16, bias=False)),
+    "other act": lambda mlp: replaced(mlp, "act", nn.SiLU()),
+    "tanh": lambda mlp: replaced(mlp, "act", nn.GELU("tanh")),
+    "no dropout": lambda mlp: replaced(mlp, "drop", nn.Identity()),
+    "hook of fc2": lambda mlp: mlp.fc2.register_forward_hook(doubled),
+    "pre-hook of fc2": lambda mlp: mlp.fc2.register_forward_pre_hook(doubled),
+    "hook of act": lambda mlp: mlp.act.register_forward_hook(doubled),
+    "hook of drop": lambda mlp: mlp.drop.register_forward_hook(doubled),
+    "other forward": lambda mlp: replaced(mlp.fc2, "forward", lambda x: x[..., :16]),
+    "parametrised": lambda mlp: nn.utils.parametrizations.weight_norm(mlp.fc2),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_layers_of_an_mlp_may_be_replaced_or_have_hooks(change):
+    """Gradients on or off: every layer that is there is called, and learns."""
+    mlp = ConvMlp(16, 32)
+    x = torch.randn(2, 5, 6, 16)
+    assert mlp(x).grad_fn.name() == "_GeluLinearBackward"  # the short cut for plain layers
+    CHANGES[change](mlp)
+    out = mlp(x)
+    with torch.no_grad():
+        hidden = mlp.dwconv(mlp.fc1(x))
+        assert torch.equal(out, mlp(x))
+        assert torch.equal(out, mlp.drop(mlp.fc2(mlp.drop(mlp.act(hidden)))))
+    out.square().sum().backward()
+    learned = [p for p in mlp.parameters() if p.requires_grad and change != "other forward"]
+    assert all(p.grad is not None and p.grad.any() for p in learned)
+
+
+@pytest.mark.parametrize(
+    "register", ["register_full_backward_hook", "register_full_backward_pre_hook"]
+)
+def test_backward_hooks_in_an_mlp_run(register):
+    mlp = ConvMlp(16, 32)
+    seen = []
+    for layer in (mlp.fc2, mlp.act):
+        getattr(layer, register)(lambda layer, *_: seen.append(layer))
+    mlp(torch.randn(2, 5, 6, 16)).sum().backward()
+    assert seen == [mlp.fc2, mlp.act]
 
 
 def test_drop_path_drops_whole_samples_and_keeps_the_mean():

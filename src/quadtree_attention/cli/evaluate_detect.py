@@ -3,12 +3,12 @@
 
 import json
 import sys
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from quadtree_attention.cli.evaluate import printable
 from quadtree_attention.errors import OptionError
-from quadtree_attention.tasks.detect.coco import counted, open_split
+from quadtree_attention.tasks.detect.coco import CocoFile, counted, objects_of, open_split
 from quadtree_attention.tasks.detect.evaluate import Precision, Scores, predict, score
 from quadtree_attention.tasks.skipped import summary
 
@@ -40,7 +40,7 @@ class DetectRequest:
     force: bool = False
 
 
-WITH_PREDICTIONS = ("predictions", "data", "split")
+WITH_PREDICTIONS = ("predictions", "data", "split", "strict")
 
 
 def run(request: DetectRequest, *, as_json: bool) -> None:
@@ -49,7 +49,11 @@ def run(request: DetectRequest, *, as_json: bool) -> None:
             "evaluating needs the images and objects, got no --data ROOT; pass the folder that "
             "holds annotations/instances_val.json"
         )
-    source = open_split(request.data, request.split, strict=request.strict)
+    if request.predictions is None:
+        source = open_split(request.data, request.split, strict=request.strict)
+    else:  # no image is looked at
+        _check_nothing_else(request)
+        source = CocoFile(objects_of(request.data, request.split), strict=request.strict)
     if source.problems:
         reasons = [problem.reason for problem in source.problems]
         _tell(
@@ -79,10 +83,14 @@ def run(request: DetectRequest, *, as_json: bool) -> None:
             _tell(f"skipped: {reason}")
         if done.reused:
             _tell(f"{path} holds these results already; --force makes them again")
-    else:
-        _check_nothing_else(request)
-    scores = score(path, source.path)
-    print(json.dumps(asdict(scores), indent=2) if as_json else printable(as_text(scores, path)))
+    scores = score(path, source.path, strict=request.strict)
+    if scores.no_mask:
+        _tell(
+            f"{len(scores.no_mask)} objects count for boxes alone, as their masks cannot be used: "
+            f"{summary(scores.no_mask)}"
+        )
+    found = json.dumps(scores.as_dict(), indent=2)
+    print(found if as_json else printable(as_text(scores, path)))
 
 
 def _check_nothing_else(request: DetectRequest) -> None:

@@ -44,6 +44,7 @@ from quadtree_attention.models.parts.padded_detection import (
     PaddedRPN,
     PyramidAnchors,
     PyramidBackbone,
+    ThinTransform,
     WideBoxPredictor,
     WideMaskPredictor,
     anchors_of,
@@ -145,6 +146,7 @@ class RetinaNetDetector(_OnBackbone, RetinaNet):
             detections_per_img=detections_per_img,
             topk_candidates=topk_candidates,
         )
+        self.transform: ThinTransform = _thin(self.transform)
         self.num_classes = num_classes
 
     def forward(
@@ -267,6 +269,7 @@ class MaskRCNNDetector(_OnBackbone, MaskRCNN):
             post_nms_top_n=kept,
             nms_thresh=0.7,
         )
+        self.transform: ThinTransform = _thin(self.transform)
         self.num_classes = num_classes
 
     def forward(
@@ -441,6 +444,17 @@ def _kind(name: str) -> str:
 
 def _sizes(images: Sequence[Tensor]) -> list[tuple[int, int]]:
     return [(image.shape[1], image.shape[2]) for image in images]
+
+
+def _thin(transform: Any) -> ThinTransform:
+    """The transform that torchvision has made, for images of any shape."""
+    return ThinTransform(
+        transform.min_size,
+        transform.max_size,
+        transform.image_mean,
+        transform.image_std,
+        size_divisible=transform.size_divisible,
+    )
 
 
 def _check_sizes(min_size: int | Sequence[int], **others: int) -> None:

@@ -48,9 +48,31 @@ class ConvMlp(nn.Module):
         """(B, *grid, C) -> (B, *grid, C); cells hidden by `mask` do not reach their neighbours."""
         x = hide(self.relu(self.fc1(x)), mask)
         x = self.dwconv(x)
-        if self.drop.p == 0 and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling() and self._is_plain():
             return _GeluLinear.apply(x, self.fc2.weight, self.fc2.bias)
         return self.drop(self.fc2(self.drop(self.act(x))))
+
+    def _is_plain(self) -> bool:
+        """Whether nothing but `linear(gelu(x))` follows: layers may be replaced, or have hooks."""
+        act, fc2, drop = self.act, self.fc2, self.drop
+        return (
+            _is_untouched(act, nn.GELU)
+            and _is_untouched(fc2, nn.Linear)
+            and _is_untouched(drop, nn.Dropout)
+            and (act.approximate, drop.p) == ("none", 0)
+            and fc2.bias is not None
+        )
+
+
+def _is_untouched(layer: nn.Module, kind: type[nn.Module]) -> bool:
+    """Whether a layer is of this very kind, and calling it runs nothing that others have added."""
+    hooks = (
+        layer._forward_pre_hooks,
+        layer._forward_hooks,
+        layer._backward_pre_hooks,
+        layer._backward_hooks,
+    )
+    return type(layer) is kind and "forward" not in vars(layer) and not any(hooks)
 
 
 class _GeluLinear(torch.autograd.Function):

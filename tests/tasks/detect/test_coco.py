@@ -16,6 +16,7 @@ from quadtree_attention.tasks.detect.masks import (  # noqa: E402
     compressed,
     decode_mask,
     encode_mask,
+    mask_problem,
     run_lengths,
 )
 from tests.tasks.detect.files import SHARED, entry, with_mask, write_split  # noqa: E402
@@ -59,6 +60,7 @@ BROKEN = {
     "outside": (entry(1, [41, 3, 5, 5]), "box outside"),
     "left of it": (entry(1, [-9, 3, 5, 5]), "box outside"),
     "NaN": (entry(1, [5, float("nan"), 3, 4]), "broken box"),
+    "beyond floats": (entry(1, [5, 5, 10**400, 4]), "broken box"),
     "infinite": (entry(1, [5, 5, float("inf"), 4]), "broken box"),
     "three numbers": (entry(1, [5, 5, 3]), "broken box"),
     "no box": ({"id": 1, "image_id": 1, "category_id": 3}, "broken box"),
@@ -156,6 +158,13 @@ def test_run_lengths_as_the_library_writes_them():
             assert (decode_mask(segmentation, *mask.shape) == mask).all()
 
 
+def test_polygons_may_leave_the_image_a_little():
+    """As far as is accepted, in every direction; the part inside is all that is left."""
+    around = [[-40, -30, 80, -30, 80, 60, -40, 60]]
+    assert mask_problem(around, 30, 40) is None
+    assert decode_mask(around, 30, 40).all()
+
+
 def test_masks_in_all_forms(tmp_path):
     mask = np.zeros((30, 40), bool)
     mask[3:9, 4:12] = True
@@ -179,6 +188,9 @@ def test_masks_in_all_forms(tmp_path):
         ([[1, 2, 3, 4]], "pairs of x and y, 3 or more, got 4 numbers"),
         ([[1, 2, 3, 4, 5, 6, 7]], "got 7 numbers"),
         ([[1, 2, 3, 4, 5, float("nan")]], "finite numbers"),
+        ([[1, 2, 3, 4, 5, 10**400]], "finite numbers"),
+        ([[1, 2, 1e9, 4, 5, 6]], "by more than its size, got 1000000000.0"),
+        ([[1, 2, 3, -31, 5, 6]], "by more than its size, got -31"),
         ({"size": [40, 30], "counts": [1200]}, r"size \[40, 30\], the image is \[30, 40\]"),
         ({"size": [30, 40], "counts": [1199]}, "cover 1199 pixels, the image has 1200"),
         ({"size": [30, 40], "counts": [-1, 1201]}, "whole numbers from 0 on"),

@@ -93,14 +93,16 @@ def test_same_batches_after_a_resume_and_with_workers(root):
     assert any(first[i].shape != again[i].shape or (first[i] != again[i]).any() for i in first)
 
 
-def test_unusable_images_are_replaced_and_told(root, capsys):
+def test_unusable_images_of_validation_are_left_out_and_told(root, capsys):
+    """Another one in their place would count twice."""
     (root / "images" / "val" / "2.png").write_bytes(b"\x89PNG, but broken")
     Image.new("RGB", (9, 9)).save(root / "images" / "val" / "3.png")
     (root / "images" / "val" / "5.png").unlink()
     found = batches(root, "val")
     assert "val: 1 entries cannot be used as they are (1 missing image)" in capsys.readouterr().err
-    assert [b["indices"].tolist() for b in found] == [[0, 3], [3, 3]]
-    reasons = found[0]["skipped"]
+    assert [b["indices"].tolist() for b in found] == [[0], [3]]
+    assert [len(b["images"]) for b in found] == [1, 1]
+    reasons = [reason for b in found for reason in b["skipped"]]
     assert len(reasons) == 2 and "cannot decode" in reasons[0] and "is 9x9" in reasons[1]
     with pytest.raises(DataError, match=r"missing|there is no file"):
         batches(root, "val", strict=True)
@@ -108,8 +110,22 @@ def test_unusable_images_are_replaced_and_told(root, capsys):
     (root / "images" / "val" / "1.png").write_bytes(b"")
     with pytest.raises(DataError, match=r"leave out --data\.strict"):
         batches(root, "val", strict=True)
-    with pytest.raises(DataError, match="1 images in a row cannot be read"):
-        batches(root, "val")
+    (empty,) = batches(root, "val")
+    assert empty["images"] == [] and empty["indices"].shape == (0,) and len(empty["skipped"]) == 1
+
+
+def test_unusable_images_of_training_are_replaced(root):
+    folder = root / "images" / "train"
+    (folder / "2.png").write_bytes(b"broken")
+    found = batches(root, batch_size=5, flip=0.0)
+    assert sorted(found[0]["indices"].tolist()) == [0, 2, 2, 3, 4]
+    assert len(found[0]["skipped"]) == 1 and "2.png" in found[0]["skipped"][0]
+    with pytest.raises(DataError, match=r"2\.png.*leave out --data\.strict"):
+        batches(root, batch_size=5, strict=True)
+    for path in folder.iterdir():
+        path.write_bytes(b"")
+    with pytest.raises(DataError, match="5 images in a row cannot be read"):
+        batches(root, batch_size=5)
 
 
 def test_refusals(root, tmp_path):

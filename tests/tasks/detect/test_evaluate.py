@@ -22,7 +22,7 @@ from quadtree_attention.tasks.detect.evaluate import (
     score,
     settings_path,
 )
-from quadtree_attention.tasks.detect.masks import decode_mask, encode_mask
+from quadtree_attention.tasks.detect.masks import decode_mask, encode_mask, run_lengths
 from quadtree_attention.tasks.detect.predictor import Detector
 from tests.tasks.detect.files import SHARED, entry, with_mask, write_split, write_weights
 
@@ -85,6 +85,15 @@ def test_broken_objects_do_not_count(tmp_path):
     assert (found.objects, found.left_out) == (1, 2)
 
 
+def test_ids_of_objects_do_not_matter(tmp_path):
+    """COCO's programs take a match with the object of id 0 for none."""
+    boxes = [[2, 2, 10, 10], [20, 20, 10, 8]]
+    path = write_results(tmp_path / "r.json", [result(box, 0.9) for box in boxes])
+    for ids in ((1, 2), (0, 1), (7, 0), (-3, 10**12)):
+        objects = [with_mask(entry(i, box)) for i, box in zip(ids, boxes, strict=True)]
+        assert score(path, write_split(tmp_path, annotations=objects)).box.ap == pytest.approx(100)
+
+
 def test_crowds_excuse_and_nothing_found(tmp_path):
     crowd = entry(2, [0, 0, 40, 15], iscrowd=1)
     truth = write_split(tmp_path, annotations=[entry(1, [2, 20, 10, 8]), crowd])
@@ -109,6 +118,39 @@ def test_masks_are_scored_by_their_own_shape(tmp_path):
     assert found.box.ap == pytest.approx(100)
     assert found.mask.ap == pytest.approx(10)
     assert found.classes[0].mask == pytest.approx(10)
+
+
+def test_masks_of_results_in_all_forms(tmp_path):
+    square = with_mask(entry(1, [4, 4, 10, 10]))
+    truth = write_split(tmp_path, annotations=[square])
+    forms = [
+        square["segmentation"],
+        {"size": [30, 40], "counts": run_lengths(square["segmentation"]["counts"])},
+        [[4, 4, 14, 4, 14, 14, 4, 14]],
+    ]
+    for form in forms:
+        results = [result([4, 4, 10, 10], 0.9, segmentation=form)]
+        found = score(write_results(tmp_path / "r.json", results), truth)
+        assert found.mask.ap == pytest.approx(100), form
+
+
+def test_true_masks_that_cannot_be_used_are_told(tmp_path):
+    """Without its second object, all masks are found."""
+    objects = [with_mask(entry(1, [4, 4, 10, 10])), entry(2, [20, 20, 10, 8], segmentation=[[1]])]
+    truth = write_split(tmp_path, annotations=[*objects, entry(3, [5, 5, 0, 4])])
+    mask = objects[0]["segmentation"]
+    results = [result([4, 4, 10, 10], 0.9, segmentation=mask)]
+    path = write_results(tmp_path / "r.json", results)
+    found = score(path, truth)
+    assert found.box.ap == pytest.approx(51 / 101 * 100) and found.mask.ap == pytest.approx(100)
+    (reason,) = found.no_mask  # not the one without a box, which counts for nothing
+    assert "annotation 2: a polygon must have pairs" in reason
+    assert (found.left_out, found.as_dict()["no_mask"]) == (1, 1)
+    truth = write_split(tmp_path, annotations=objects)
+    with pytest.raises(DataError, match=r"1 entries .*annotation 2: a polygon.*--strict"):
+        score(path, truth, strict=True)
+    boxes = write_results(tmp_path / "b.json", [result([4, 4, 10, 10], 0.9)])
+    assert score(boxes, truth, strict=True).no_mask == ()
 
 
 @pytest.fixture(scope="module")
@@ -275,6 +317,8 @@ def test_images_that_cannot_be_read_are_named(data, tmp_path):
     source = open_split(root, "val")
     done = predict(data / "w.safetensors", source, tmp_path / "r.json", device="cpu", batch_size=2)
     assert len(done.skipped) == 1 and "2.png" in done.skipped[0]
+    again = predict(data / "w.safetensors", source, tmp_path / "r.json", device="cpu")
+    assert again.reused and again.skipped == done.skipped
     with pytest.raises(OptionError, match="made without --strict and leaves out 1 images"):
         predict(data / "w.safetensors", source, tmp_path / "r.json", device="cpu", strict=True)
     with pytest.raises(DataError, match=r"2\.png.*leave out --strict"):

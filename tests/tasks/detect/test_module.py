@@ -9,12 +9,12 @@ import torch
 pl = pytest.importorskip("pytorch_lightning", reason="training needs the extra 'train'")
 pytest.importorskip("faster_coco_eval", reason="AP needs faster-coco-eval")
 
-from quadtree_attention.errors import OptionError  # noqa: E402
+from quadtree_attention.errors import DataError, OptionError  # noqa: E402
 from quadtree_attention.models.weights import save_weights  # noqa: E402
 from quadtree_attention.tasks.detect.data import DetectData  # noqa: E402
-from quadtree_attention.tasks.detect.module import DetectModule  # noqa: E402
+from quadtree_attention.tasks.detect.module import DetectModule, _metric, gather_states  # noqa: E402
 from quadtree_attention.tasks.detect.predictor import Detector  # noqa: E402
-from tests.tasks.detect.files import SHARED, TINY  # noqa: E402
+from tests.tasks.detect.files import SHARED, TINY, entry, write_split  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("only_reference")
 OPTIONS = {**TINY, "anchor_scale": 2.0}
@@ -128,6 +128,65 @@ def test_ap_of_the_truth_is_100_and_follows_mistakes():
         assert (logged["val/mask_ap"] == pytest.approx(100)) == (shift == 0)
 
 
+def seen_by_metric(images):
+    """A metric that has seen some of three images of shapes, found more or less well."""
+    metric = _metric(masks=True)
+    source = data(masks=True, generated_count=12)._open("val")
+    for i in images:
+        target = source.read(i)[1]
+        scores = torch.arange(1, len(target["labels"]) + 1) / (10 * (i + 1))
+        found = {"boxes": target["boxes"] + 3 * i, "labels": target["labels"], "scores": scores}
+        found["masks"] = target["masks"].roll(2 * i, dims=2)
+        metric.update([found], [target])
+    return metric
+
+
+def on_one_of_two(rank, folder):
+    """What one process makes of its share: the first has one image more."""
+    distributed = torch.distributed
+    distributed.init_process_group(
+        "gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2
+    )
+    metric = seen_by_metric(range(rank, 3, 2))
+    gather_states(metric)
+    torch.save(metric.compute(), folder / f"{rank}.pt")
+    distributed.barrier()
+    distributed.destroy_process_group()
+
+
+def test_ap_of_two_processes_is_that_of_one(tmp_path):
+    expected = seen_by_metric(range(3)).compute()
+    alone = seen_by_metric(range(0, 3, 2)).compute()
+    assert 0 < expected["bbox_map"] < 1 and expected["bbox_map"] != alone["bbox_map"]
+    torch.multiprocessing.spawn(on_one_of_two, args=(tmp_path,), nprocs=2)
+    for rank in range(2):
+        found = torch.load(tmp_path / f"{rank}.pt")
+        assert found.keys() == expected.keys()
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value, rtol=0, atol=1e-6)
+
+
+def test_validation_images_that_cannot_be_read_do_not_count(tmp_path):
+    """Batches may be empty; where all are, the run ends with the reason."""
+    for split in ("train", "val"):
+        write_split(tmp_path, split, annotations=[entry(1, [2, 3, 10, 8])])
+    (tmp_path / "images" / "val" / "2.png").write_bytes(b"broken")
+    seen = []
+
+    class Counting(DetectModule):
+        def on_validation_epoch_end(self):
+            seen.append(len(self.ap.groundtruth_labels))
+            super().on_validation_epoch_end()
+
+    files = DetectData(root=str(tmp_path), batch_size=1, workers=0)
+    model = Counting("retinanet_test_quadtree", OPTIONS, num_classes=3)
+    trainer(tmp_path, enable_checkpointing=False).validate(model, files, verbose=False)
+    assert seen == [1] and len(model.skipped) == 1
+    (tmp_path / "images" / "val" / "1.png").write_bytes(b"broken")
+    with pytest.raises(DataError, match=r"none of the validation images can be read: .*1\.png"):
+        trainer(tmp_path, enable_checkpointing=False).validate(module(), files, verbose=False)
+
+
 def rates(tmp_path, **options):
     """Learning rates of all steps of a run."""
     seen = []
@@ -153,6 +212,19 @@ def test_schedules(tmp_path):
     assert steps[2:] == pytest.approx([1] * 6 + [0.1] * 4 + [0.01] * 4)
     cosine = rates(tmp_path, schedule="cosine", min_lr=0.0)
     assert cosine[2] > cosine[8] > cosine[15] > 0 and cosine[8] == pytest.approx(0.5, abs=0.05)
+
+
+@pytest.mark.parametrize(
+    ("name", "instead"),
+    [
+        ("num_classes", "the data"),
+        ("backbone_weights", "--model.backbone_weights"),
+        ("grad_checkpointing", "--model.grad_checkpointing"),
+    ],
+)
+def test_options_that_the_module_has_itself(name, instead):
+    with pytest.raises(OptionError, match=f"must not name {name}, which is set by {instead}; "):
+        DetectModule("retinanet_test_quadtree", {**OPTIONS, name: 3})
 
 
 def test_options_that_do_not_do():

@@ -66,6 +66,24 @@ def test_score_and_size(folder, image):
     assert not np.allclose(larger(image).scores[:5], everything.scores[:5])
 
 
+def test_masks_are_made_of_what_is_reported_alone(folder, image):
+    """A photograph has room for few masks of its size; what is left is the same."""
+    path = folder / "masks.safetensors"
+    everything = Detector(path, device="cpu", score=0.0)(image)
+    limit = float(everything.scores[len(everything) // 2])
+    detect = Detector(path, device="cpu", score=limit)
+    with torch.no_grad():
+        (raw,) = detect.model([torch.from_numpy(np.array(image)).permute(2, 0, 1) / 255])
+    kept = everything.scores >= limit
+    assert 0 < kept.sum() < len(everything) and len(raw["masks"]) == kept.sum()
+    some = detect(image)
+    assert np.array_equal(some.boxes, everything.boxes[kept])
+    assert np.array_equal(some.masks, everything.masks[kept])
+    assert Detector(path, device="cpu", score=0.0).model.roi_heads.score_thresh == 0  # its own
+    boxes = Detector(folder / "boxes.safetensors", device="cpu", score=0.7).model
+    assert boxes.score_thresh == pytest.approx(0.7, abs=1e-6)
+
+
 def test_masks_and_dicts(folder, image):
     found = Detector(folder / "masks.safetensors", device="cpu", score=0.0)(image)
     assert len(found) > 0

@@ -95,6 +95,16 @@ def test_colours_of_the_image_alone_change():
     assert not torch.equal(image, pair[0]) and torch.equal(labels, pair[1])
 
 
+def test_colours_stay_what_they_are():
+    red = torch.tensor([200, 40, 40], dtype=torch.uint8).view(3, 1, 1).expand(3, 8, 8)
+    pair = as_tensors(Image.fromarray(red.permute(1, 2, 0).numpy()), np.zeros((8, 8), np.int16))
+    transform = training_transform(8, 8, scale=(1, 1), flip=0, most=1.0)
+    torch.manual_seed(0)
+    drawn = torch.stack([transform(*pair)[0][:, 0, 0].int() for _ in range(200)])
+    assert (drawn[:, 0] > drawn[:, 1:].amax(dim=1) + 40).all()  # no channel takes another's place
+    assert len(drawn.unique(dim=0)) > 100
+
+
 def test_normalised():
     pixels = torch.tensor([0, 255], dtype=torch.uint8).view(1, 1, 1, 2).expand(1, 3, 1, 2)
     found = normalised(pixels)

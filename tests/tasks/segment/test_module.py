@@ -132,6 +132,23 @@ def test_a_run_needs_an_end(tmp_path):
         module(schedule="step")
 
 
+@pytest.mark.parametrize(
+    ("option", "instead"),
+    [
+        ({"drop_path_rate": 0.2}, r"--model\.drop_path;"),
+        ({"num_classes": 7}, "the data;"),
+        ({"backbone_weights": "a.safetensors"}, r"--model\.backbone_weights;"),
+        ({"weights": "a.safetensors"}, r"--model\.backbone_weights;"),
+        ({"grad_checkpointing": True}, r"--model\.grad_checkpointing;"),
+        ({"name": "semfpn_test_quadtree"}, r"--model\.model;"),
+    ],
+)
+def test_options_that_something_else_sets(option, instead):
+    message = f"must not name {next(iter(option))}, which is set by {instead}"
+    with pytest.raises(OptionError, match=message):
+        module(options={**OPTIONS, **option})
+
+
 # ---- runs
 
 

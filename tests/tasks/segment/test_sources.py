@@ -124,8 +124,28 @@ def test_classes_of_sixteen_bits(root):
     (root / "classes.json").write_text(json.dumps([f"c{i}" for i in range(1000)]))
     wide = label_map(40, 56).astype(np.uint16)
     wide[wide == IGNORED] = 999
+    wide[0, 0] = 255  # a class here, as all others
     Image.fromarray(wide).save(root / "labels/train/0.png")
-    assert open_source("auto", root, "train").read_labels(0).max() == 999
+    assert np.array_equal(open_source("auto", root, "train").read_labels(0), wide)
+    wide[0, 0] = 1000
+    Image.fromarray(wide).save(root / "labels/train/0.png")
+    assert refused(open_source("auto", root, "train")).endswith(
+        "unknown classes 1000; known are 0 to 999, and no value for none"
+    )
+
+
+@pytest.mark.parametrize("value", [-1, 65536, 70000])
+def test_values_beyond_sixteen_bits(root, value):
+    """Of files of 32 bits: -1 is not class 0."""
+    wide = label_map(40, 56).astype(np.int32)
+    wide[0, 0] = value
+    (root / "labels/train/0.png").unlink()
+    path = root / "labels/train/0.tif"
+    Image.fromarray(wide).save(path)
+    assert refused(open_source("auto", root, "train")) == (
+        f"{path} must be a label map with values from 0 to 65535, got {value}; write such, also "
+        "for pixels of no class"
+    )
 
 
 @pytest.mark.parametrize("mode", ["RGB", "RGBA", "LA", "F"])
@@ -197,6 +217,7 @@ def test_no_pairs(root):
         ('{"classes": ["a"], "palette": [[1, 2, 3], [4, 5, 6]]}', "2 colours for 1 classes"),
         ('{"classes": ["a"], "palette": [[1, 2, 300]]}', "is no colour"),
         ('{"classes": ["a"], "ignore_index": -1}', "from 0 to 65535, got -1"),
+        ('{"classes": ["a", "b"], "ignore_index": [1, 2]}', "got 1 among the classes 0 to 1; pass"),
     ],
 )
 def test_classes_that_do_not_do(tmp_path, content, message):
@@ -214,6 +235,16 @@ def test_classes_with_colours_and_several_values_for_none(tmp_path):
     found = read_classes(path)
     assert (found.names, found.ignored) == (["a", "b"], (7, 255))
     assert found.palette == [(1, 2, 3), (4, 5, 6)]
+
+
+@pytest.mark.parametrize(("count", "ignored"), [(255, (255,)), (256, ()), (300, ())])
+def test_values_for_none_unless_told(tmp_path, count, ignored):
+    path = tmp_path / "classes.json"
+    path.write_text(json.dumps([f"c{i}" for i in range(count)]))
+    found = read_classes(path)
+    assert found.ignored == ignored and found.table()[:count].tolist() == list(range(count))
+    path.write_text(json.dumps({"classes": ["a", "b"], "ignore_index": 0}))
+    assert read_classes(path, first=1).ignored == (0,)  # as in ADE20K, where 1 is the first class
 
 
 def test_what_cannot_be_opened(tmp_path):

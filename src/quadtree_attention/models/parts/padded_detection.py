@@ -28,6 +28,7 @@ try:
     from torchvision.models.detection.mask_rcnn import MaskRCNNPredictor
     from torchvision.models.detection.retinanet import RetinaNetHead
     from torchvision.models.detection.rpn import RegionProposalNetwork, RPNHead
+    from torchvision.models.detection.transform import GeneralizedRCNNTransform
     from torchvision.ops import FeaturePyramidNetwork, MultiScaleRoIAlign
     from torchvision.ops.feature_pyramid_network import LastLevelMaxPool, LastLevelP6P7
     from torchvision.ops.poolers import initLevelMapper
@@ -38,6 +39,31 @@ except ModuleNotFoundError as error:
 
 Size = tuple[int, int]
 Masks = Sequence[Tensor | None]
+
+
+class ThinTransform(GeneralizedRCNNTransform):
+    """torchvision's resizing and padding, with at least one pixel left of every side.
+
+    Its own leaves none of the shorter side of an image such as 3x8000, and fails.
+    """
+
+    fixed_size: Size | None  # width, height
+
+    def resize(
+        self, image: Tensor, target: dict[str, Tensor] | None = None
+    ) -> tuple[Tensor, dict[str, Tensor] | None]:
+        height, width = image.shape[-2:]
+        scale = min(
+            min(self.min_size) / min(height, width),
+            self.max_size / max(height, width),
+        )
+        if int(min(height, width) * scale) >= 1:
+            return super().resize(image, target)
+        self.fixed_size = (max(1, int(width * scale)), max(1, int(height * scale)))
+        try:
+            return super().resize(image, target)
+        finally:
+            self.fixed_size = None
 
 
 def cells(size: Size, stride: int) -> Size:

@@ -14,7 +14,7 @@ from quadtree_attention.errors import OptionError
 from quadtree_attention.models.weights import build_model
 from quadtree_attention.tasks.classify.metrics import ranks
 from quadtree_attention.tasks.training.loader import seed_from, set_seed
-from quadtree_attention.tasks.training.module import TaskModule
+from quadtree_attention.tasks.training.module import TaskModule, check_options
 
 
 class ClassifyModule(TaskModule):
@@ -62,6 +62,7 @@ class ClassifyModule(TaskModule):
         seed: int = 0,
     ) -> None:
         super().__init__()
+        check_options(options, drop_path_rate="--model.drop_path", num_classes="the data")
         self.save_hyperparameters()
         set_seed(seed_from(seed))  # the same first weights on every process
         self.kwargs = {"num_classes": num_classes, **(options or {})}

@@ -27,6 +27,7 @@ Box = tuple[float, float, float, float]
 Target = dict[str, Tensor]
 LEAST_SIDE = 0.01  # pixels of a box; thinner ones have no area once they are float32
 CLIPPED = "box clipped"  # the one kind of problem that leaves nothing out
+NO_MASK = "broken mask"  # leaves an object out where masks are asked for
 OVERHANG = 1.0  # pixels that a box may stick out of its image by rounding
 
 
@@ -269,11 +270,11 @@ class CocoFile:
         if crowd not in (0, 1):
             self._problem("broken entry", f"{where}: iscrowd must be 0 or 1, got {short(crowd)}")
             return None
+        if (box := self._clipped(given, image, where)) is None:
+            return None
         segmentation = entry.get("segmentation") if self.masks else None
         if self.masks and (why := mask_problem(segmentation, image.height, image.width)):
-            self._problem("broken mask", f"{where}: {why}")
-            return None
-        if (box := self._clipped(given, image, where)) is None:
+            self._problem(NO_MASK, f"{where}: {why}")
             return None
         if not is_number(area) or area <= 0:
             area = given[2] * given[3]
@@ -335,17 +336,30 @@ def open_split(
             f"--data.{split}_images and --data.{split}_annotations"
         )
     base = Path(root or "")
-    names = (split, f"{split}2017")
     file, folder = (None if path is None else Path(path) for path in (annotations, images))
     if file is None:
-        files = [base / "annotations" / f"instances_{name}.json" for name in names]
-        file = _first(files, f"JSON file of the {split} objects", os.path.isfile)
+        file = objects_of(base, split)
     if folder is None:
+        names = _names(split)
         folders = [base / "images" / names[0], *(base / name for name in names)]
         folder = _first(folders, f"folder of the {split} images", os.path.isdir)
     if not os.path.isdir(folder):
         raise DataError(f"there is no folder {folder} of the {split} images; check the path")
     return CocoFile(file, folder, masks=masks, strict=strict)
+
+
+def objects_of(root: str | os.PathLike[str], split: str) -> Path:
+    """The JSON file of the objects of one split, where `open_split` looks for it.
+
+    Raises:
+        DataError: There is no such file.
+    """
+    files = [Path(root) / "annotations" / f"instances_{name}.json" for name in _names(split)]
+    return _first(files, f"JSON file of the {split} objects", os.path.isfile)
+
+
+def _names(split: str) -> tuple[str, str]:
+    return split, f"{split}2017"
 
 
 def _first(paths: Sequence[Path], what: str, is_there: Callable[[Path], bool]) -> Path:

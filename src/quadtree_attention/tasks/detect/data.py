@@ -33,7 +33,9 @@ class DetectData(pl.LightningDataModule):
 
     Batches are lists: `images` (3, H, W), each of its own size, from 0 to 1, and `targets` with
     `boxes`, `labels` and, where asked for, `masks`. Images without objects are kept. Crowds are
-    used in validation only, where they excuse detections.
+    used in validation only, where they excuse detections. In the place of an image that cannot be
+    read, training takes the next one; validation, where none may count twice, does without, and a
+    batch there may even be empty.
 
     Args:
         root: Folder with `images/train`, `images/val`, `annotations/instances_train.json` and
@@ -199,7 +201,7 @@ def read_or_replace(
 ) -> tuple[Image.Image, Target, list[str], int]:
     """An image, its objects, why those before it could not be read, and its index.
 
-    The next readable image takes the place of one that is not, so that batches stay whole.
+    The next readable image takes the place of one that is not, so that training batches stay whole.
     """
     reasons: list[str] = []
     for step in range(min(ATTEMPTS, len(source))):
@@ -208,20 +210,19 @@ def read_or_replace(
             image, target = source.read(place)
             return image, target, reasons, place
         except DataError as error:
-            if strict:
-                raise DataError(f"{error}; mend it, or leave out --data.strict") from error
-            reasons.append(str(error))
+            reasons.append(_reason(error, strict=strict))
     raise DataError(
         f"{len(reasons)} images in a row cannot be read: {summary(reasons)}; check the files"
     )
 
 
 def collate(samples: list[Batch]) -> Batch:
-    """Lists, as images differ in size."""
+    """Lists, as images differ in size; what could not be read is skipped."""
+    there = [sample for sample in samples if "image" in sample]
     return {
-        "images": [sample["image"] for sample in samples],
-        "targets": [sample["target"] for sample in samples],
-        "indices": torch.tensor([sample["index"] for sample in samples]),
+        "images": [sample["image"] for sample in there],
+        "targets": [sample["target"] for sample in there],
+        "indices": torch.tensor([sample["index"] for sample in there], dtype=torch.int64),
         "skipped": [reason for sample in samples for reason in sample["skipped"]],
     }
 
@@ -229,12 +230,26 @@ def collate(samples: list[Batch]) -> Batch:
 def _read(
     source: DetectSource, augment: Augment, strict: bool, training: bool, index: int
 ) -> Batch:
-    image, target, skipped, place = read_or_replace(source, index, strict=strict)
-    if training:  # what is in a crowd is not told apart, so it can be neither right nor wrong
+    if training:
+        image, target, skipped, place = read_or_replace(source, index, strict=strict)
+        # what is in a crowd is not told apart, so it can be neither right nor wrong
         single = target["iscrowd"] == 0
         target = {name: values[single] for name, values in target.items()}
+    else:
+        try:
+            image, target = source.read(index)
+        except DataError as error:
+            return {"skipped": [_reason(error, strict=strict)]}
+        skipped, place = [], index
     pixels, target = augment(image, target)
     return {"image": pixels, "target": target, "index": place, "skipped": skipped}
+
+
+def _reason(error: DataError, *, strict: bool) -> str:
+    """Why an image is skipped; raises where none may be."""
+    if strict:
+        raise DataError(f"{error}; mend it, or leave out --data.strict") from error
+    return str(error)
 
 
 def _tell(message: str) -> None:

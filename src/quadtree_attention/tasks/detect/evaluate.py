@@ -10,7 +10,7 @@ import json
 import os
 import time
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -23,8 +23,8 @@ from quadtree_attention.errors import (
     MissingDependencyError,
     OptionError,
 )
-from quadtree_attention.tasks.detect.coco import CLIPPED, CocoFile
-from quadtree_attention.tasks.detect.masks import encode_mask, is_number, mask_problem
+from quadtree_attention.tasks.detect.coco import CLIPPED, NO_MASK, CocoFile
+from quadtree_attention.tasks.detect.masks import decode_mask, encode_mask, is_number, mask_problem
 from quadtree_attention.tasks.files import check_writable, replacing
 
 if TYPE_CHECKING:  # scoring needs no models
@@ -85,16 +85,34 @@ class ClassScore:
 
 @dataclass(frozen=True)
 class Scores:
-    """Scores of a file of results; `mask` is None where it has boxes alone."""
+    """Scores of a file of results; `mask` is None where it has boxes alone.
+
+    Attributes:
+        box: Scores of the boxes.
+        mask: Scores of the masks.
+        images: How many count.
+        objects: How many count for boxes.
+        detections: Results of the file.
+        left_out: Entries of the file of objects that cannot be used.
+        no_mask: Objects that count for boxes, but have no mask that can be used, with the reason;
+            none where results have boxes alone.
+        classes: Scores by class.
+        settings: How the results were made, where that is known.
+    """
 
     box: Precision
     mask: Precision | None
     images: int
     objects: int
     detections: int
-    left_out: int  # entries of the file of objects that cannot be used
+    left_out: int
+    no_mask: tuple[str, ...]
     classes: tuple[ClassScore, ...]
     settings: dict[str, Any]
+
+    def as_dict(self) -> dict[str, Any]:
+        """The same for JSON, with the number of objects without a mask in place of the reasons."""
+        return {**asdict(self), "no_mask": len(self.no_mask)}
 
 
 def predict(
@@ -142,8 +160,8 @@ def predict(
     model = Detector(weights, device=device, score=0.0, size=size)
     categories = match_classes(source, model)
     settings = _settings(model, source, data)
-    if out.exists() and _reusable(out, settings, strict=strict, force=force):
-        return Predicted(out, reused=True, skipped=())
+    if out.exists() and (info := _reusable(out, settings, strict=strict, force=force)) is not None:
+        return Predicted(out, reused=True, skipped=tuple(info.get("skipped", ())))
     began = time.perf_counter()
     results, skipped = _results(model, source, categories, batch_size, strict=strict)
     info = {
@@ -157,27 +175,36 @@ def predict(
     return Predicted(out, reused=False, skipped=tuple(skipped))
 
 
-def score(path: str | os.PathLike[str], annotations: str | os.PathLike[str]) -> Scores:
+def score(
+    path: str | os.PathLike[str],
+    annotations: str | os.PathLike[str],
+    *,
+    strict: bool = False,
+) -> Scores:
     """Scores of results in a file, of this program or another.
 
     All images of the file of objects count; one without results has none of its objects found.
 
     Args:
         path: Results: a list of image_id, category_id, bbox (x, y, width, height), score and, for
-            masks, segmentation as run lengths.
-        annotations: COCO file of the true objects.
+            masks, segmentation as run lengths or polygons.
+        annotations: COCO file of the true objects; the images are not needed.
+        strict: Refuse objects that cannot be used as they are, their masks included where results
+            have some, instead of leaving them out.
 
     Raises:
         DataError: A file cannot be read, or results are not of these images.
     """
-    truth = CocoFile(annotations)
+    truth = CocoFile(annotations, strict=strict)
     results = read_results(path, truth)
     box, by_class = _evaluate("bbox", truth, results)
     mask, masks_by_class = None, dict.fromkeys(by_class)
+    no_mask: tuple[str, ...] = ()
     if results and all("segmentation" in result for result in results):
-        truth_masks = CocoFile(annotations, masks=True)
-        _check_masks(path, results, truth_masks)
-        mask, masks_by_class = _evaluate("segm", truth_masks, results)
+        truth_masks = CocoFile(annotations, masks=True, strict=strict)
+        no_mask = tuple(p.reason for p in truth_masks.problems if p.kind == NO_MASK)
+        encoded = _with_run_lengths(path, results, truth_masks)
+        mask, masks_by_class = _evaluate("segm", truth_masks, encoded)
     objects = Counter(a.label for image in truth.images for a in image.annotations if not a.crowd)
     classes = tuple(
         ClassScore(name, objects[label], by_class[category], masks_by_class[category])
@@ -192,6 +219,7 @@ def score(path: str | os.PathLike[str], annotations: str | os.PathLike[str]) -> 
         objects=objects.total(),
         detections=len(results),
         left_out=sum(problem.kind != CLIPPED for problem in truth.problems),
+        no_mask=no_mask,
         classes=classes,
         settings=_read_settings(Path(path)) or {},
     )
@@ -346,22 +374,25 @@ def _evaluate(
 
 
 def _as_coco(truth: CocoFile) -> dict[str, Any]:
-    """What is left of a file of objects, in its own format: boxes as they were given."""
+    """What is left of a file of objects, in its own format: boxes as they were given.
+
+    Objects are counted anew, from 1: the library takes a match with id 0 for none.
+    """
+    listed = [(image.id, a) for image in truth.images for a in image.annotations]
     return {
         "images": [{"id": i.id, "width": i.width, "height": i.height} for i in truth.images],
         "categories": [{"id": number, "name": name} for number, name in truth.categories.items()],
         "annotations": [
             {
-                "id": a.id,
-                "image_id": image.id,
+                "id": number,
+                "image_id": image,
                 "category_id": truth.category_of[a.label],
                 "bbox": list(a.given),
                 "area": a.area,
                 "iscrowd": int(a.crowd),
                 **({"segmentation": a.segmentation} if truth.masks else {}),
             }
-            for image in truth.images
-            for a in image.annotations
+            for number, (image, a) in enumerate(listed, start=1)
         ],
     }
 
@@ -386,13 +417,20 @@ def _result_problem(result: Any, images: set[int], truth: CocoFile) -> str | Non
     return None
 
 
-def _check_masks(
+def _with_run_lengths(
     path: str | os.PathLike[str], results: list[dict[str, Any]], truth: CocoFile
-) -> None:
+) -> list[dict[str, Any]]:
+    """The results with masks as compressed run lengths, the one form that the library takes."""
     sizes = {image.id: (image.height, image.width) for image in truth.images}
+    encoded = []
     for place, result in enumerate(results):
-        if why := mask_problem(result["segmentation"], *sizes[result["image_id"]]):
+        found, size = result["segmentation"], sizes[result["image_id"]]
+        if why := mask_problem(found, *size):
             raise DataError(f"result {place} of {str(path)!r} cannot be scored: {why}")
+        if not isinstance(found, dict) or not isinstance(found["counts"], str):
+            found = encode_mask(decode_mask(found, *size))
+        encoded.append({**result, "segmentation": found})
+    return encoded
 
 
 def _silent(*_: Any, **__: Any) -> None:
@@ -450,8 +488,13 @@ def _read_settings(path: Path) -> dict[str, Any] | None:
     return info if belongs else None
 
 
-def _reusable(out: Path, settings: dict[str, Any], *, strict: bool, force: bool) -> bool:
-    """Whether the file holds what would be computed; raises where it must not be replaced."""
+def _reusable(
+    out: Path, settings: dict[str, Any], *, strict: bool, force: bool
+) -> dict[str, Any] | None:
+    """The settings of a file that holds what would be computed; None if it is to be replaced.
+
+    Raises `OptionError` where it must not be.
+    """
     info = _read_settings(out)
     if info is None:  # also with force: it may be the data themselves
         raise OptionError(
@@ -459,7 +502,7 @@ def _reusable(out: Path, settings: dict[str, Any], *, strict: bool, force: bool)
             "it was made; write to another name"
         )
     if force:
-        return False
+        return None
     differing = [key for key in SETTINGS if info.get(key) != settings[key]]
     if differing:
         changes = "; ".join(
@@ -475,7 +518,7 @@ def _reusable(out: Path, settings: dict[str, Any], *, strict: bool, force: bool)
             f"{str(out)!r} was made without --strict and leaves out {len(info['skipped'])} images; "
             "write to another name, or replace it with --force"
         )
-    return True
+    return info
 
 
 def _shown(value: object) -> str:

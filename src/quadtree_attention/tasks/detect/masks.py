@@ -24,6 +24,8 @@ def mask_problem(segmentation: Any, height: int, width: int) -> str | None:
             return "a polygon must be a list of finite numbers"
         if len(polygon) % 2 or len(polygon) < 2 * LEAST_POINTS:
             return f"a polygon must have pairs of x and y, 3 or more, got {len(polygon)} numbers"
+        if (far := _far_outside(polygon, height, width)) is not None:
+            return f"a polygon must not leave the image by more than its size, got {short(far)}"
     return None
 
 
@@ -102,6 +104,15 @@ def _rle_problem(segmentation: dict[str, Any], height: int, width: int) -> str |
     return None
 
 
+def _far_outside(polygon: Sequence[float], height: int, width: int) -> float | None:
+    """A coordinate further outside than the image is large, which the library cannot draw."""
+    for values, side in ((polygon[0::2], width), (polygon[1::2], height)):
+        for value in values:
+            if not -side <= value <= 2 * side:
+                return value
+    return None
+
+
 def _mask_library() -> Any:
     try:
         from faster_coco_eval.core import mask
@@ -113,7 +124,10 @@ def _mask_library() -> Any:
 
 
 def is_number(value: Any) -> TypeGuard[float]:
-    return type(value) in (int, float) and math.isfinite(value)
+    try:
+        return type(value) in (int, float) and math.isfinite(value)
+    except OverflowError:  # a whole number beyond all floats
+        return False
 
 
 def short(value: Any) -> str:

@@ -6,15 +6,20 @@ from typing import Any, ClassVar, Literal, cast
 
 import torch
 from timm.scheduler import MultiStepLRScheduler
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from torch.optim import Optimizer
 from torchmetrics.detection import MeanAveragePrecision
 
-from quadtree_attention.errors import OptionError
+from quadtree_attention.errors import DataError, OptionError
 from quadtree_attention.models.detection import detector
 from quadtree_attention.tasks.detect.coco import Target
+from quadtree_attention.tasks.skipped import summary
 from quadtree_attention.tasks.training.loader import seed_from, set_seed
-from quadtree_attention.tasks.training.module import FollowsFromStep, TaskModule
+from quadtree_attention.tasks.training.module import (
+    FollowsFromStep,
+    TaskModule,
+    check_options,
+)
 
 Schedule = Literal["step", "cosine"]
 DECAY = 0.1  # what a step multiplies the learning rate by
@@ -73,6 +78,12 @@ class DetectModule(TaskModule):
             raise OptionError(
                 f"decay_epochs must be above 0 and rise, got {list(decay_epochs)}; pass such"
             )
+        check_options(
+            options,
+            num_classes="the data",
+            backbone_weights="--model.backbone_weights",
+            grad_checkpointing="--model.grad_checkpointing",
+        )
         self.save_hyperparameters()
         set_seed(seed_from(seed))  # the same first weights on every process
         self.kwargs = {"num_classes": num_classes, **(options or {})}
@@ -109,12 +120,22 @@ class DetectModule(TaskModule):
         return loss
 
     def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
+        self.note_skipped(batch)
+        if not batch["images"]:  # none could be read
+            return
         found = [self._on_cpu(answer) for answer in self(batch["images"])]
         self.ap.update(found, [self._on_cpu(target) for target in batch["targets"]])
-        self.note_skipped(batch)
 
     def on_validation_epoch_end(self) -> None:
-        scores = self.ap.compute()  # of all processes together
+        gather_states(self.ap)
+        if not self.ap.groundtruth_labels:  # the few images of a first check may all be unreadable
+            if self.trainer.sanity_checking:
+                return
+            raise DataError(
+                f"none of the validation images can be read: {summary(list(self.skipped))}; check "
+                "the files"
+            )
+        scores = self.ap.compute()
         self.ap.reset()
         kinds = {"bbox_": "", "segm_": "mask_"} if self.has_masks else {"": ""}
         for theirs, ours in kinds.items():
@@ -162,7 +183,26 @@ class DetectModule(TaskModule):
 
 def _metric(*, masks: bool) -> MeanAveragePrecision:
     metric = MeanAveragePrecision(
-        iou_type=("bbox", "segm") if masks else "bbox", backend="faster_coco_eval"
+        iou_type=("bbox", "segm") if masks else "bbox",
+        backend="faster_coco_eval",
+        sync_on_compute=False,  # `gather_states` does it
     )
     metric.warn_on_many_detections = False  # COCO counts the 100 surest, as detectors know
     return metric
+
+
+def gather_states(metric: MeanAveragePrecision) -> None:
+    """Gives the metric of every process what those of all have seen.
+
+    The metric's own way needs tensors on the device of the backend, and as many images on every
+    process; this one takes lists of any length, on the CPU.
+    """
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return
+    if (processes := distributed.get_world_size()) == 1:
+        return
+    mine = {name: getattr(metric, name) for name in metric.metric_state}
+    everyone: list[Any] = [None] * processes
+    distributed.all_gather_object(everyone, mine)
+    for name in mine:
+        setattr(metric, name, [entry for states in everyone for entry in states[name]])

@@ -127,6 +127,7 @@ class Detector:
         self.card, model = _load(self.path)
         self.model = model.to(self.device).eval()
         self.names = _class_names(self.card, self.path)
+        _raise_threshold(model, score)
         transform = cast(Any, model).transform
         if size is not None:
             transform.max_size = round(transform.max_size * size / transform.min_size[-1])
@@ -194,6 +195,14 @@ class Detector:
 
 def _pixels(image: Image.Image) -> Tensor:
     return torch.from_numpy(np.array(image)).permute(2, 0, 1)
+
+
+def _raise_threshold(model: nn.Module, score: float) -> None:
+    """Lets the model itself drop what is not reported, before masks are as large as the image."""
+    heads = cast(Any, model)
+    heads = getattr(heads, "roi_heads", heads)
+    below = np.nextafter(np.float32(score), np.float32(-1))  # the model wants more than that
+    heads.score_thresh = max(heads.score_thresh, float(below))
 
 
 def _load(path: Path) -> tuple[dict[str, Any], nn.Module]:

@@ -48,6 +48,16 @@ class RandomScale(v2.Transform):  # type: ignore[misc] # torchvision is not type
         return TF.resize(inpt, params["size"], antialias=True)
 
 
+class RandomColours(v2.RandomPhotometricDistort):  # type: ignore[misc]
+    """Random brightness, contrast, saturation and hue; channels stay in their order.
+
+    What torchvision has swaps them as well: a red car may become a blue one, and the sky a lawn.
+    """
+
+    def make_params(self, flat_inputs: list[Any]) -> dict[str, Any]:
+        return {**super().make_params(flat_inputs), "channel_permutation": None}
+
+
 class RandomCrop(v2.Transform):  # type: ignore[misc]
     """Cuts out a part of fixed size; what an image is too small for is padded, and ignored.
 
@@ -103,7 +113,7 @@ def training_transform(
     most: float = 0.75,
 ) -> v2.Transform:
     """Random scale, crop, flip and colours of an image with its labels."""
-    colours = [v2.RandomPhotometricDistort(p=0.5)] if jitter else []
+    colours = [RandomColours(p=0.5)] if jitter else []
     return v2.Compose(
         [
             RandomScale(scale, base),

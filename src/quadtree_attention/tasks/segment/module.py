@@ -18,7 +18,7 @@ from quadtree_attention.tasks.segment.augment import normalised
 from quadtree_attention.tasks.segment.metrics import IGNORE, confusion, scores
 from quadtree_attention.tasks.skipped import summary
 from quadtree_attention.tasks.training.loader import seed_from, set_seed
-from quadtree_attention.tasks.training.module import FollowsFromStep, TaskModule
+from quadtree_attention.tasks.training.module import FollowsFromStep, TaskModule, check_options
 
 Schedule = Literal["poly", "cosine"]
 
@@ -32,7 +32,7 @@ class SegmentModule(TaskModule):
 
     Args:
         model: Name of a segmenter: "semfpn_" and the name of a backbone, "semfpn_quadtree_b_b0".
-        options: Keyword arguments of that segmenter and its backbone.
+        options: Keyword arguments of that segmenter and its backbone, other than those below.
         num_classes: Classes; comes from the data.
         backbone_weights: Weights to start the backbone from, of `quadtree train classify`
             (`best.safetensors`) or `quadtree convert`; their classifier is left out.
@@ -72,6 +72,15 @@ class SegmentModule(TaskModule):
         super().__init__()
         if schedule not in get_args(Schedule):
             raise OptionError(f"schedule must be poly or cosine, got {schedule!r}; take one")
+        check_options(
+            options,
+            name="--model.model",
+            num_classes="the data",
+            backbone_weights="--model.backbone_weights",
+            weights="--model.backbone_weights",
+            drop_path_rate="--model.drop_path",
+            grad_checkpointing="--model.grad_checkpointing",
+        )
         self.save_hyperparameters()
         set_seed(seed_from(seed))  # the same first weights on every process
         self.kwargs = {"num_classes": num_classes, **(options or {})}

@@ -93,9 +93,9 @@ class FolderSource:
 
     `root/images/<split>/*.jpg`, `root/labels/<split>/*.png`, and `root/classes.json`, which is like
     `{"classes": ["sky", "road"], "ignore_index": 255, "palette": [[70, 130, 180], [128, 64, 128]]}`
-    (without the last two: 255, and colours of ours). With `ade20k` the layout of that set:
-    `images/training`, `annotations/training`, `.../validation`, 150 classes from 1 on, 0 for none,
-    names from `objectInfo150.txt`.
+    (without the last two: 255, or nothing where 255 is a class, and colours of ours). With `ade20k`
+    the layout of that set: `images/training`, `annotations/training`, `.../validation`, 150 classes
+    from 1 on, 0 for none, names from `objectInfo150.txt`.
 
     Args:
         root: Folder of the data.
@@ -170,7 +170,8 @@ class FolderSource:
             last = self.meaning.first + len(self.classes) - 1
             raise DataError(
                 f"{path} has pixels of unknown classes {_few(values)}; known are "
-                f"{self.meaning.first} to {last}, and {_few(self.meaning.ignored)} for none"
+                f"{self.meaning.first} to {last}, and {_few(self.meaning.ignored) or 'no value'} "
+                "for none"
             )
         return labels
 
@@ -238,8 +239,12 @@ def open_source(
     return FolderSource(root, split, ade20k=ade20k)
 
 
-def read_classes(path: Path) -> Classes:
+def read_classes(path: Path, *, first: int = 0) -> Classes:
     """The classes of a data set, from its `classes.json`.
+
+    Args:
+        path: Of that file.
+        first: Value of the first class in label maps.
 
     Raises:
         DataError: There is no such file, or it does not list classes.
@@ -249,7 +254,8 @@ def read_classes(path: Path) -> Classes:
         entries = json.loads(path.read_text(encoding="utf-8"))
         entries = {"classes": entries} if isinstance(entries, list) else entries
         names = [str(e["name"] if isinstance(e, dict) else e) for e in entries["classes"]]
-        ignored = entries.get("ignore_index", 255)
+        taken = range(first, first + len(names))
+        ignored = entries.get("ignore_index", [] if 255 in taken else [255])
         values = tuple(int(v) for v in (ignored if isinstance(ignored, list) else [ignored]))
         colours = [_colour(c) for c in entries.get("palette") or palette(len(names))]
     except FileNotFoundError:
@@ -265,14 +271,20 @@ def read_classes(path: Path) -> Classes:
         raise DataError(f"{path} has {len(colours)} colours for {len(names)} classes; match them")
     if not all(0 <= value < 2**16 for value in values):
         raise DataError(f"{path} must ignore values from 0 to 65535, got {ignored}; correct it")
-    return Classes(names, colours, values)
+    if both := [value for value in values if value in taken]:
+        raise DataError(
+            f"{path} must ignore values that are no class, got {_few(both)} among the classes "
+            f"{taken[0]} to {taken[-1]}; pass other values, or [] for none"
+        )
+    return Classes(names, colours, values, first)
 
 
 def read_label_map(path: str | Path) -> Array:
     """The values of a label map (H, W), uint16; of a palette image the numbers, not the colours.
 
     Raises:
-        DataError: The file cannot be read, or has other than one channel.
+        DataError: The file cannot be read, or has other than one channel, or values that 16 bits
+            do not hold.
     """
     data = _bytes(Path(path))
     if not data:
@@ -295,7 +307,14 @@ def read_label_map(path: str | Path) -> Array:
             f"{path} must be a label map of one channel, of 8 or 16 bits or with a palette, got "
             f"an image of mode {mode}; write numbers of classes, not colours"
         )
-    return values.astype(np.int64).clip(0, 2**16 - 1).astype(np.uint16)
+    outside = (values < 0) | (values >= 2**16)  # of files of 32 bits
+    if outside.any():
+        found = _few(np.unique(values[outside]).tolist())
+        raise DataError(
+            f"{path} must be a label map with values from 0 to 65535, got {found}; write such, "
+            "also for pixels of no class"
+        )
+    return values.astype(np.uint16)
 
 
 def palette(count: int) -> list[Colour]:
@@ -314,7 +333,7 @@ def palette(count: int) -> list[Colour]:
 
 def _ade20k_classes(root: Path) -> Classes:
     if (root / CLASSES).exists():
-        own = read_classes(root / CLASSES)
+        own = read_classes(root / CLASSES, first=1)
         return Classes(own.names, own.palette, (0,), first=1)
     names = [str(number) for number in range(1, ADE20K_CLASSES + 1)]
     table = root / ADE20K_NAMES

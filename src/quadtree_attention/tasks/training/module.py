@@ -19,6 +19,20 @@ from quadtree_attention.tasks.training.steps import run_length
 CHECK_EVERY = 20  # batches; looking at the loss makes a GPU wait
 
 
+def check_options(options: Mapping[str, Any] | None, **instead: str) -> None:
+    """Refuses options of a network that something else sets; `instead` says what, by option.
+
+    Raises:
+        OptionError: The options name one of them.
+    """
+    for name in options or {}:
+        if name in instead:
+            raise OptionError(
+                f"options must not name {name}, which is set by {instead[name]}; leave it out of "
+                "--model.options"
+            )
+
+
 class FollowsFromStep:
     """A schedule that follows from the step alone, so that a longer run has a longer one."""
 
@@ -63,7 +77,7 @@ class TaskModule(pl.LightningModule):
         set_seed(seed_from(*numbers))
 
     def note_skipped(self, batch: Mapping[str, Any]) -> None:
-        """Remembers the files in whose place a batch has others, to be told after the epoch."""
+        """Remembers the files that a batch has to do without, to be told after the epoch."""
         self.skipped |= dict.fromkeys(batch.get("skipped", ()))
 
     def on_train_epoch_end(self) -> None:
