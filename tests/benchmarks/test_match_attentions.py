@@ -171,6 +171,7 @@ def assert_scenes_are_new(folder: Path, program: ModuleType) -> None:
     assert not torch.allclose(images(other)["image0"], images(truth)["image0"], atol=0.1)
 
 
+@pytest.mark.slow
 def test_stopped_run_goes_on(
     program: ModuleType, recipes: Callable[..., Path], tmp_path: Path
 ) -> None:
