@@ -15,11 +15,10 @@ from benchmarks.tables import (
     RESULTS,
     SCHEMA,
     _check_fields,
-    _circumstances,
     aligned,
     check_kind,
     number,
-    page_table,
+    page_of_rows,
     read_checked,
 )
 
@@ -42,7 +41,6 @@ BASE, OURS = ATTENTIONS
 PARTS = ("network", "detector")
 PRECISIONS = ("float32", "bfloat16")
 KIND = "detector-times"
-NOT_YET = "Not measured yet."
 
 _RESULT_FIELDS = {
     "kind": str, "schema": int, "command": str, "date": str, "commit": str | None, "device": str,
@@ -76,14 +74,7 @@ def read_results(folder: Path = RESULTS) -> dict[str, Result]:
 
 def markdown(results: dict[str, Result]) -> str:
     """A section per result file: circumstances, the table, and what failed."""
-    sections = []
-    for name, result in results.items():
-        head, cells = _table(result["rows"])
-        lines = [*_circumstances(name, result), "", *page_table(head, cells, 5)]
-        failed = [row for row in result["rows"] if row.get("error", OUT_OF_MEMORY) != OUT_OF_MEMORY]
-        notes = [f"- {', '.join(_labels(row))}: failed: {row['error']}" for row in failed]
-        sections.append("\n".join([*lines, "", *notes]).rstrip())
-    return "\n\n".join(sections) or NOT_YET
+    return page_of_rows(results, _table, _labels)
 
 
 def text_table(rows: Sequence[Result]) -> str:

@@ -212,6 +212,24 @@ def page_table(head: Sequence[str], cells: Sequence[Sequence[str]], words: int) 
     return [_line(head), _line(align), *map(_line, cells)]
 
 
+def page_of_rows(
+    results: Mapping[str, dict[str, Any]],
+    table: Callable[[Sequence[Row]], tuple[list[str], list[list[str]]]],
+    labels: Callable[[Row], list[str]],
+) -> str:
+    """A section per result file: circumstances, a line per row, and what failed."""
+    sections = []
+    for name, result in results.items():
+        rows = result["rows"]
+        head, cells = table(rows)
+        words = len(labels(rows[0])) if rows else 0
+        lines = [*_circumstances(name, result), "", *page_table(head, cells, words)]
+        failed = [row for row in rows if row.get("error", OUT_OF_MEMORY) != OUT_OF_MEMORY]
+        notes = [f"- {', '.join(labels(row))}: failed: {row['error']}" for row in failed]
+        sections.append("\n".join([*lines, "", *notes]).rstrip())
+    return "\n\n".join(sections) or "Not measured yet."
+
+
 def markdown_section(name: str, result: dict[str, Any]) -> str:
     """Heading, circumstances, table and what was not measured, of one result file."""
     kind, rows = result.get("kind"), result["rows"]

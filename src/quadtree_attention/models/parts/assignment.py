@@ -17,7 +17,7 @@ from quadtree_attention.errors import OptionError
 
 HIDDEN = -1e9  # score of a pair that cannot be; finite, so that sums have gradients
 LEAST_LOG = -100.0  # of the probability of a truth that cannot be
-CPU_ENTRIES = 2**20  # of the matrices that stay in its caches: half the time
+CPU_ENTRIES = 2**20  # of matrices that stay in its caches
 WINDOW = 1  # cells on either side of the best one that a disparity is the mean of
 
 

@@ -22,7 +22,7 @@ from quadtree_attention.tasks.training.loader import (
     Draw,
     EpochSampler,
     ResumableLoader,
-    SeededDataset,
+    loader_of,
     sampler_of,
     seed_from,
 )
@@ -192,14 +192,12 @@ class ClassifyData(pl.LightningDataModule):
 
     def _loader(self, split: Split, *, shuffle: bool) -> ResumableLoader:
         source, sampler = self._source(split), self._sampler(split, shuffle=shuffle)
-        options: dict[str, Any] = {"pin_memory": torch.cuda.is_available()}
         if self.augment == "batch":
-            return ResumableLoader(self._stored[split], sampler, collate_fn=_as_it_is, **options)
+            pinned = torch.cuda.is_available()
+            stored = self._stored[split]
+            return ResumableLoader(stored, sampler, collate_fn=_as_it_is, pin_memory=pinned)
         read = partial(_read, source, self._transform(training=shuffle), self.strict)
-        if self.workers > 0:
-            options |= {"num_workers": self.workers, "persistent_workers": True}
-        dataset = SeededDataset(sampler.size, read, self.seed)
-        return ResumableLoader(dataset, sampler, collate_fn=collate, **options)
+        return loader_of(self, sampler, read, collate)
 
     def _sampler(self, split: Split, *, shuffle: bool) -> EpochSampler:
         return sampler_of(self, self._size(split), self.batch_size, shuffle=shuffle)

@@ -18,7 +18,7 @@ from quadtree_attention.tasks.skipped import summary
 from quadtree_attention.tasks.training.loader import (
     EpochSampler,
     ResumableLoader,
-    SeededDataset,
+    loader_of,
     sampler_of,
 )
 
@@ -128,14 +128,7 @@ class DetectData(pl.LightningDataModule):
             )
 
     def train_dataloader(self) -> ResumableLoader:
-        loader = self._loader("train", shuffle=True)
-        if len(loader) == 0:
-            raise OptionError(
-                f"{loader.sampler.size} training images do not fill one batch of "
-                f"{self.batch_size} on {loader.sampler.world_size} processes; "
-                "pass a smaller --data.batch_size"
-            )
-        return loader
+        return self._loader("train", shuffle=True)
 
     def val_dataloader(self) -> ResumableLoader:
         return self._loader("val", shuffle=False)
@@ -182,11 +175,7 @@ class DetectData(pl.LightningDataModule):
         sampler = self._sampler(split, shuffle=shuffle)
         augment = self.augment if shuffle else Augment()
         read = partial(_read, self._source(split), augment, self.strict, shuffle)
-        options: dict[str, Any] = {"pin_memory": torch.cuda.is_available()}
-        if self.workers > 0:
-            options |= {"num_workers": self.workers, "persistent_workers": True}
-        dataset = SeededDataset(sampler.size, read, self.seed)
-        return ResumableLoader(dataset, sampler, collate_fn=collate, **options)
+        return loader_of(self, sampler, read, collate)
 
     def _sampler(self, split: Split, *, shuffle: bool) -> EpochSampler:
         return sampler_of(self, self._size(split), self.batch_size, shuffle=shuffle)

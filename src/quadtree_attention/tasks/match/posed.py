@@ -27,7 +27,7 @@ from quadtree_attention.tasks.skipped import summary
 from quadtree_attention.tasks.training.loader import (
     EpochSampler,
     ResumableLoader,
-    SeededDataset,
+    loader_of,
     sampler_of,
 )
 
@@ -149,22 +149,17 @@ class PosedData(pl.LightningDataModule):
                 "--data.pairs_per_scene or a smaller --data.batch_size"
             )
         read = partial(_read_drawn, scenes, self.pairs_per_scene, self.strict)
-        return self._loader(sampler, read)
+        return loader_of(self, sampler, read, collate)
 
     def val_dataloader(self) -> ResumableLoader:
         scenes, sampler = self._scenes["val"], self._sampler("val")
-        return self._loader(sampler, partial(_read_spread, scenes, sampler.size, self.strict))
+        return loader_of(
+            self, sampler, partial(_read_spread, scenes, sampler.size, self.strict), collate
+        )
 
     def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
         """Images travel as bytes."""
         return batch | {name: batch[name].float() / 255 for name in ("image0", "image1")}
-
-    def _loader(self, sampler: EpochSampler, read: Any) -> ResumableLoader:
-        options: dict[str, Any] = {"pin_memory": torch.cuda.is_available()}
-        if self.workers > 0:
-            options |= {"num_workers": self.workers, "persistent_workers": True}
-        dataset = SeededDataset(sampler.size, read, self.seed)
-        return ResumableLoader(dataset, sampler, collate_fn=collate, **options)
 
     def _sampler(self, split: Split) -> EpochSampler:
         scenes = self._scenes[split]

@@ -24,7 +24,7 @@ from quadtree_attention.tasks.skipped import summary
 from quadtree_attention.tasks.training.loader import (
     EpochSampler,
     ResumableLoader,
-    SeededDataset,
+    loader_of,
     sampler_of,
 )
 
@@ -147,25 +147,12 @@ class SegmentData(pl.LightningDataModule):
             self._source(split)
 
     def train_dataloader(self) -> ResumableLoader:
-        sampler = self._sampler("train")
-        if len(sampler) == 0:
-            raise OptionError(
-                f"{sampler.size} training images do not fill one batch of {self.batch_size} on "
-                f"{sampler.world_size} processes; pass a smaller --data.batch_size"
-            )
         read = partial(_read_crop, self._source("train"), self.transform)
-        return self._loader(read, sampler, collate)
+        return loader_of(self, self._sampler("train"), read, collate)
 
     def val_dataloader(self) -> ResumableLoader:
         read = partial(_read_whole, self._source("val"), self.base_size)
-        return self._loader(read, self._sampler("val"), collate_whole)
-
-    def _loader(self, read: Any, sampler: EpochSampler, collate_fn: Any) -> ResumableLoader:
-        options: dict[str, Any] = {"pin_memory": torch.cuda.is_available()}
-        if self.workers > 0:
-            options |= {"num_workers": self.workers, "persistent_workers": True}
-        dataset = SeededDataset(sampler.size, read, self.seed)
-        return ResumableLoader(dataset, sampler, collate_fn=collate_fn, **options)
+        return loader_of(self, self._sampler("val"), read, collate_whole)
 
     def _sampler(self, split: str) -> EpochSampler:
         size = len(self._source(split))

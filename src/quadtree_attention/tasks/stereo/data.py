@@ -26,7 +26,7 @@ from quadtree_attention.tasks.stereo.sources import (
 from quadtree_attention.tasks.training.loader import (
     EpochSampler,
     ResumableLoader,
-    SeededDataset,
+    loader_of,
     sampler_of,
 )
 from quadtree_attention.tasks.training.synthetic import SyntheticData, check_counts, options_of
@@ -178,22 +178,16 @@ class FilesStereoData(pl.LightningDataModule):
         self._sources = {"train": train, "val": val}
 
     def train_dataloader(self) -> ResumableLoader:
-        sampler = self._train_sampler()
-        if len(sampler) == 0:
-            raise OptionError(
-                f"{sampler.size} pairs do not fill one batch of {self.batch_size} on "
-                f"{sampler.world_size} processes; pass a smaller --data.batch_size"
-            )
         read = partial(
             _read_crop, self._sources["train"], self.size, self.jitter, self.flip, self.strict
         )
-        return self._loader(sampler, read)
+        return loader_of(self, self._train_sampler(), read, collate, what="pairs")
 
     def val_dataloader(self) -> ResumableLoader:
         source = self._sources["val"]
         count = min(self.val_pairs, len(source))
         sampler = sampler_of(self, count, 1, shuffle=False)
-        return self._loader(sampler, partial(_read_whole, source, count, self.strict))
+        return loader_of(self, sampler, partial(_read_whole, source, count, self.strict), collate)
 
     def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
         """Images travel as bytes."""
@@ -210,13 +204,6 @@ class FilesStereoData(pl.LightningDataModule):
 
     def _train_sampler(self) -> EpochSampler:
         return sampler_of(self, len(self._sources["train"]), self.batch_size, shuffle=True)
-
-    def _loader(self, sampler: EpochSampler, read: Any) -> ResumableLoader:
-        options: dict[str, Any] = {"pin_memory": torch.cuda.is_available()}
-        if self.workers > 0:
-            options |= {"num_workers": self.workers, "persistent_workers": True}
-        dataset = SeededDataset(sampler.size, read, self.seed)
-        return ResumableLoader(dataset, sampler, collate_fn=collate, **options)
 
 
 def as_batch(sample: StereoSample) -> Batch:
