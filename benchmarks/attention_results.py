@@ -199,6 +199,9 @@ def sources(name: str, result: Result, shape: str) -> list[str]:
     if (measurement := result["measurement"]) is not None:
         lines += [f"Measured ({shape}, {measurement['precision']}): {about(name, measurement)}"]
         lines += ["", f"    {measurement['command']}", ""]
+        if (memory := measurement.get("memory")) is not None:
+            lines += [f"Memory, by itself: {about(name, memory)}"]
+            lines += ["", f"    {memory['command']}", ""]
     return lines[:-1]
 
 

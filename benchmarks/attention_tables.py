@@ -8,6 +8,7 @@ from statistics import fmean
 
 from benchmarks import attention_results
 from benchmarks.attention_results import (
+    MEASUREMENT_FIELDS,
     NOT_MEASURED,
     NOT_YET,
     Result,
@@ -72,7 +73,10 @@ def check_result(result: Result) -> None:
     Raises:
         ValueError: A field is missing, unknown, or not of its type.
     """
-    check_common(result, ATTENTIONS, check_run=_check_run)
+    fields = dict(MEASUREMENT_FIELDS)
+    if "memory" in (result.get("measurement") or {}):  # measured by another command than the speed
+        fields["memory"] = dict
+    check_common(result, ATTENTIONS, check_run=_check_run, measurement_fields=fields)
 
 
 def _check_run(run: Result, where: str) -> None:

@@ -31,11 +31,11 @@ from benchmarks.attention_program import (
     plan,
     train_missing,
 )
-from benchmarks.attention_runs import Recipe, Suite, hide_paths
+from benchmarks.attention_runs import Recipe, ResultFile, Suite, hide_paths
 from benchmarks.attention_tables import METRICS, ORDER, check_result, empty_result
 from benchmarks.measure import MIB, Call, measure, use_threads
 from benchmarks.models import SEED, count
-from benchmarks.program import OneLineParser, at_least_one, one_line_of
+from benchmarks.program import OneLineParser, at_least_one, one_line_of, release_memory
 from benchmarks.tables import ATTENTIONS, ROOT, number
 from quadtree_attention.models.weights import build_model
 
@@ -73,6 +73,8 @@ def parse(argv: Sequence[str]) -> Namespace:
     options = parser.parse_args(argv)
     if "recipes" in options:
         check_recipes(parser, options, SUITE, ATTENTIONS)
+    if getattr(options, "memory_only", False) and options.device != "cuda":
+        parser.error("argument --memory-only: only the memory of a GPU is measured; leave it out")
     return options
 
 
@@ -91,6 +93,8 @@ def _add_measure(commands: Any) -> None:
     add_steps(parser)
     add("--batch", type=at_least_one, default=128, help="images of a step")
     add("--image", type=at_least_one, default=224, help="pixels of a side")
+    add("--memory-only", action="store_true", help="add memory to a file that has the speed: "
+        "what else a GPU is doing changes the speed alone")  # fmt: skip
     parser.set_defaults(run=measure_all)
 
 
@@ -116,9 +120,28 @@ def measure_all(argv: Sequence[str], options: Namespace) -> int:
         "image": options.image,
         "precision": "bfloat16 autocast",
     }
+    if options.memory_only:
+        return add_memory(options, about)
     return measure_recipes(
         options, SUITE, about, measure_recipe, lambda row: one_line(row, options.batch)
     )
+
+
+def add_memory(options: Namespace, about: dict[str, Any]) -> int:
+    """Measures the memory of a step alone, for the rows that a result file has."""
+    results = ResultFile(options.out, SUITE)
+    measurement = results.read()["measurement"]
+    rows = {row["recipe"]: row for row in measurement["rows"]} if measurement else {}
+    if unknown := [recipe.name for recipe in options.recipes if recipe.name not in rows]:
+        print(f"{PROGRAM}: {options.out} has no speed of {', '.join(unknown)}", file=sys.stderr)
+        return 2
+    for recipe in options.recipes:
+        release_memory(options.device)
+        before = torch.cuda.memory_allocated()
+        rows[recipe.name]["peak_mib"] = peak_mib(training_step(recipe, options)[0], before)
+        results.set(measurement=measurement | {"memory": about, "rows": list(rows.values())})
+        print(one_line(rows[recipe.name], options.batch), file=sys.stderr, flush=True)
+    return 0
 
 
 def measure_recipe(recipe: Recipe, options: Namespace) -> dict[str, Any]:

@@ -22,22 +22,25 @@ def coarse_loss(
 
     Args:
         confidence: (B, L0, L1), between 0 and 1.
-        truth: The pairs that match.
+        truth: The pairs that match, each once.
         mask0: Cells of map 0 that count (B, ..., L0 in all), or None for all.
         mask1: Likewise for map 1.
     """
-    # Half precision has nothing between 1 - 1e-6 and 1
-    p = confidence.float().clamp(_SMALLEST, 1 - _SMALLEST)
-    is_true = torch.zeros_like(p, dtype=torch.bool)
-    is_true[truth.batch_indexes, truth.cells0, truth.cells1] = True
-    counts = torch.ones_like(is_true)
-    if mask0 is not None:
-        counts &= mask0.flatten(1)[:, :, None]
-    if mask1 is not None:
-        counts &= mask1.flatten(1)[:, None, :]
-    gain = -ALPHA * (1 - p) ** GAMMA * p.log()
-    cost = -ALPHA * p**GAMMA * (1 - p).log()
-    return _mean(gain, is_true & counts) + _mean(cost, ~is_true & counts)
+    p = confidence.float()  # half precision has nothing between 1 - 1e-6 and 1
+    batch, cells0, cells1 = at = truth.batch_indexes, truth.cells0, truth.cells1
+    rows = _weights(mask0, p, 1)
+    columns = _weights(mask1, p, 2)
+    counts = rows[batch, cells0] * columns[batch, cells1]
+    gain = -ALPHA * (1 - p[at]).clamp(_SMALLEST) ** GAMMA * p[at].clamp(_SMALLEST).log()
+    # True pairs are few: all the rest costs what all would if the confidence of these were 0
+    others = p.clamp(max=1 - _SMALLEST)
+    others[at] = 0.0
+    cost = -ALPHA * others**GAMMA * torch.log1p(-others)
+    if mask0 is not None or mask1 is not None:
+        cost = cost * rows[:, :, None] * columns[:, None, :]
+    true_count = counts.sum()
+    other_count = rows.sum(dim=1) @ columns.sum(dim=1) - true_count
+    return (gain * counts).sum() / true_count.clamp(min=1) + cost.sum() / other_count.clamp(min=1)
 
 
 def fine_loss(offset: Tensor, std: Tensor, true_offset: Tensor) -> Tensor:
@@ -60,6 +63,8 @@ def fine_loss(offset: Tensor, std: Tensor, true_offset: Tensor) -> Tensor:
     return (distance * weight).mean()
 
 
-def _mean(values: Tensor, chosen: Tensor) -> Tensor:
-    """Mean of the chosen values; 0, with a gradient of 0, where there are none."""
-    return torch.where(chosen, values, 0).sum() / chosen.sum().clamp(min=1)
+def _weights(mask: Tensor | None, confidence: Tensor, axis: int) -> Tensor:
+    """1 for cells that count (B, L), 0 for others."""
+    if mask is None:
+        return confidence.new_ones(confidence.shape[0], confidence.shape[axis])
+    return mask.flatten(1).to(confidence.dtype)
