@@ -42,4 +42,4 @@ def test_main_command_in_an_empty_environment(tmp_path):
     subprocess.run([sys.executable, "-m", "venv", tmp_path / "venv"], check=True)
     command = f"source {tmp_path}/venv/bin/activate && {block[1]}"
     subprocess.run(["bash", "-euc", command], check=True, cwd=tmp_path / "checkout")
-    assert (tmp_path / "checkout/selection.png").stat().st_size > 50_000
+    assert (tmp_path / "checkout/matches.png").stat().st_size > 50_000
