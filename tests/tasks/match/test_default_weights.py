@@ -62,7 +62,8 @@ def test_swapped_images_give_the_same_points_swapped(matcher, found):
 @pytest.mark.skipif(not DATA.is_dir(), reason="no pairs at ../shared/data/matching")
 def test_ahead_of_sift_on_indoor_pairs_far_apart(tmp_path):
     assert main(["--sets", "scannet", "--out", str(tmp_path / "scores.json")]) == 0
-    rows = {row["method"]: row for row in json.loads((tmp_path / "scores.json").read_text())["rows"]}
+    result = json.loads((tmp_path / "scores.json").read_text())
+    rows = {row["method"]: row for row in result["rows"]}
     for estimator in ("opencv", "poselib"):
         ours, sift = (rows[name]["estimators"][estimator] for name in (DEFAULT, "SIFT"))
         assert ours["auc"]["20"] > 25
