@@ -266,6 +266,7 @@ def test_recipes_differ_in_the_attention_alone(attentions: ModuleType, tables: M
         (["train", "--folder", "nowhere"], "there are no recipes tiny20-*.yaml in nowhere"),
         (["train", "--jobs", "0"], "must be at least 1, got 0"),
         (["measure", "--out", "."], ". is a directory"),
+        (["measure", "--memory-only", "--device", "cpu"], "only the memory of a GPU is measured"),
     ],
 )
 def test_bad_options_are_refused_in_one_line(
@@ -356,6 +357,30 @@ def test_table_says_what_is_there_and_what_is_not(tables: ModuleType, result: di
     assert "- QuadTree-B (LePE, K 8), seed" not in text
     assert "up to 6 others beside a run" in text and "commit 0123456789ab." in text
     assert "    python -m benchmarks.attentions train" in text
+
+
+def test_memory_that_another_command_measured(tables: ModuleType, result: dict) -> None:
+    measurement = result["measurement"]
+    about = {name: value for name, value in measurement.items() if name != "rows"}
+    memory = about | {"command": "python -m benchmarks.attentions measure --memory-only"}
+    result["measurement"] = measurement | {"memory": memory}
+    tables.check_result(result)
+    text = tables.markdown({"attentions--x": result})
+    assert "Memory, by itself: NVIDIA X." in text and memory["command"] in text
+
+
+@pytest.mark.gpu
+def test_memory_is_added_to_speed(
+    attentions: ModuleType, recipes: Callable[..., Path], tmp_path: Path
+) -> None:
+    out = tmp_path / "result.json"
+    small = ["--batch=2", "--image=32", "--folder", str(recipes(ours={})), "--out", str(out)]
+    assert attentions.main(["measure", "--memory-only", *small]) == 2  # nothing to add it to
+    assert attentions.main(["measure", "--seconds-per-row=0.01", *small]) == 0
+    before = read(out)["measurement"]["rows"]
+    assert attentions.main(["measure", "--memory-only", *small]) == 0
+    (row,) = read(out)["measurement"]["rows"]
+    assert row["median_ms"] == before[0]["median_ms"] and row["peak_mib"] > 0
 
 
 def test_order_is_claimed_only_where_it_holds(tables: ModuleType, result: dict) -> None:
