@@ -130,8 +130,8 @@ def measure_all(argv: Sequence[str], options: Namespace) -> int:
 def add_memory(options: Namespace, about: dict[str, Any]) -> int:
     """Measures the memory of a step alone, for the rows that a result file has."""
     results = ResultFile(options.out, SUITE)
-    measurement = results.read()["measurement"]
-    rows = {row["recipe"]: row for row in measurement["rows"]} if measurement else {}
+    measurement = results.read()["measurement"] or {"rows": []}
+    rows = {row["recipe"]: row for row in measurement["rows"] if "error" not in row}
     if unknown := [recipe.name for recipe in options.recipes if recipe.name not in rows]:
         print(f"{PROGRAM}: {options.out} has no speed of {', '.join(unknown)}", file=sys.stderr)
         return 2
@@ -139,7 +139,7 @@ def add_memory(options: Namespace, about: dict[str, Any]) -> int:
         release_memory(options.device)
         before = torch.cuda.memory_allocated()
         rows[recipe.name]["peak_mib"] = peak_mib(training_step(recipe, options)[0], before)
-        results.set(measurement=measurement | {"memory": about, "rows": list(rows.values())})
+        results.set(measurement=measurement | {"memory": about})
         print(one_line(rows[recipe.name], options.batch), file=sys.stderr, flush=True)
     return 0
 

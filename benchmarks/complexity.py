@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else list(argv)
     options = parse(argv)
     use_threads(options.threads)
-    measure_rows(
+    return measure_rows(
         options.plan(options),
         lambda arguments: options.row(*arguments, options),
         describe(argv, options),
@@ -80,8 +80,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         check=check_result,
         one_line=one_line,
     )
-    print(f"written: {options.out}")
-    return 0
 
 
 def parse(argv: Sequence[str]) -> Namespace:

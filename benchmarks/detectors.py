@@ -78,17 +78,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else list(argv)
     options = parse(argv)
     use_threads(options.threads)
-    rows = measure_rows(
+    return measure_rows(
         plan(options),
         lambda work: measured(work, options),
         describe(argv, options),
         options,
         check=check_result,
         one_line=one_line,
+        text_table=text_table,
     )
-    print(text_table(rows))
-    print(f"written: {options.out}")
-    return 0
 
 
 def parse(argv: Sequence[str]) -> Namespace:

@@ -82,17 +82,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.memory is not None:
         whole = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, options.memory * 2**30 / whole))
-    rows = measure_rows(
+    return measure_rows(
         plan(options),
         lambda work: measured(work, options),
         describe(argv, options),
         options,
         check=check_result,
         one_line=one_line,
+        text_table=text_table,
     )
-    print(text_table(rows))
-    print(f"written: {options.out}")
-    return 0
 
 
 def parse(argv: Sequence[str]) -> Namespace:

@@ -78,8 +78,9 @@ def measure_rows(
     *,
     check: Callable[[dict[str, Any]], None],
     one_line: Callable[[dict[str, Any]], str],
-) -> list[dict[str, Any]]:
-    """Measures row by row, and writes what there is after each.
+    text_table: Callable[[list[dict[str, Any]]], str] | None = None,
+) -> int:
+    """Measures row by row, and writes what there is after each; the exit code.
 
     Args:
         planned: What to measure.
@@ -88,6 +89,7 @@ def measure_rows(
         options: Those with `device` and `out`.
         check: Raises for what is no result.
         one_line: A row in one line, for the progress.
+        text_table: All rows, to print at the end; None: nothing.
     """
     planned, rows = list(planned), []
     for work in planned:
@@ -97,7 +99,10 @@ def measure_rows(
         check(result)
         write(options.out, result)
         print(f"[{len(rows)}/{len(planned)}] {one_line(rows[-1])}", file=sys.stderr, flush=True)
-    return rows
+    if text_table is not None:
+        print(text_table(rows))
+    print(f"written: {options.out}")
+    return 0
 
 
 def check_place(parser: argparse.ArgumentParser, options: argparse.Namespace, name: str) -> None:

@@ -8,9 +8,13 @@ import typer
 
 from quadtree_attention.cli.options import (
     Debug,
+    DetectorSize,
     Device,
     Json,
     JsonOfPairs,
+    SegmenterSize,
+    Stride,
+    Window,
     mistakes_on_one_line,
 )
 from quadtree_attention.cli.texts import (
@@ -214,20 +218,9 @@ def evaluate_segment(
         Path | None,
         typer.Option(metavar="DIR", help="Only score the label maps in it.", show_default=False),
     ] = None,
-    size: Annotated[
-        int | None,
-        typer.Option(
-            help="Pixels of the shorter side.", metavar="N", show_default="as in training"
-        ),
-    ] = None,
-    window: Annotated[
-        int | None,
-        typer.Option(help="Slide a window of N pixels.", metavar="N", show_default="whole images"),
-    ] = None,
-    stride: Annotated[
-        int | None,
-        typer.Option(help="From a window to the next.", metavar="N", show_default="2/3 of it"),
-    ] = None,
+    size: SegmenterSize = None,
+    window: Window = None,
+    stride: Stride = None,
     device: Device = None,
     strict: Annotated[
         bool, typer.Option("--strict", help="Fail where an image or label map is bad or missing.")
@@ -279,10 +272,7 @@ def evaluate_detect(
         Path | None, typer.Option(help="Only score this file.", show_default=False)
     ] = None,
     batch_size: Annotated[int, typer.Option(help="Images per call of the model.")] = 1,
-    size: Annotated[
-        int | None,
-        typer.Option(help="Pixels of the shorter side.", show_default="that of the weights"),
-    ] = None,
+    size: DetectorSize = None,
     device: Device = None,
     strict: Annotated[
         bool, typer.Option("--strict", help="Fail at the first thing that cannot be used.")

@@ -9,10 +9,14 @@ import typer
 from quadtree_attention.cli.evaluations import evaluate_app
 from quadtree_attention.cli.options import (
     Debug,
+    DetectorSize,
     Device,
     Images,
     Json,
     JsonList,
+    SegmenterSize,
+    Stride,
+    Window,
     mistakes_on_one_line,
 )
 from quadtree_attention.cli.texts import (
@@ -366,20 +370,9 @@ def segment(
     ] = None,
     json: JsonList = False,
     device: Device = None,
-    size: Annotated[
-        int | None,
-        typer.Option(
-            help="Pixels of the shorter side.", metavar="N", show_default="as in training"
-        ),
-    ] = None,
-    window: Annotated[
-        int | None,
-        typer.Option(help="Slide a window of N pixels.", metavar="N", show_default="whole images"),
-    ] = None,
-    stride: Annotated[
-        int | None,
-        typer.Option(help="From a window to the next.", metavar="N", show_default="2/3 of it"),
-    ] = None,
+    size: SegmenterSize = None,
+    window: Window = None,
+    stride: Stride = None,
     debug: Debug = False,
 ) -> None:
     with mistakes_on_one_line(debug=debug):
@@ -416,10 +409,7 @@ def detect(
         ),
     ] = None,
     score: Annotated[float, typer.Option(help="Least score, 0 to 1.")] = 0.5,
-    size: Annotated[
-        int | None,
-        typer.Option(help="Pixels of the shorter side.", show_default="that of the weights"),
-    ] = None,
+    size: DetectorSize = None,
     device: Device = None,
     json: JsonList = False,
 ) -> None:

@@ -18,6 +18,22 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 JsonList = Annotated[bool, typer.Option("--json", help="Print a list as JSON.")]
 JsonOfPairs = Annotated[bool, typer.Option("--json", help="Print JSON, with every pair.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show where mistakes arise.")]
+DetectorSize = Annotated[
+    int | None,
+    typer.Option(help="Pixels of the shorter side.", show_default="that of the weights"),
+]
+SegmenterSize = Annotated[
+    int | None,
+    typer.Option(help="Pixels of the shorter side.", metavar="N", show_default="as in training"),
+]
+Window = Annotated[
+    int | None,
+    typer.Option(help="Slide a window of N pixels.", metavar="N", show_default="whole images"),
+]
+Stride = Annotated[
+    int | None,
+    typer.Option(help="From a window to the next.", metavar="N", show_default="2/3 of it"),
+]
 Images = Annotated[list[str], typer.Argument(metavar="IMAGE", help="Files, folders, or -.")]
 
 

@@ -33,7 +33,7 @@ def pretrained_path(kind: str, name: str = "default") -> Path:
     if not path.is_file():
         raise CheckpointError(
             f"the {name} {kind} weights are not installed: there is no file {path.name} in the "
-            f"folder {WEIGHTS.name} of the package; install quadtree-attention again, or pass "
-            "other weights (--weights FILE)"
+            f"folder {WEIGHTS.name} of the package; pass other weights (--weights FILE), or "
+            "install a version of quadtree-attention that has them"
         )
     return path

@@ -31,7 +31,8 @@ def coarse_loss(
     rows = _weights(mask0, p, 1)
     columns = _weights(mask1, p, 2)
     counts = rows[batch, cells0] * columns[batch, cells1]
-    gain = -ALPHA * (1 - p[at]).clamp(_SMALLEST) ** GAMMA * p[at].clamp(_SMALLEST).log()
+    true = p[at]
+    gain = -ALPHA * (1 - true).clamp(_SMALLEST) ** GAMMA * true.clamp(_SMALLEST).log()
     # True pairs are few: all the rest costs what all would if the confidence of these were 0
     others = p.clamp(max=1 - _SMALLEST)
     others[at] = 0.0
