@@ -21,6 +21,9 @@ INTERPRETED = (
     Case("interpreted_a", 1, (4, 6), (4, 5), 1, 8, 5, 2, 2, "A", 0.3, 0.3),
     Case("interpreted_row_b", 1, (7,), (9,), 2, 8, 8, 3, 3, "B"),
     Case("interpreted_row_a", 1, (7,), (9,), 2, 8, 8, 3, 3, "A"),
+    # several families by program, the last one of which has room left, and heads that meet in one
+    Case("interpreted_rows_b", 2, (11,), (9,), 2, 8, 5, 3, 4, "B", 0.3, 0.3),
+    Case("interpreted_rows_a", 2, (11,), (9,), 2, 8, 5, 3, 4, "A", 0.3, 0.3),
     Case("interpreted_volume_b", 1, (2, 3, 2), (3, 2, 2), 1, 8, 8, 2, 1, "B"),
     Case("interpreted_one_level_b", 1, (3, 4), (2, 5), 1, 8, 8, 1, 1, "B", 0.0, 0.5),
 )

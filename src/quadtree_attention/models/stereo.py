@@ -84,7 +84,8 @@ class StereoNetwork(nn.Module):
         iterations: Of Sinkhorn.
         max_disparity: Largest disparity in pixels; None is the width. May be set at any time.
         refine_dim: Channels of the refinement at full resolution.
-        max_entries: Entries of matrices of a row's cells times cells that are made at a time.
+        max_entries: Entries of matrices of a row's cells times cells that are made at a time;
+            None means 2**25, or 2**20 on a CPU.
     """
 
     def __init__(
@@ -103,7 +104,7 @@ class StereoNetwork(nn.Module):
         iterations: int = 10,
         max_disparity: float | None = None,
         refine_dim: int = 16,
-        max_entries: int = 2**25,
+        max_entries: int | None = None,
         device: Any = None,
         dtype: Any = None,
     ) -> None:

@@ -4,15 +4,12 @@
 `can_fuse` says whether it does; modules compute the same in plain PyTorch otherwise.
 """
 
-import os
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from quadtree_attention.ops.backends import default_backend
-from quadtree_attention.ops.backends.triton.backend import TRITON_INSTALLED
-from quadtree_attention.ops.tree import is_exporting
+from quadtree_attention.ops.fused import runs_kernels
 
 LARGEST_DIM = 1024
 ACTIVATIONS = ("gelu", "relu")
@@ -20,19 +17,8 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def can_fuse(x: Tensor) -> bool:
-    """Whether the fused norms take these tensors (..., C).
-
-    A compiled model does without: there the compiler fuses, and knows what comes before and after.
-    """
-    return (
-        TRITON_INSTALLED
-        and (x.is_cuda or os.environ.get("TRITON_INTERPRET", "0") == "1")
-        and x.dtype in _DTYPES
-        and x.shape[-1] <= LARGEST_DIM
-        and not torch.compiler.is_compiling()
-        and not is_exporting()
-        and default_backend() in ("auto", "triton")
-    )
+    """Whether the fused norms take these tensors (..., C)."""
+    return x.dtype in _DTYPES and x.shape[-1] <= LARGEST_DIM and runs_kernels(x)
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, dtype: torch.dtype) -> Tensor:

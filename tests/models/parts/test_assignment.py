@@ -10,8 +10,8 @@ from quadtree_attention.models.parts.assignment import (
     expected_disparity,
     interpolated,
     possible,
-    sinkhorn,
 )
+from quadtree_attention.ops.transport import sinkhorn
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -14,10 +14,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from quadtree_attention.errors import OptionError
+from quadtree_attention.ops.transport import sinkhorn
 
 HIDDEN = -1e9  # score of a pair that cannot be; finite, so that sums have gradients
 LEAST_LOG = -100.0  # of the probability of a truth that cannot be
-CPU_ENTRIES = 2**20  # of matrices that stay in its caches
+ENTRIES = 2**25  # of matrices that are made at a time
+CPU_ENTRIES = 2**20  # of those that stay in its caches
 WINDOW = 1  # cells on either side of the best one that a disparity is the mean of
 
 
@@ -44,7 +46,7 @@ class RowAssignment(nn.Module):
         dim: Channels.
         iterations: Of Sinkhorn.
         max_entries: Entries of all matrices that are made at a time; temporary results take a few
-            times as much.
+            times as much. None means 2**25, or 2**20 on a CPU.
     """
 
     def __init__(
@@ -52,7 +54,7 @@ class RowAssignment(nn.Module):
         dim: int,
         *,
         iterations: int = 10,
-        max_entries: int = 2**25,
+        max_entries: int | None = None,
         device: Any = None,
         dtype: Any = None,
     ) -> None:
@@ -83,8 +85,9 @@ class RowAssignment(nn.Module):
         wanted = features0.new_zeros(batch, height, width) if truth is None else truth
         rows0, rows1 = (self.proj(x).flatten(0, 1) * dim**-0.25 for x in (features0, features1))
         wanted = wanted.flatten(0, 1)
-        on_cpu = features0.device.type == "cpu"
-        entries = min(self.max_entries, CPU_ENTRIES) if on_cpu else self.max_entries
+        entries = self.max_entries
+        if entries is None:
+            entries = CPU_ENTRIES if features0.device.type == "cpu" else ENTRIES
         step = max(1, entries // width**2)
         parts = []
         for start in range(0, batch * height, step):
@@ -129,40 +132,6 @@ def possible(width: int, max_disparity: float | None = None, *, device: Any = No
     allowed = disparity >= 0
     # what lies between two cells is found from both
     return allowed if max_disparity is None else allowed & (disparity < max_disparity + 1)
-
-
-def sinkhorn(scores: Tensor, bin_score: Tensor, iterations: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Potentials that make an assignment of scores, in the log domain.
-
-    Every cell has the mass 1, the dustbin of a side that of all cells of the other side. The
-    assignment is `exp(scores + left[:, :, None] + right[:, None])`; a left cell is in the dustbin
-    with `exp(bin_score + left + right_bin)`. Rows come last: theirs are probabilities, however
-    sharp the scores are, and columns sum to 1 the better the more iterations there were.
-
-    Args:
-        scores: (R, S, T).
-        bin_score: Score of having no partner, a scalar.
-        iterations: How many.
-
-    Returns:
-        left (R, S), right (R, T) and right_bin (R, 1).
-    """
-    rows, sources, targets = scores.shape
-    left_bin = right_bin = scores.new_zeros(rows, 1)
-    right = scores.new_zeros(rows, targets)
-    mass_left, mass_right = (scores.new_tensor(float(n)).log() for n in (targets, sources))
-    for _ in range(iterations):
-        left = -torch.logaddexp((scores + right[:, None]).logsumexp(dim=2), bin_score + right_bin)
-        left_bin = mass_left - bin_score - _with_bin(right, right_bin)
-        right = -torch.logaddexp((scores + left[..., None]).logsumexp(dim=1), bin_score + left_bin)
-        right_bin = mass_right - bin_score - _with_bin(left, left_bin)
-    left = -torch.logaddexp((scores + right[:, None]).logsumexp(dim=2), bin_score + right_bin)
-    return left, right, right_bin
-
-
-def _with_bin(potentials: Tensor, of_bin: Tensor) -> Tensor:
-    """(R, S) and (R, 1) -> logarithm of the sum of all, (R, 1)"""
-    return torch.cat([potentials, of_bin], dim=1).logsumexp(dim=1, keepdim=True)
 
 
 def expected_disparity(log_plan: Tensor) -> tuple[Tensor, Tensor]:

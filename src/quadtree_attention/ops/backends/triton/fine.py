@@ -4,6 +4,8 @@
 A program holds the F queries of a family and all their candidates, the F children of each of the
 K kept cells, in registers. A matrix unit takes 16 rows at least; instead of padding F queries, the
 candidates are cut into parts, and row (g, f) is query f before part g: nothing is weighed twice.
+Where there are too few candidates for that (in 1-D, 12 for two queries and K 6), a program holds
+several families instead, and row (g, f) is query f of family g before the candidates of family g.
 Scores, softmax, message and selection never leave the chip; backward recomputes them.
 """
 
@@ -11,6 +13,7 @@ import triton
 import triton.language as tl
 
 from quadtree_attention.ops.backends.triton.shared import (
+    SPREAD,
     child_of,
     choose_best,
     finite_max,
@@ -18,6 +21,7 @@ from quadtree_attention.ops.backends.triton.shared import (
     kernel,
     load_rows,
     place_of,
+    quotient,
     row_at,
     row_max,
     row_sum,
@@ -27,21 +31,72 @@ from quadtree_attention.ops.backends.triton.shared import (
 
 
 @triton.jit
-def family(i_row, heads, size_0, size_1, size_2, o_child, NDIM: tl.constexpr):
+def families_of(size_0, size_1, size_2):
+    """How many families a head has."""
+    return (size_0 + 1) // 2 * ((size_1 + 1) // 2) * ((size_2 + 1) // 2)
+
+
+@triton.jit
+def family_of_part(i_first, i_part, FAMILIES: tl.constexpr):
+    """Number of the family of a part, among all."""
+    i_row = i_first
+    if FAMILIES > 1:
+        i_row += i_part
+    return i_row
+
+
+@triton.jit
+def of_families(m_row, i_row, rows, FAMILIES: tl.constexpr):
+    """A mask without what is of no family: the last program may have room for some."""
+    if FAMILIES > 1:
+        m_row = m_row & (i_row < rows)
+    return m_row
+
+
+@triton.jit
+def candidates_of_part(i_part, FAMILIES: tl.constexpr, WIDTH: tl.constexpr):
+    """Number of the first candidate of a part, among those of its family."""
+    return i_part * WIDTH if FAMILIES == 1 else 0
+
+
+@triton.jit
+def head_of_part(i_first, i_part, heads, families, FAMILIES: tl.constexpr):
+    """Of the family of a part: batch entry and head in one number and each, and its number there.
+
+    Divides whole numbers once per program; those of parts are near, and small.
+    """
+    i_bn = i_first // families
+    i_b = i_bn // heads
+    i_n = i_bn - i_b * heads
+    o_family = i_first - i_bn * families
+    if FAMILIES > 1:
+        o_family += i_part
+        i_step = quotient(o_family, families)
+        o_family -= i_step * families
+        i_bn += i_step
+        i_n += i_step
+        i_step = quotient(i_n, heads)
+        i_n -= i_step * heads
+        i_b += i_step
+    return i_bn.to(tl.int64), i_b.to(tl.int64), i_n, o_family
+
+
+@triton.jit
+def family(i_first, i_part, heads, size_0, size_1, size_2, o_child, NDIM: tl.constexpr,
+           FAMILIES: tl.constexpr):  # fmt: skip
     """Of a query family: its batch entry and head, and its queries' rows and which of them are."""
     above_1, above_2 = (size_1 + 1) // 2, (size_2 + 1) // 2
-    families = (size_0 + 1) // 2 * above_1 * above_2
-    i_bn = i_row // families
-    o_place = child_of(place_of(i_row - i_bn * families, above_1, above_2, NDIM), o_child, NDIM)
+    families = families_of(size_0, size_1, size_2)
+    i_bn, i_b, i_n, o_family = head_of_part(i_first, i_part, heads, families, FAMILIES)
+    o_place = child_of(place_of(o_family, above_1, above_2, NDIM), o_child, NDIM)
     m_query = is_on_grid(o_place, size_0, size_1, size_2, NDIM)
-    i_b = (i_bn // heads).to(tl.int64)
-    return (
-        i_bn.to(tl.int64),
-        i_b,
-        i_bn - i_b * heads,
-        row_at(o_place, size_1, size_2, NDIM),
-        m_query,
-    )
+    return i_bn, i_b, i_n, row_at(o_place, size_1, size_2, NDIM), m_query
+
+
+@triton.jit
+def offsets(i_b, i_n, o_row, s_b, s_n, s_t):
+    """Where rows of a head begin."""
+    return i_b * s_b + i_n * s_n + o_row.to(tl.int64) * s_t
 
 
 @triton.jit
@@ -67,37 +122,61 @@ def candidates(p_parents, p_shown, o_c, m_c, i_b, key_0, key_1, key_2,
 
 
 @triton.jit
-def load_part(p_x, p_parents, p_shown, g, i_b, key_0, key_1, key_2, s_t,
-              D: tl.constexpr, BLOCK_D: tl.constexpr, KEPT: tl.constexpr, WIDTH: tl.constexpr,
-              NDIM: tl.constexpr, HIDES: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
+def load_part(p_x, p_parents, p_shown, g, i_first, rows, heads, families, key_0, key_1, key_2,
+              s_b, s_n, s_t,
+              D: tl.constexpr, BLOCK_D: tl.constexpr, KEPT: tl.constexpr, FAMILIES: tl.constexpr,
+              WIDTH: tl.constexpr, NDIM: tl.constexpr, HIDES: tl.constexpr,
+              MASKED: tl.constexpr):  # fmt: skip
     """Keys or values of the candidates of part `g`; zeros where they are hidden."""
-    o_c = tl.arange(0, WIDTH)
+    i_row = family_of_part(i_first, g, FAMILIES)
+    _, i_b, i_n, _ = head_of_part(i_first, g, heads, families, FAMILIES)
+    o_c = candidates_of_part(g, FAMILIES, WIDTH) + tl.arange(0, WIDTH)
+    m_c = of_families(o_c >= 0, o_c * 0 + i_row, rows, FAMILIES)
     _, o_row, m_row = candidates(
-        p_parents, p_shown, g * WIDTH + o_c, o_c >= 0, i_b, key_0, key_1, key_2,
-        KEPT, NDIM, HIDES, MASKED,
+        p_parents + i_row.to(tl.int64) * KEPT, p_shown, o_c, m_c, i_b,
+        key_0, key_1, key_2, KEPT, NDIM, HIDES, MASKED,
     )  # fmt: skip
-    return load_rows(p_x, o_row, m_row, s_t, D, BLOCK_D)
+    return load_rows(p_x + i_b * s_b + i_n * s_n, o_row, m_row, s_t, D, BLOCK_D)
 
 
 @triton.jit
 def family_scores(
-    p_q, p_k, p_parents, p_shown, o_query, m_query, i_b, scale, key_0, key_1, key_2, sq_t, sk_t,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, KEPT: tl.constexpr, ROWS: tl.constexpr,
-    PARTS: tl.constexpr, WIDTH: tl.constexpr, NDIM: tl.constexpr, HIDES: tl.constexpr,
-    MASKED: tl.constexpr, PRECISION: tl.constexpr,
+    p_q, p_k, p_parents, p_shown, o_query, m_query, i_first, rows, heads, families, scale,
+    key_0, key_1, key_2, sk_b, sk_n, sk_t,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, KEPT: tl.constexpr, FAMILIES: tl.constexpr,
+    ROWS: tl.constexpr, PARTS: tl.constexpr, WIDTH: tl.constexpr, NDIM: tl.constexpr,
+    HIDES: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Scores of a family's queries, (ROWS, WIDTH): row (g, f) is query f before part g."""
+    """Scores of the queries at `o_query`, (ROWS, WIDTH): row (g, f) is a query before part g."""
     i_part = tl.arange(0, ROWS) // 2**NDIM
-    b_q = load_rows(p_q, o_query, m_query, sq_t, D, BLOCK_D)
+    b_q = load_rows(p_q, o_query, m_query, 1, D, BLOCK_D)
     b_score = tl.zeros((ROWS, WIDTH), tl.float32)
     for g in tl.static_range(PARTS):
         b_k = load_part(
-            p_k, p_parents, p_shown, g, i_b, key_0, key_1, key_2, sk_t,
-            D, BLOCK_D, KEPT, WIDTH, NDIM, HIDES, MASKED,
+            p_k, p_parents, p_shown, g, i_first, rows, heads, families, key_0, key_1, key_2,
+            sk_b, sk_n, sk_t, D, BLOCK_D, KEPT, FAMILIES, WIDTH, NDIM, HIDES, MASKED,
         )  # fmt: skip
         b_here = tl.dot(b_q.to(b_k.dtype), tl.trans(b_k), input_precision=PRECISION)
         b_score = tl.where((i_part == g)[:, None], b_here, b_score)
     return b_score * scale, b_q
+
+
+@triton.jit
+def all_candidates(p_parents, p_shown, i_first, rows, heads, families, key_0, key_1, key_2,
+                   KEPT: tl.constexpr, FAMILIES: tl.constexpr, PARTS: tl.constexpr,
+                   GROUPS: tl.constexpr, WIDTH: tl.constexpr, NDIM: tl.constexpr,
+                   HIDES: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
+    """Places of the candidates of all parts, and which are shown: (G, 1, W)."""
+    i_part = tl.arange(0, GROUPS)[:, None, None]
+    i_row = family_of_part(i_first, i_part, FAMILIES)
+    o_c = candidates_of_part(i_part, FAMILIES, WIDTH) + tl.arange(0, WIDTH)[None, None, :]
+    _, i_b, _, _ = head_of_part(i_first, i_part, heads, families, FAMILIES)
+    o_place, _, m_shown = candidates(
+        p_parents + i_row.to(tl.int64) * KEPT, p_shown, o_c,
+        of_families(i_part < PARTS, i_row, rows, FAMILIES), i_b,
+        key_0, key_1, key_2, KEPT, NDIM, HIDES, MASKED,
+    )  # fmt: skip
+    return o_place, m_shown
 
 
 @triton.jit
@@ -116,64 +195,76 @@ def shares(b_score, NDIM: tl.constexpr):
 
 
 @triton.jit
-def parent_scores(p_scores, KEPT: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr,
-                  WIDTH: tl.constexpr, NDIM: tl.constexpr):  # fmt: skip
-    """Scores of the kept cells, (G, 1, W / F, 1)."""
+def kept_cells(i_first, rows, KEPT: tl.constexpr, FAMILIES: tl.constexpr, ROWS: tl.constexpr,
+               PARTS: tl.constexpr, WIDTH: tl.constexpr, NDIM: tl.constexpr):  # fmt: skip
+    """Where the kept cells of all parts are in their list, and which there are: (G, 1, W / F, 1)"""
     F: tl.constexpr = 2**NDIM
     i_part = tl.arange(0, ROWS // F)[:, None, None, None]
-    o_kept = i_part * (WIDTH // F) + tl.arange(0, WIDTH // F)[None, None, :, None]
-    return tl.load(p_scores + o_kept, mask=(i_part < PARTS) & (o_kept < KEPT), other=0.0), o_kept
+    i_row = family_of_part(i_first, i_part, FAMILIES)
+    o_kept = candidates_of_part(i_part, FAMILIES, WIDTH // F)
+    o_kept = o_kept + tl.arange(0, WIDTH // F)[None, None, :, None]
+    m_kept = of_families((i_part < PARTS) & (o_kept < KEPT), i_row, rows, FAMILIES)
+    return i_row.to(tl.int64) * KEPT + o_kept, m_kept
 
 
 @kernel
 def fine_fwd_kernel(
     p_q, p_k, p_v, p_shown, p_weights, p_parents, p_parent_scores, p_inherited,
     p_total, p_selection, p_scores,
-    scale, share, level, heads, size_0, size_1, size_2, key_0, key_1, key_2,
+    scale, share, level, rows, heads, size_0, size_1, size_2, key_0, key_1, key_2,
     sq_b, sq_n, sq_t, sk_b, sk_n, sk_t, sv_b, sv_n, sv_t, so_b, so_n, so_t,
-    NDIM: tl.constexpr, KEPT: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr,
-    WIDTH: tl.constexpr,
+    NDIM: tl.constexpr, KEPT: tl.constexpr, FAMILIES: tl.constexpr, ROWS: tl.constexpr,
+    PARTS: tl.constexpr, WIDTH: tl.constexpr,
     D: tl.constexpr, BLOCK_D: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
     TOPK: tl.constexpr, BLOCK_TOPK: tl.constexpr,
     VARIANT_A: tl.constexpr, HIDES: tl.constexpr, MASKED: tl.constexpr, WEIGHTED: tl.constexpr,
     WITH_SCORES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     F: tl.constexpr = 2**NDIM
-    i_row = tl.program_id(0)
+    GROUPS: tl.constexpr = ROWS // F
+    AXIS: tl.constexpr = SPREAD if FAMILIES == 1 else 2  # where the candidates of a query are
+    i_first = tl.program_id(0) * FAMILIES
+    families = families_of(size_0, size_1, size_2)
+    i_part = tl.arange(0, ROWS) // F
+    i_row = family_of_part(i_first, i_part, FAMILIES)
     o_f = tl.arange(0, ROWS) % F
-    i_bn, i_b, i_n, o_query, m_query = family(i_row, heads, size_0, size_1, size_2, o_f, NDIM)
-    p_parents += i_row.to(tl.int64) * KEPT
+    _, i_b, i_n, o_query, m_query = family(
+        i_first, i_part, heads, size_0, size_1, size_2, o_f, NDIM, FAMILIES
+    )
     b_score, _ = family_scores(
-        p_q + i_b * sq_b + i_n * sq_n, p_k + i_b * sk_b + i_n * sk_n, p_parents, p_shown,
-        o_query, m_query, i_b, scale, key_0, key_1, key_2, sq_t, sk_t,
-        D, BLOCK_D, KEPT, ROWS, PARTS, WIDTH, NDIM, HIDES, MASKED, PRECISION,
+        p_q, p_k, p_parents, p_shown, offsets(i_b, i_n, o_query, sq_b, sq_n, sq_t),
+        of_families(m_query, i_row, rows, FAMILIES), i_first, rows, heads, families, scale,
+        key_0, key_1, key_2, sk_b, sk_n, sk_t,
+        D, BLOCK_D, KEPT, FAMILIES, ROWS, PARTS, WIDTH, NDIM, HIDES, MASKED, PRECISION,
     )  # fmt: skip
     b_score = spread(b_score, NDIM)
-    i_part = tl.arange(0, ROWS // F)[:, None, None]
-    o_c = i_part * WIDTH + tl.arange(0, WIDTH)[None, None, :]
-    o_place, _, m_shown = candidates(
-        p_parents, p_shown, o_c, i_part < PARTS, i_b, key_0, key_1, key_2,
-        KEPT, NDIM, HIDES, MASKED,
+    o_place, m_shown = all_candidates(
+        p_parents, p_shown, i_first, rows, heads, families, key_0, key_1, key_2,
+        KEPT, FAMILIES, PARTS, GROUPS, WIDTH, NDIM, HIDES, MASKED,
     )  # fmt: skip
     m_shown = tl.broadcast_to(m_shown, b_score.shape)
     b_score = tl.where(m_shown, b_score, float("-inf"))
     if VARIANT_A:
-        b_above, _ = parent_scores(
-            p_parent_scores + i_row.to(tl.int64) * KEPT, KEPT, ROWS, PARTS, WIDTH, NDIM
-        )
+        o_kept, m_kept = kept_cells(i_first, rows, KEPT, FAMILIES, ROWS, PARTS, WIDTH, NDIM)
+        b_above = tl.load(p_parent_scores + o_kept, mask=m_kept, other=0.0)
         b_attention = tl.reshape(shares(b_score, NDIM) * b_above, b_score.shape)
         b_attention = tl.where(m_shown, b_attention, 0.0)
         b_rank = b_attention
     else:
-        b_max = row_max(b_score, 2)
+        b_max = row_max(b_score, AXIS)
         b_attention = tl.exp(b_score - tl.where(b_max == float("-inf"), 0.0, b_max))
-        b_norm = safe_reciprocal(row_sum(b_attention, 2))
+        b_norm = safe_reciprocal(row_sum(b_attention, AXIS))
         b_rank = b_score
 
     if TOPK > 0:
-        b_chosen, o_slot, b_count = choose_best(b_rank, m_shown, TOPK)
+        b_chosen, o_slot, b_count = choose_best(b_rank, m_shown, TOPK, AXIS)
+        i_part3 = tl.arange(0, GROUPS)[:, None, None]
         o_child = tl.arange(0, F)[None, :, None]
-        _, _, _, o_out, m_out = family(i_row, heads, size_0, size_1, size_2, o_child, NDIM)
+        i_bn, _, _, o_out, m_out = family(
+            i_first, i_part3, heads, size_0, size_1, size_2, o_child, NDIM, FAMILIES
+        )
+        i_row3 = family_of_part(i_first, i_part3, FAMILIES)
+        m_out = of_families(m_out, i_row3, rows, FAMILIES)
         o_out = (i_bn * size_0 * size_1 * size_2 + o_out) * TOPK
         # One tensor to bring into the layout of stores; no slot but those there are, whatever came.
         o_slot = tl.where(b_chosen & m_out & (o_slot < TOPK), o_slot, -1)
@@ -191,29 +282,31 @@ def fine_fwd_kernel(
 
     # Values come late: the choice above needs the registers.
     b_weight = tl.reshape(b_attention, (ROWS, WIDTH))
-    i_part = tl.arange(0, ROWS) // F
-    p_v += i_b * sv_b + i_n * sv_n
     b_message = tl.zeros((ROWS, BLOCK_DV), tl.float32)
     for g in tl.static_range(PARTS):
         b_v = load_part(
-            p_v, p_parents, p_shown, g, i_b, key_0, key_1, key_2, sv_t,
-            DV, BLOCK_DV, KEPT, WIDTH, NDIM, HIDES, MASKED,
+            p_v, p_parents, p_shown, g, i_first, rows, heads, families, key_0, key_1, key_2,
+            sv_b, sv_n, sv_t, DV, BLOCK_DV, KEPT, FAMILIES, WIDTH, NDIM, HIDES, MASKED,
         )  # fmt: skip
         b_own = tl.where((i_part == g)[:, None], b_weight, 0.0).to(b_v.dtype)
         b_message = tl.dot(b_own, b_v, acc=b_message, input_precision=PRECISION)
-    b_message = tl.sum(spread(b_message, NDIM), axis=0)  # (F, BLOCK_DV)
+    OUT: tl.constexpr = F if FAMILIES == 1 else ROWS
+    if FAMILIES == 1:
+        b_message = tl.sum(spread(b_message, NDIM), axis=0)  # (F, BLOCK_DV)
     if not VARIANT_A:
-        b_message *= tl.reshape(b_norm, (F, 1))
+        b_message *= tl.reshape(b_norm, (OUT, 1))
     b_message *= tl.load(p_weights + level).to(tl.float32) if WEIGHTED else share
-    o_dv = tl.arange(0, BLOCK_DV)
-    p_inherited += i_row.to(tl.int64) * DV + o_dv
-    b_inherited = tl.load(p_inherited, mask=o_dv < DV, other=0.0)
+    o_out = tl.arange(0, OUT)
+    i_out = family_of_part(i_first, o_out // F, FAMILIES) + tl.zeros((OUT,), tl.int32)
+    b_inherited = load_rows(p_inherited, i_out, i_out < rows, DV, DV, BLOCK_DV)
     if level == 1:  # the message of level 0 comes unweighted
         b_inherited *= tl.load(p_weights).to(tl.float32) if WEIGHTED else share
-    b_message += b_inherited[None, :]
-    o_child = tl.arange(0, F)
-    _, _, _, o_out, m_out = family(i_row, heads, size_0, size_1, size_2, o_child, NDIM)
-    store_rows(p_total + i_b * so_b + i_n * so_n, b_message, o_out, m_out, so_t, DV)
+    b_message += b_inherited
+    _, i_b, i_n, o_out, m_out = family(
+        i_first, o_out // F, heads, size_0, size_1, size_2, o_out % F, NDIM, FAMILIES
+    )
+    o_out = offsets(i_b, i_n, o_out, so_b, so_n, so_t)
+    store_rows(p_total, b_message, o_out, m_out & (i_out < rows), 1, DV)
 
 
 @kernel
@@ -221,99 +314,114 @@ def fine_bwd_kernel(
     p_q, p_k, p_v, p_shown, p_weights, p_parents, p_parent_scores, p_selection,
     p_dtotal, p_dscores,
     p_dq, p_dweight, p_dparent_scores, p_dinherited, p_lse, p_delta,
-    scale, share, level, heads, size_0, size_1, size_2, key_0, key_1, key_2,
+    scale, share, level, rows, heads, size_0, size_1, size_2, key_0, key_1, key_2,
     sq_b, sq_n, sq_t, sk_b, sk_n, sk_t, sv_b, sv_n, sv_t, so_b, so_n, so_t, sdq_b, sdq_n, sdq_t,
-    NDIM: tl.constexpr, KEPT: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr,
-    WIDTH: tl.constexpr,
+    NDIM: tl.constexpr, KEPT: tl.constexpr, FAMILIES: tl.constexpr, ROWS: tl.constexpr,
+    PARTS: tl.constexpr, WIDTH: tl.constexpr,
     D: tl.constexpr, BLOCK_D: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
     TOPK: tl.constexpr, VARIANT_A: tl.constexpr, HIDES: tl.constexpr, MASKED: tl.constexpr,
     WEIGHTED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Gradients of the queries, of what came from above, and statistics for those of the keys."""
     F: tl.constexpr = 2**NDIM
-    i_row = tl.program_id(0)
+    GROUPS: tl.constexpr = ROWS // F
+    AXIS: tl.constexpr = SPREAD if FAMILIES == 1 else 2  # where the candidates of a query are
+    i_first = tl.program_id(0) * FAMILIES
+    families = families_of(size_0, size_1, size_2)
     i_part = tl.arange(0, ROWS) // F
+    i_row = family_of_part(i_first, i_part, FAMILIES)
     o_f = tl.arange(0, ROWS) % F
-    i_bn, i_b, i_n, o_query, m_query = family(i_row, heads, size_0, size_1, size_2, o_f, NDIM)
-    i_first = i_bn * size_0 * size_1 * size_2
-    p_parents += i_row.to(tl.int64) * KEPT
-    p_k += i_b * sk_b + i_n * sk_n
-    p_v += i_b * sv_b + i_n * sv_n
+    _, i_b, i_n, o_query, m_query = family(
+        i_first, i_part, heads, size_0, size_1, size_2, o_f, NDIM, FAMILIES
+    )
+    m_query = of_families(m_query, i_row, rows, FAMILIES)
     b_score, _ = family_scores(
-        p_q + i_b * sq_b + i_n * sq_n, p_k, p_parents, p_shown, o_query, m_query,
-        i_b, scale, key_0, key_1, key_2, sq_t, sk_t,
-        D, BLOCK_D, KEPT, ROWS, PARTS, WIDTH, NDIM, HIDES, MASKED, PRECISION,
+        p_q, p_k, p_parents, p_shown, offsets(i_b, i_n, o_query, sq_b, sq_n, sq_t), m_query,
+        i_first, rows, heads, families, scale, key_0, key_1, key_2, sk_b, sk_n, sk_t,
+        D, BLOCK_D, KEPT, FAMILIES, ROWS, PARTS, WIDTH, NDIM, HIDES, MASKED, PRECISION,
     )  # fmt: skip
     b_dattention, b_do = family_scores(  # the gradient of an attention weight is do . v
-        p_dtotal + i_b * so_b + i_n * so_n, p_v, p_parents, p_shown, o_query, m_query,
-        i_b, 1.0, key_0, key_1, key_2, so_t, sv_t,
-        DV, BLOCK_DV, KEPT, ROWS, PARTS, WIDTH, NDIM, HIDES, MASKED, PRECISION,
+        p_dtotal, p_v, p_parents, p_shown, offsets(i_b, i_n, o_query, so_b, so_n, so_t), m_query,
+        i_first, rows, heads, families, 1.0, key_0, key_1, key_2, sv_b, sv_n, sv_t,
+        DV, BLOCK_DV, KEPT, FAMILIES, ROWS, PARTS, WIDTH, NDIM, HIDES, MASKED, PRECISION,
     )  # fmt: skip
-    o_dv = tl.arange(0, BLOCK_DV)
-    b_dinherited = tl.sum(tl.where((i_part == 0)[:, None], b_do.to(tl.float32), 0.0), axis=0)
-    p_dinherited += i_row.to(tl.int64) * DV + o_dv
-    tl.store(p_dinherited, b_dinherited, mask=o_dv < DV)
+    b_do = spread(b_do.to(tl.float32), NDIM)
+    if FAMILIES == 1:  # every part has the same queries
+        b_do = tl.where(tl.arange(0, GROUPS)[:, None, None] == 0, b_do, 0.0)
+    b_dinherited = tl.sum(b_do, axis=1)  # (G, BLOCK_DV)
+    i_out = i_first + tl.arange(0, GROUPS)
+    m_out = (tl.arange(0, GROUPS) < FAMILIES) & (i_out < rows)
+    store_rows(p_dinherited, b_dinherited, i_out, m_out, DV, DV)
 
     b_score = spread(b_score, NDIM)
     b_dattention = spread(b_dattention, NDIM)
-    i_part3 = tl.arange(0, ROWS // F)[:, None, None]
-    o_c3 = i_part3 * WIDTH + tl.arange(0, WIDTH)[None, None, :]
-    o_place, _, m_shown = candidates(
-        p_parents, p_shown, o_c3, i_part3 < PARTS, i_b, key_0, key_1, key_2,
-        KEPT, NDIM, HIDES, MASKED,
+    o_place, m_shown = all_candidates(
+        p_parents, p_shown, i_first, rows, heads, families, key_0, key_1, key_2,
+        KEPT, FAMILIES, PARTS, GROUPS, WIDTH, NDIM, HIDES, MASKED,
     )  # fmt: skip
     m_shown = tl.broadcast_to(m_shown, b_score.shape)
     b_score = tl.where(m_shown, b_score, float("-inf"))
+    i_part3 = tl.arange(0, GROUPS)[:, None, None]
     o_child = tl.arange(0, F)[None, :, None]
-    _, _, _, o_query3, m_query3 = family(i_row, heads, size_0, size_1, size_2, o_child, NDIM)
+    i_bn, _, _, o_query3, m_query3 = family(
+        i_first, i_part3, heads, size_0, size_1, size_2, o_child, NDIM, FAMILIES
+    )
+    i_row3 = family_of_part(i_first, i_part3, FAMILIES)
+    m_query3 = of_families(m_query3, i_row3, rows, FAMILIES)
+    o_query3 = i_bn * size_0 * size_1 * size_2 + o_query3
     if VARIANT_A:
-        b_above, o_kept = parent_scores(
-            p_parent_scores + i_row.to(tl.int64) * KEPT, KEPT, ROWS, PARTS, WIDTH, NDIM
-        )
+        o_kept, m_kept = kept_cells(i_first, rows, KEPT, FAMILIES, ROWS, PARTS, WIDTH, NDIM)
+        b_above = tl.load(p_parent_scores + o_kept, mask=m_kept, other=0.0)
         b_share = shares(b_score, NDIM)
         if TOPK > 0:
             # A kept cell is silent here; its gradient is the one of its score.
             for r in range(TOPK):
-                o_slot = (i_first + o_query3) * TOPK + r
+                o_slot = o_query3 * TOPK + r
                 b_kept = tl.load(p_selection + o_slot, mask=m_query3, other=-1)
                 b_dkept = tl.load(p_dscores + o_slot, mask=m_query3, other=0.0)
-                m_kept = (b_kept == o_place) & m_shown
-                b_dattention = tl.where(m_kept, b_dkept, b_dattention)
+                m_silent = (b_kept == o_place) & m_shown
+                b_dattention = tl.where(m_silent, b_dkept, b_dattention)
         # attention = score of the parent * share, and the share is a softmax within the family
         b_dfamily = tl.reshape(b_dattention, b_share.shape)
         b_dfamily = tl.where(tl.reshape(m_shown, b_share.shape), b_dfamily, 0.0)
         b_mean = tl.sum(b_dfamily * b_share, axis=3, keep_dims=True)
         b_dparent = tl.sum(b_mean, axis=1, keep_dims=True)
-        p_dparent = p_dparent_scores + i_row.to(tl.int64) * KEPT + o_kept
-        i_part4 = tl.arange(0, ROWS // F)[:, None, None, None]
-        tl.store(p_dparent, b_dparent, mask=(i_part4 < PARTS) & (o_kept < KEPT))
+        tl.store(p_dparent_scores + o_kept, b_dparent, mask=m_kept)
         b_dscore = tl.reshape(b_share * b_above * (b_dfamily - b_mean), b_score.shape)
     else:
-        b_max = row_max(b_score, 2)
+        b_max = row_max(b_score, AXIS)
         b_max = tl.where(b_max == float("-inf"), 0.0, b_max)
         b_attention = tl.exp(b_score - b_max)
-        b_sum = row_sum(b_attention, 2)
+        b_sum = row_sum(b_attention, AXIS)
         b_attention *= safe_reciprocal(b_sum)
-        b_delta = row_sum(b_attention * b_dattention, 2)
+        b_delta = row_sum(b_attention * b_dattention, AXIS)
         w = tl.load(p_weights + level).to(tl.float32) if WEIGHTED else share
         if WEIGHTED:
-            tl.store(p_dweight + i_row, tl.sum(tl.reshape(b_delta, (F,)), axis=0))
+            b_delta_sum = tl.sum(tl.sum(tl.sum(b_delta, axis=2), axis=1), axis=0)
+            tl.store(p_dweight + tl.program_id(0), b_delta_sum)
         b_dscore = b_attention * (b_dattention - b_delta) * w
         b_lse = b_max + tl.log(tl.where(b_sum == 0.0, 1.0, b_sum))
-        tl.store(p_lse + i_first + o_query3, b_lse, mask=m_query3)
-        tl.store(p_delta + i_first + o_query3, b_delta, mask=m_query3)
+        tl.store(p_lse + o_query3, b_lse, mask=m_query3)
+        tl.store(p_delta + o_query3, b_delta, mask=m_query3)
     b_dscore = tl.reshape(tl.where(m_shown, b_dscore * scale, 0.0), (ROWS, WIDTH))
     b_dq = tl.zeros((ROWS, BLOCK_D), tl.float32)
     for g in tl.static_range(PARTS):
         b_k = load_part(
-            p_k, p_parents, p_shown, g, i_b, key_0, key_1, key_2, sk_t,
-            D, BLOCK_D, KEPT, WIDTH, NDIM, HIDES, MASKED,
+            p_k, p_parents, p_shown, g, i_first, rows, heads, families, key_0, key_1, key_2,
+            sk_b, sk_n, sk_t, D, BLOCK_D, KEPT, FAMILIES, WIDTH, NDIM, HIDES, MASKED,
         )  # fmt: skip
         b_own = tl.where((i_part == g)[:, None], b_dscore, 0.0).to(b_k.dtype)
         b_dq = tl.dot(b_own, b_k, acc=b_dq, input_precision=PRECISION)
-    b_dq = tl.sum(spread(b_dq, NDIM), axis=0)
-    _, _, _, o_out, m_out = family(i_row, heads, size_0, size_1, size_2, tl.arange(0, F), NDIM)
-    store_rows(p_dq + i_b * sdq_b + i_n * sdq_n, b_dq, o_out, m_out, sdq_t, D)
+    OUT: tl.constexpr = F if FAMILIES == 1 else ROWS
+    if FAMILIES == 1:
+        b_dq = tl.sum(spread(b_dq, NDIM), axis=0)
+    o_out = tl.arange(0, OUT)
+    i_out = family_of_part(i_first, o_out // F, FAMILIES) + tl.zeros((OUT,), tl.int32)
+    _, i_b, i_n, o_out, m_out = family(
+        i_first, o_out // F, heads, size_0, size_1, size_2, o_out % F, NDIM, FAMILIES
+    )
+    o_out = offsets(i_b, i_n, o_out, sdq_b, sdq_n, sdq_t)
+    store_rows(p_dq, b_dq, o_out, m_out & (i_out < rows), 1, D)
 
 
 @kernel
@@ -366,7 +474,9 @@ def fine_bwd_keys_kernel(
     F: tl.constexpr = 2**NDIM
     i_key = tl.program_id(0)
     o_c = tl.arange(0, 16)  # columns: the F keys, padded
-    i_bn, i_b, i_n, o_key, m_key = family(i_key, heads, key_0, key_1, key_2, o_c % F, NDIM)
+    i_bn, i_b, i_n, o_key, m_key = family(
+        i_key, 0, heads, key_0, key_1, key_2, o_c % F, NDIM, FAMILIES=1
+    )
     m_key = m_key & (o_c < F)
     b_shown = m_key
     if MASKED:
@@ -400,7 +510,7 @@ def fine_bwd_keys_kernel(
         if VARIANT_A:
             b_slot = tl.load(p_slots + o_user, mask=m_user, other=0)
             above_1, above_2 = (size_1 + 1) // 2, (size_2 + 1) // 2
-            families = (size_0 + 1) // 2 * above_1 * above_2
+            families = families_of(size_0, size_1, size_2)
             o_above = i_bn * families + row_at(b_user, above_1, above_2, NDIM)
             p_above = p_parent_scores + o_above * KEPT + b_slot
             b_share = tl.exp(b_score - finite_max(b_score, 1))

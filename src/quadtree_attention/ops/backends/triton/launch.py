@@ -162,16 +162,18 @@ def coarse_gradient_blocks(level: Level) -> dict[str, int]:
 
 
 def fine_parts(level: Level, parents: Tensor) -> dict[str, int]:
-    """How the candidates of a family are cut into parts, see `fine.py`."""
+    """How candidates are cut into parts, or families put together, see `fine.py`."""
     children = 2 ** len(level.grid)
     candidates = max(power_of_two(parents.shape[-1]) * children, 16)
     size = candidates * row_bytes(level)
     most_rows = 2 * ROWS if size <= 512 * 1024 else 4 * ROWS
     parts = min(max(ROWS // children, size // PART_BYTES), most_rows // children, candidates // 16)
+    families = ROWS // children if parts == 1 else 1
     return {
         "KEPT": parents.shape[-1],
+        "FAMILIES": families,
         "ROWS": max(ROWS, parts * children),
-        "PARTS": parts,
+        "PARTS": max(parts, families),
         "WIDTH": candidates // parts,
         "num_warps": min(max(size // parts // PART_BYTES, 1), 8),
     }
@@ -229,13 +231,14 @@ def attend_fine(
     """Writes the messages of this level and those above to `out`; gives selection and scores."""
     kept = options.kept(index)
     selection, scores = new_selection(level, kept, options)
-    fine.fine_fwd_kernel[(parents[..., 0].numel(),)](
+    rows, parts = parents[..., 0].numel(), fine_parts(level, parents)
+    fine.fine_fwd_kernel[(-(-rows // parts["FAMILIES"]),)](
         level.q, level.k, level.v, level.shown, options.weights, parents, parent_scores, inherited,
         out, selection, scores,
-        options.scale, options.share, index, level.q.shape[1],
+        options.scale, options.share, index, rows, level.q.shape[1],
         *sizes(level.grid), *sizes(level.key_grid),
         *strides(level.q, level.k, level.v, out),
-        **constants(level, kept, options), **fine_parts(level, parents), HIDES=hides,
+        **constants(level, kept, options), **parts, HIDES=hides,
         WEIGHTED=options.weights is not None,
         BLOCK_TOPK=power_of_two(kept), WITH_SCORES=options.with_scores,
     )  # fmt: skip
@@ -298,7 +301,8 @@ def fine_gradients(
     """As `coarse_gradients`; also gives the gradients of inherited messages and parent scores."""
     parents, parent_scores, selection = saved
     dq, dk, dv = grads
-    programs = parents[..., 0].numel()
+    rows, parts = parents[..., 0].numel(), fine_parts(level, parents)
+    programs = -(-rows // parts["FAMILIES"])
     f32: dict[str, Any] = {"dtype": torch.float32, "device": dtotal.device}
     variant_a, weighted = options.variant == "A", options.weights is not None
     dinherited = torch.empty(*parents.shape[:3], level.v.shape[-1], **f32)
@@ -308,14 +312,14 @@ def fine_gradients(
     lse, delta = torch.empty(stats, **f32).unbind()
     fixed = constants(level, selection.shape[-1], options) | {"WEIGHTED": weighted}
     numbers = (
-        options.scale, options.share, index, level.q.shape[1],
-        *sizes(level.grid), *sizes(level.key_grid),
+        level.q.shape[1], *sizes(level.grid), *sizes(level.key_grid),
         *strides(level.q, level.k, level.v, dtotal),
     )  # fmt: skip
+    shared = options.scale, options.share, index
     fine.fine_bwd_kernel[(programs,)](
         level.q, level.k, level.v, level.shown, options.weights, parents, parent_scores, selection,
         dtotal, dscores, dq, dweight, dparent_scores, dinherited, lse, delta,
-        *numbers, *strides(dq), **fixed, **fine_parts(level, parents), HIDES=hides,
+        *shared, rows, *numbers, *strides(dq), **fixed, **parts, HIDES=hides,
     )  # fmt: skip
     query_above, above = (
         tuple(-(-size // 2) for size in grid) for grid in (level.grid, level.key_grid)
@@ -325,7 +329,7 @@ def fine_gradients(
     fine.fine_bwd_keys_kernel[(prod(parents.shape[:2]) * prod(above),)](
         level.q, level.k, level.v, level.shown, options.weights, parent_scores, selection,
         dtotal, dscores, users, slots, first, lse, delta, dk, dv,
-        *numbers, *strides(dk, dv), **fixed, KEPT=parents.shape[-1],
+        *shared, *numbers, *strides(dk, dv), **fixed, KEPT=parents.shape[-1],
         **user_blocks(level, parents.shape[-1]),
     )  # fmt: skip
     return dweight, dinherited, dparent_scores

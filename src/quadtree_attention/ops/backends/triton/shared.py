@@ -18,9 +18,9 @@ import triton.language as tl
 
 # Numbers that differ from map to map: kernels are not compiled anew for multiples of 16 and for 1.
 SIZES = {
-    "above_0", "above_1", "above_2", "batch_heads", "cells", "entries", "heads",
-    "key_0", "key_1", "key_2", "keys", "level", "per_head", "per_span", "query_1", "query_2",
-    "rows", "rows_out", "size_0", "size_1", "size_2", "spans",
+    "above_0", "above_1", "above_2", "added_row", "batch_heads", "cells", "entries", "heads",
+    "iterations", "key_0", "key_1", "key_2", "keys", "level", "new_row", "per_head", "per_span",
+    "query_1", "query_2", "rows", "rows_out", "size_0", "size_1", "size_2", "spans",
 }  # fmt: skip
 
 
@@ -131,10 +131,13 @@ def middle(b_low, b_high, i_step):
     return tl.minimum(tl.maximum(b_middle, b_low + 1), b_high - 1)
 
 
+SPREAD: tl.constexpr = tl.constexpr(-1)  # the axis of rows that lie along axes 0 and 2 of three
+
+
 @triton.jit
 def row_sum(b_x, AXIS: tl.constexpr):
-    """Sums over rows: along `AXIS` of two axes, or spread over axes 0 and 2 of three."""
-    if len(b_x.shape) == 3:
+    """Sums over rows, which lie along `AXIS`, or are `SPREAD`."""
+    if AXIS == SPREAD:
         b_sum = tl.sum(tl.sum(b_x, axis=2, keep_dims=True), axis=0, keep_dims=True)
     else:
         b_sum = tl.sum(b_x, axis=AXIS, keep_dims=True)
@@ -143,7 +146,7 @@ def row_sum(b_x, AXIS: tl.constexpr):
 
 @triton.jit
 def row_max(b_x, AXIS: tl.constexpr):
-    if len(b_x.shape) == 3:
+    if AXIS == SPREAD:
         b_max = tl.max(tl.max(b_x, axis=2, keep_dims=True), axis=0, keep_dims=True)
     else:
         b_max = tl.max(b_x, axis=AXIS, keep_dims=True)
@@ -192,21 +195,22 @@ def lower_bound(b_rank, b_shown, TOPK: tl.constexpr, STEPS: tl.constexpr, AXIS: 
 
 
 @triton.jit
-def choose_best(b_rank, b_shown, TOPK: tl.constexpr):
+def choose_best(b_rank, b_shown, TOPK: tl.constexpr, AXIS: tl.constexpr):
     """Which entries of each row are among its `TOPK` highest shown ones; ties go to the first.
 
-    Rows are spread over axes 0 and 2: `b_rank` (G, R, C) float32, `b_shown` of the same shape.
-    Returns the choice, the places of the chosen side by side, and their number (1, R, 1).
+    `b_rank` (G, R, C) float32, `b_shown` of the same shape; rows are `SPREAD`, or along axis 2.
+    Returns the choice, the places of the chosen side by side, and their number, (1, R, 1) or
+    (G, R, 1).
     """
-    b_bound, b_count = lower_bound(b_rank, b_shown, TOPK, 51, 2)
+    b_bound, b_count = lower_bound(b_rank, b_shown, TOPK, 51, AXIS)
     b_chosen = b_shown & (b_rank >= b_bound)
-    if any_row(b_count > TOPK, 2):
+    if any_row(b_count > TOPK, AXIS):
         # More entries than room share the last value: the first ones have it.
         b_above = b_shown & (b_rank > b_bound)
         b_equal = b_shown & (b_rank == b_bound)
-        b_room = TOPK - row_sum(b_above.to(tl.int32), 2)
-        b_chosen = b_above | (b_equal & (place_in_row(b_equal) < b_room))
-    return b_chosen, place_in_row(b_chosen), row_sum(b_chosen.to(tl.int32), 2)
+        b_room = TOPK - row_sum(b_above.to(tl.int32), AXIS)
+        b_chosen = b_above | (b_equal & (place_in_row(b_equal, AXIS) < b_room))
+    return b_chosen, place_in_row(b_chosen, AXIS), row_sum(b_chosen.to(tl.int32), AXIS)
 
 
 @triton.jit
@@ -222,13 +226,14 @@ def count_before(b_number):
 
 
 @triton.jit
-def place_in_row(b_set):
-    """How many entries before this one are set, in rows spread over axes 0 and 2."""
+def place_in_row(b_set, AXIS: tl.constexpr):
+    """How many entries before this one are set, in rows that are `SPREAD` or along axis 2."""
     PARTS: tl.constexpr = b_set.shape[0]
     b_ones = b_set.to(tl.int32)
     b_place = count_before(tl.reshape(b_ones, (PARTS * b_set.shape[1], b_set.shape[2])))
     b_place = tl.reshape(b_place, b_set.shape)
-    i_part = tl.arange(0, PARTS)[:, None, None]
-    for i in tl.static_range(PARTS - 1):
-        b_place += tl.where(i_part > i, row_sum(tl.where(i_part == i, b_ones, 0), 2), 0)
+    if AXIS == SPREAD:
+        i_part = tl.arange(0, PARTS)[:, None, None]
+        for i in tl.static_range(PARTS - 1):
+            b_place += tl.where(i_part > i, row_sum(tl.where(i_part == i, b_ones, 0), AXIS), 0)
     return b_place

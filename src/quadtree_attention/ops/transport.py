@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Optimal transport by Sinkhorn iterations, by fused kernels where the triton backend runs."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from quadtree_attention.ops.fused import runs_kernels
+
+
+def sinkhorn(scores: Tensor, bin_score: Tensor, iterations: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Potentials that make an assignment of scores, in the log domain.
+
+    Every cell has the mass 1, the dustbin of a side that of all cells of the other side. The
+    assignment is `exp(scores + left[:, :, None] + right[:, None])`; a left cell is in the dustbin
+    with `exp(bin_score + left + right_bin)`. Rows come last: theirs are probabilities, however
+    sharp the scores are, and columns sum to 1 the better the more iterations there were.
+
+    Args:
+        scores: (R, S, T).
+        bin_score: Score of having no partner, a scalar.
+        iterations: How many.
+
+    Returns:
+        left (R, S), right (R, T) and right_bin (R, 1).
+    """
+    if can_fuse(scores):
+        return _FusedSinkhorn.apply(scores.contiguous(), bin_score.to(scores), iterations)
+    return plain_sinkhorn(scores, bin_score, iterations)
+
+
+def can_fuse(scores: Tensor) -> bool:
+    """Whether the kernels take these scores; places within a matrix are of 32 bits there."""
+    _, sources, targets = scores.shape
+    fits = scores.numel() > 0 and sources * targets < 2**31
+    return fits and scores.dtype == torch.float32 and runs_kernels(scores)
+
+
+def plain_sinkhorn(
+    scores: Tensor, bin_score: Tensor, iterations: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`sinkhorn` in plain PyTorch, which keeps a few matrices per iteration for the gradient."""
+    rows, sources, targets = scores.shape
+    left_bin = right_bin = scores.new_zeros(rows, 1)
+    right = scores.new_zeros(rows, targets)
+    mass_left, mass_right = (scores.new_tensor(float(n)).log() for n in (targets, sources))
+    for _ in range(iterations):
+        left = -torch.logaddexp((scores + right[:, None]).logsumexp(dim=2), bin_score + right_bin)
+        left_bin = mass_left - bin_score - _with_bin(right, right_bin)
+        right = -torch.logaddexp((scores + left[..., None]).logsumexp(dim=1), bin_score + left_bin)
+        right_bin = mass_right - bin_score - _with_bin(left, left_bin)
+    left = -torch.logaddexp((scores + right[:, None]).logsumexp(dim=2), bin_score + right_bin)
+    return left, right, right_bin
+
+
+def _with_bin(potentials: Tensor, of_bin: Tensor) -> Tensor:
+    """(R, S) and (R, 1) -> logarithm of the sum of all, (R, 1)"""
+    return torch.cat([potentials, of_bin], dim=1).logsumexp(dim=1, keepdim=True)
+
+
+class _FusedSinkhorn(torch.autograd.Function):
+    """Keeps the scores and the potentials of every iteration, and nothing else of their size."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, scores: Tensor, bin_score: Tensor, iterations: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        from quadtree_attention.ops.backends.triton import transport
+
+        left, right = transport.sinkhorn(scores, bin_score, iterations)
+        ctx.save_for_backward(scores, bin_score, *left, *right)
+        # copies, so that nobody holds the potentials of all iterations by holding the last
+        return left.cells[-1].clone(), right.cells[-1].clone(), right.bin[-1, :, None].clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *dlast: Tensor) -> tuple[Tensor, Tensor, None]:
+        from quadtree_attention.ops.backends.triton import transport
+
+        scores, bin_score, *potentials = ctx.saved_tensors
+        left, right = transport.Side(*potentials[:2]), transport.Side(*potentials[2:])
+        return *transport.sinkhorn_backward(scores, bin_score, left, right, dlast), None

@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fused Sinkhorn iterations against plain ones, in Triton's interpreter here and on a GPU."""
+
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from quadtree_attention import use_backend
+from quadtree_attention.models.parts.assignment import HIDDEN, RowAssignment, possible
+from quadtree_attention.ops.transport import can_fuse, plain_sinkhorn, sinkhorn
+from tests.conftest import ROOT
+
+
+@dataclass(frozen=True)
+class Case:
+    """Scores (R, S, T) of this deviation, cut off at 50."""
+
+    shape: tuple[int, int, int]
+    deviation: float = 2.0
+    iterations: int = 10
+    max_disparity: float | None = None
+    hides: bool = True  # what lies to the right; needs S = T
+    hides_all: bool = False  # of one row and one column
+
+    @property
+    def tolerance(self) -> float:
+        """Of potentials, in float32: 50 is rounded to 2e-6."""
+        return 1e-5 if self.deviation < 10 else 3e-5
+
+
+CASES = (
+    Case((1, 16, 16), hides=False),
+    Case((1, 1, 1)),
+    Case((2, 5, 12), hides=False),
+    Case((3, 40, 9), hides=False, iterations=1),
+    Case((5, 17, 17), max_disparity=4.5),
+    Case((2, 70, 70), max_disparity=20),
+    Case((4, 33, 33), deviation=10.0),
+    Case((2, 31, 31), deviation=50.0),
+    Case((3, 24, 24), hides_all=True),
+    Case((2, 18, 18), deviation=50.0, hides_all=True),
+    Case((1, 20, 300), hides=False, iterations=2),  # more than one block of what is summed up
+    Case((1, 300, 20), hides=False, iterations=2),
+)
+LARGE_CASES = (
+    Case((64, 480, 480)),
+    Case((64, 480, 480), deviation=50.0, hides_all=True),
+    Case((64, 256, 256), max_disparity=64),
+    Case((7, 251, 251)),
+    Case((2, 1999, 1999), iterations=3),
+    Case((2, 700, 1000), hides=False, iterations=3),
+    Case((70000, 16, 16)),  # more than a second axis of programs would take
+)
+INTERPRET = """
+from tests.ops import test_transport
+for case in test_transport.CASES:
+    test_transport.check(case, "cpu")
+test_transport.check_modes("cpu")
+test_transport.check_module("cpu")
+print("all right")
+"""
+
+
+def inputs_of(case, device):
+    """Scores, the dustbin's score, and what the results are weighed with in a loss."""
+    rng = torch.Generator().manual_seed(0)
+    rows, sources, targets = case.shape
+    scores = torch.randn(case.shape, generator=rng).mul_(case.deviation).clamp_(-50, 50)
+    if case.hides:
+        scores.masked_fill_(~possible(sources, case.max_disparity), HIDDEN)
+    if case.hides_all:
+        scores[:, sources // 2] = HIDDEN
+        scores[:, :, targets // 3] = HIDDEN
+    weights = [torch.randn(rows, n, generator=rng).to(device) for n in (sources, targets, 1)]
+    return scores.to(device), torch.tensor(0.7, device=device), weights
+
+
+def with_gradients(function, scores, bin_score, iterations, weights):
+    scores, bin_score = (t.detach().clone().requires_grad_() for t in (scores, bin_score))
+    results = function(scores, bin_score, iterations)
+    loss = sum((x * w.to(x)).sum() for x, w in zip(results, weights, strict=True))
+    return results, torch.autograd.grad(loss, (scores, bin_score))
+
+
+def check(case, device):
+    """Results and gradients, with plain PyTorch in float64 as the truth."""
+    scores, bin_score, weights = inputs_of(case, device)
+    assert can_fuse(scores)
+    results, gradients = with_gradients(sinkhorn, scores, bin_score, case.iterations, weights)
+    truth, true_gradients = with_gradients(
+        plain_sinkhorn, scores.double(), bin_score.double(), case.iterations, weights
+    )
+    for x, true in zip(results, truth, strict=True):
+        assert x.shape == true.shape and x.dtype == torch.float32
+        assert (x - true).abs().max() < case.tolerance, case
+    (dscores, dbin), (true_dscores, true_dbin) = gradients, true_gradients
+    assert (dscores - true_dscores).abs().max() < 1e-4 * true_dscores.abs().max(), case
+    # terms of either sign, one for every cell, all but cancel each other out
+    terms = sum(w.double().abs().sum() for w in weights)
+    assert (dbin - true_dbin).abs() < 1e-6 * terms + 1e-4 * true_dbin.abs(), case
+
+
+def check_modes(device):
+    """Layouts, autocast, checkpoints and no_grad change nothing."""
+    scores, bin_score, weights = inputs_of(Case((2, 19, 19)), device)
+    expected, gradients = with_gradients(sinkhorn, scores, bin_score, 3, weights)
+
+    def transposed(scores, *rest):
+        return sinkhorn(scores.mT.contiguous().mT, *rest)
+
+    def under_autocast(*inputs):
+        with torch.autocast(device, torch.bfloat16):
+            return sinkhorn(*inputs)
+
+    def from_checkpoint(*inputs):
+        return checkpoint(sinkhorn, *inputs, use_reentrant=False)
+
+    for function in (transposed, under_autocast, from_checkpoint):
+        again = with_gradients(function, scores, bin_score, 3, weights)
+        for x, y in zip((*expected, *gradients), (*again[0], *again[1]), strict=True):
+            assert torch.equal(x, y)
+    with torch.no_grad():
+        for x, y in zip(expected, sinkhorn(scores.requires_grad_(), bin_score, 3), strict=True):
+            assert torch.equal(x, y) and not y.requires_grad
+    compiled = torch.compile(sinkhorn, backend="eager", fullgraph=True)  # without kernels of ours
+    for x, y in zip(expected, compiled(scores, bin_score, 3), strict=True):
+        assert torch.allclose(x, y, atol=1e-5)
+    # one result alone, as a loss may need no other
+    (alone,) = torch.autograd.grad(sinkhorn(scores, bin_score, 3)[1].sum(), scores)
+    (true,) = torch.autograd.grad(plain_sinkhorn(scores, bin_score, 3)[1].sum(), scores)
+    assert torch.allclose(alone, true, atol=1e-5)
+
+
+def check_module(device):
+    """Through the module that needs it, which makes rows again for the gradient."""
+    torch.manual_seed(0)
+    module = RowAssignment(8, iterations=4, max_entries=3 * 21**2).to(device)
+    features = torch.randn(2, 1, 7, 21, 8, device=device)
+    truth = torch.rand(1, 7, 21, device=device) * 4
+
+    def run(module, dtype):
+        read = module(*features.to(dtype), truth.to(dtype), max_disparity=9)
+        loss = read.disparity.mean() - read.log_true.mean() - read.log_none.mean()
+        return *read, *torch.autograd.grad(loss, list(module.parameters()))
+
+    results = run(module, torch.float32)
+    for x, true in zip(results, run(module.double(), torch.float64), strict=True):
+        assert (x - true).abs().max() < 1e-4 * true.abs().max()
+
+
+def test_kernels_in_the_interpreter():
+    pytest.importorskip("triton", reason="triton comes with the CUDA builds of torch for Linux")
+    done = subprocess.run(
+        [sys.executable, "-c", INTERPRET],
+        cwd=ROOT,
+        env=os.environ | {"TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout.strip() == "all right", done.stderr[-3000:]
+
+
+def test_a_cpu_does_without():
+    scores, bin_score, _ = inputs_of(Case((2, 9, 9)), "cpu")
+    assert not can_fuse(scores)
+    for x, y in zip(
+        sinkhorn(scores, bin_score, 2), plain_sinkhorn(scores, bin_score, 2), strict=True
+    ):
+        assert torch.equal(x, y)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CASES + LARGE_CASES, ids=str)
+def test_kernels_on_a_gpu(case):
+    check(case, "cuda")
+
+
+@pytest.mark.gpu
+def test_modes_on_a_gpu():
+    check_modes("cuda")
+    check_module("cuda")
+
+
+@pytest.mark.gpu
+def test_no_kernels_where_the_reference_is_asked_for():
+    scores = torch.zeros(1, 2, 2, device="cuda")
+    assert can_fuse(scores)
+    with use_backend("reference"):
+        assert not can_fuse(scores)
+    assert not can_fuse(scores.double())
+    assert not can_fuse(scores[:0])
+
+
+@pytest.mark.gpu
+def test_memory_on_a_gpu():
+    """The scores, their gradient, and potentials."""
+    bin_score = torch.zeros((), device="cuda", requires_grad=True)
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    scores = torch.randn(64, 480, 480, device="cuda", requires_grad=True)
+    left, right, right_bin = sinkhorn(scores, bin_score, 10)
+    (left.sum() + right.square().sum() + right_bin.sum()).backward()
+    held = torch.cuda.max_memory_allocated() - before
+    assert held < 3 * scores.nbytes
