@@ -9,6 +9,7 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -143,9 +144,11 @@ class Count:
     attention_macs: int
 
 
+@cache
 def count(network: str, image: tuple[int, int]) -> Count:
     """Counts a network on one pair; shapes are computed, numbers are not."""
-    options = NETWORKS[network].options
+    # all rows at once: nothing is held in memory
+    options = {**NETWORKS[network].options, "max_entries": sys.maxsize}
     if options["attention"] != "full":  # the reference has no formula
         options = {**options, "backend": "cpu"}
     model = stereo_network("sttr", **options).eval()

@@ -27,6 +27,7 @@ class StereoModule(TaskModule):
         warmup_epochs: Epochs in which the learning rate rises to `lr`.
         weight_decay: Of AdamW.
         grad_checkpointing: Take less memory and more time.
+        compile: Compile the convolutional parts with `torch.compile`.
         seed: Decides weights.
     """
 
@@ -42,6 +43,7 @@ class StereoModule(TaskModule):
         warmup_epochs: float = 1,
         weight_decay: float = 1e-4,
         grad_checkpointing: bool = False,
+        compile: bool = False,  # noqa: A002 (what users call it)
         seed: int = 0,
     ) -> None:
         super().__init__()
@@ -50,6 +52,9 @@ class StereoModule(TaskModule):
         self.kwargs = options or {}
         self.model: StereoNetwork = stereo_network(model, **self.kwargs)
         self.model.set_grad_checkpointing(grad_checkpointing)
+        if compile:  # in place: the names of the weights stay
+            self.model.features.compile(dynamic=False)
+            self.model.refinement.compile(dynamic=False)
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
         output = self.model(batch, true_disparity=batch["disparity0"])
