@@ -45,6 +45,7 @@ from quadtree_attention.errors import DataError, QuadtreeAttentionError
 from quadtree_attention.images import Array
 from quadtree_attention.models.weights import file_sha256
 from quadtree_attention.tasks.stereo.evaluate import Scores, evaluate
+from quadtree_attention.tasks.stereo.filling import from_farther_side
 from quadtree_attention.tasks.stereo.predictor import SIZE, Disparity, StereoMatcher
 from quadtree_attention.tasks.stereo.results import file_name, write_prediction
 from quadtree_attention.tasks.stereo.sources import StereoSample, StereoSource, open_stereo
@@ -100,7 +101,9 @@ def parse(argv: Sequence[str]) -> Namespace:
     add("--only", type=list_of(METHODS), default=list(METHODS), help="methods, with commas")
     more = "weights of a stereo network, as often as wanted; default: those of the package"
     add("--weights", action="append", type=named_weights, metavar="[NAME=]FILE", help=more)
-    add("--size", type=at_least_one, default=SIZE, help="longer side that the network sees")
+    add(
+        "--size", type=at_least_one, default=SIZE, help="longer side that the network sees, at most"
+    )
     add("--max-disparity", type=positive, help="largest that the network looks for, in pixels")
     add("--threads", type=at_least_one, default=torch.get_num_threads(), help="CPU threads")
     add("--work", help="folder that keeps the disparities; default: a temporary one")
@@ -226,15 +229,7 @@ def fill_holes(values: Array, sure: Array) -> Array:
     A hole gets the nearest value of its row from the side that is farther away, as what is hidden
     lies behind what hides it; a row without any gets the median of all.
     """
-    width = values.shape[1]
-    columns = np.arange(width)
-    before = np.maximum.accumulate(np.where(sure, columns, -1), axis=1)
-    after = np.minimum.accumulate(np.where(sure, columns, width)[:, ::-1], axis=1)[:, ::-1]
-    sides = []
-    for nearest, there in ((before, before >= 0), (after, after < width)):
-        value = np.take_along_axis(values, nearest.clip(0, width - 1), axis=1)
-        sides.append(np.where(there, value, np.inf))
-    farther = np.minimum(*sides)
+    farther = from_farther_side(values, sure)
     middle = np.median(values[sure]) if sure.any() else 0.0
     filled = np.where(np.isfinite(farther), farther, middle)
     return np.where(sure, values, filled).astype(np.float32)

@@ -99,7 +99,7 @@ def test_in_a_process(tmp_path, weights, expected):
     assert done.returncode == 0, done.stderr
     assert row(done.stdout, "disparity").endswith(f"median {np.median(expected.disparity):.1f}")
     assert row(done.stdout, "time").endswith(" s on cpu")
-    assert row(done.stdout, "matched at") == "90x50"
+    assert row(done.stdout, "matched at") == "180x100 (of 90x50)"
     assert row(done.stdout, "written") == f"{paths[2]}, {paths[3]}"
     stored = read_disparity(paths[3]).values
     np.testing.assert_allclose(stored, expected.disparity, atol=1e-3)
@@ -114,7 +114,7 @@ def test_a_picture_is_drawn_if_nothing_else_is_asked_for(run, expected):
 
 
 def test_all_files(run, expected):
-    options = ["--save", "d.npy", "--occlusion", "o.png", "--depth", "z.npy", "--size", "90"]
+    options = ["--save", "d.npy", "--occlusion", "o.png", "--depth", "z.npy", "--size", "180"]
     result = run("l.png", "r.png", *options, "--focal", 100, "--baseline", 0.5, "--offset", 2)
     assert result.exit_code == 0, result.output
     assert sorted(os.listdir()) == ["d.npy", "l.png", "o.png", "r.png", "z.npy"]
@@ -172,7 +172,7 @@ def test_mistakes(refused, photos, weights, options, words):
 def test_what_does_not_fit_into_the_format_is_not_written(run, tmp_path, photos):
     """A 16-bit PNG ends at 256 pixels."""
     for name, photo in zip(("wl.png", "wr.png"), photos, strict=True):
-        photo.resize((3000, 40)).save(name)
+        photo.resize((9000, 90)).save(name)
     result = run("wl.png", "wr.png", "--save", "d.png", "--out", "p.png", "--size", "100")
     assert result.exit_code == 2 and "a PNG of 16 bits holds disparities from 0 to" in result.stderr
     assert not Path("d.png").exists() and not Path("p.png").exists()

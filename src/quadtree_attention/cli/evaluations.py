@@ -162,7 +162,9 @@ def evaluate_stereo(
     ] = None,
     size: Annotated[
         int | None,
-        typer.Option(help="Pixels of the longer side pairs are matched at.", show_default="960"),
+        typer.Option(
+            help="Most pixels of the longer side pairs are matched at.", show_default="960"
+        ),
     ] = None,
     max_disparity: Annotated[
         float | None,

@@ -296,7 +296,8 @@ def stereo(
         typer.Option(help="Largest disparity in pixels.", show_default="that of the weights"),
     ] = None,
     size: Annotated[
-        int, typer.Option(help="Pixels of the longer side that pairs are matched at.")
+        int,
+        typer.Option(help="Most pixels of the longer side; those below 640 are enlarged."),
     ] = 960,
     device: Device = None,
     weights: Annotated[

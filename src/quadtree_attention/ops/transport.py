@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Optimal transport by Sinkhorn iterations, by fused kernels where the triton backend runs."""
+"""Optimal transport by Sinkhorn iterations.
+
+By fused kernels where the triton backend runs; otherwise by products of a matrix with vectors.
+`plain_sinkhorn` is what both have to give.
+"""
 
 from typing import Any
 
@@ -7,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from quadtree_attention.ops.backends import default_backend
 from quadtree_attention.ops.fused import runs_kernels
 
 
@@ -28,7 +33,9 @@ def sinkhorn(scores: Tensor, bin_score: Tensor, iterations: int) -> tuple[Tensor
     """
     if can_fuse(scores):
         return _FusedSinkhorn.apply(scores.contiguous(), bin_score.to(scores), iterations)
-    return plain_sinkhorn(scores, bin_score, iterations)
+    if default_backend() == "reference":
+        return plain_sinkhorn(scores, bin_score, iterations)
+    return scaled_sinkhorn(scores, bin_score, iterations)
 
 
 def can_fuse(scores: Tensor) -> bool:
@@ -41,7 +48,7 @@ def can_fuse(scores: Tensor) -> bool:
 def plain_sinkhorn(
     scores: Tensor, bin_score: Tensor, iterations: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`sinkhorn` in plain PyTorch, which keeps a few matrices per iteration for the gradient."""
+    """`sinkhorn` word by word; it keeps a few matrices per iteration for the gradient."""
     rows, sources, targets = scores.shape
     left_bin = right_bin = scores.new_zeros(rows, 1)
     right = scores.new_zeros(rows, targets)
@@ -52,6 +59,34 @@ def plain_sinkhorn(
         right = -torch.logaddexp((scores + left[..., None]).logsumexp(dim=1), bin_score + left_bin)
         right_bin = mass_right - bin_score - _with_bin(left, left_bin)
     left = -torch.logaddexp((scores + right[:, None]).logsumexp(dim=2), bin_score + right_bin)
+    return left, right, right_bin
+
+
+def scaled_sinkhorn(
+    scores: Tensor, bin_score: Tensor, iterations: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`sinkhorn` with one exponential per score, and one matrix kept for the gradient.
+
+    The first half of an iteration makes probabilities of the rows. What comes after it multiplies
+    these by factors that the dustbins keep from growing, so that whatever is too small for a number
+    at first stays without effect, and sums need no logarithms.
+    """
+    rows, sources, targets = scores.shape
+    top = torch.maximum(scores.detach().amax(dim=2, keepdim=True), bin_score.detach())
+    shares = (scores - top).exp()
+    total = shares.sum(dim=2, keepdim=True) + (bin_score - top).exp()
+    shares = shares / total  # of the partners of a left cell, (R, S, T)
+    transposed = shares.mT.contiguous()  # a vector times a matrix is faster than the other way
+    left = first = -(top + total.log())[..., 0]
+    right, right_bin = scores.new_zeros(rows, targets), scores.new_zeros(rows, 1)
+    mass_left, mass_right = (scores.new_tensor(float(n)).log() for n in (targets, sources))
+    for _ in range(iterations):
+        left_bin = mass_left - bin_score - _with_bin(right, right_bin)
+        sums = ((left - first).exp()[:, None] @ shares)[:, 0]
+        right = -(sums + (bin_score + left_bin).exp()).log()
+        right_bin = mass_right - bin_score - _with_bin(left, left_bin)
+        sums = (right.exp()[:, None] @ transposed)[:, 0]
+        left = first - (sums + (bin_score + right_bin + first).exp()).log()
     return left, right, right_bin
 
 

@@ -16,11 +16,12 @@ from quadtree_attention.errors import CheckpointError, DataError, OptionError
 from quadtree_attention.models.stereo import stereo_network
 from quadtree_attention.models.weights import save_weights
 from quadtree_attention.tasks.pretrained import PRETRAINED
+from quadtree_attention.tasks.stereo.filling import fill_hidden
 from quadtree_attention.tasks.stereo.formats import read_disparity
 from quadtree_attention.tasks.stereo.predictor import (
     Disparity,
     StereoMatcher,
-    enlarged,
+    resized,
     working_size,
 )
 
@@ -61,7 +62,7 @@ def pair():
 
 @pytest.fixture(scope="module")
 def matcher(weights):
-    return StereoMatcher(weights)
+    return StereoMatcher(weights, size=90)  # as large as the pair is
 
 
 @pytest.fixture(scope="module")
@@ -85,9 +86,10 @@ def test_it_is_what_the_network_says_of_left_and_right(matcher, pair, found):
     with torch.inference_mode():
         expected = matcher.model({"image0": left, "image1": right})
         other = matcher.model({"image0": right, "image1": left})
-    disparity = expected.disparity[0].clamp(0, 90).numpy()
-    np.testing.assert_allclose(found.disparity, disparity, atol=1e-4)
-    np.testing.assert_allclose(found.occlusion, expected.occlusion[0].numpy(), atol=1e-5)
+    disparity, occlusion = expected.disparity[0].numpy(), expected.occlusion[0].numpy()
+    filled = fill_hidden(disparity, occlusion).clip(0, 90)
+    np.testing.assert_allclose(found.disparity, filled, atol=1e-4)
+    np.testing.assert_allclose(found.occlusion, occlusion, atol=1e-5)
     assert not np.allclose(found.disparity, other.disparity[0].numpy(), atol=1e-2)
 
 
@@ -102,6 +104,19 @@ def test_larger_pairs_are_matched_smaller_and_come_back_in_their_own_pixels(weig
     middles = result.disparity[1::3, 1::3]
     np.testing.assert_allclose(middles, expected.disparity * 3, atol=1e-3)
     np.testing.assert_allclose(result.occlusion[1::3, 1::3], expected.occlusion, atol=1e-5)
+
+
+def test_small_pairs_are_matched_larger(weights, pair):
+    result = StereoMatcher(weights)(*pair)
+    assert result.size == (180, 100) and result.disparity.shape == (50, 90)
+    enlarged = [image.resize((180, 100), Image.Resampling.BICUBIC) for image in pair]
+    large = StereoMatcher(weights, size=180)(*enlarged)
+    assert large.size == (180, 100)
+    # A pixel lies in the middle of four; where there is no edge, it has their mean
+    four = np.stack([large.disparity[i::2, j::2] for i in range(2) for j in range(2)])
+    smooth = np.ptp(four, axis=0) < 1
+    assert smooth.mean() > 0.2
+    np.testing.assert_allclose(result.disparity[smooth], four.mean(axis=0)[smooth] / 2, atol=1e-3)
 
 
 def test_kinds_of_images_agree(matcher, pair, found, tmp_path):
@@ -126,14 +141,14 @@ def test_kinds_of_images_agree(matcher, pair, found, tmp_path):
 
 
 def test_max_disparity_is_in_pixels_of_the_images_given(weights, pair, found):
-    near = StereoMatcher(weights, max_disparity=6)
+    near = StereoMatcher(weights, size=90, max_disparity=6)
     assert not np.array_equal(near(*pair).disparity, found.disparity)
     assert near.model.max_disparity == 6
     large = [image.resize((270, 150)) for image in pair]
     small = StereoMatcher(weights, size=90, max_disparity=30)
     assert not any("max_disparity" in said for said in small(*large).warnings)
     assert small.model.max_disparity == pytest.approx(10)
-    wide = StereoMatcher(weights, max_disparity=1000)
+    wide = StereoMatcher(weights, size=90, max_disparity=1000)
     result = wide(*pair)
     assert "max_disparity is 1000, more than the width of the images; 90 was taken" in (
         result.warnings
@@ -152,25 +167,27 @@ def test_odd_sizes(weights, size):
     ("size", "expected"),
     [
         ((960, 540), (960, 540)),
-        ((450, 375), (450, 375)),
+        ((641, 480), (641, 480)),
+        ((450, 375), (640, 533)),
+        ((200, 300), (400, 600)),  # no more than twofold
         ((1920, 1080), (960, 540)),
         ((1080, 1920), (540, 960)),
         ((20_000, 100), (960, 16)),  # nothing is left of fewer rows
-        ((16, 16), (16, 16)),
+        ((16, 16), (32, 32)),
     ],
 )
 def test_working_size(size, expected):
     assert working_size(size, 960) == expected
 
 
-def test_enlarged_maps_keep_edges_and_smooth_slopes():
+def test_maps_keep_edges_and_smooth_slopes():
     step = torch.tensor([[2.0, 2.0, 30.0, 30.0]]).expand(4, 4)
-    large = enlarged(step, (9, 14))
+    large = resized(step, (9, 14))
     assert torch.minimum((large - 2).abs(), (large - 30).abs()).max() < 1e-5
     slope = (torch.arange(8.0) * 0.5).expand(4, 8)
-    row = enlarged(slope, (4, 16))[0]
+    row = resized(slope, (4, 16))[0]
     assert (row.diff()[1:-1] - 0.25).abs().max() < 1e-6
-    assert enlarged(slope, (4, 8)) is slope
+    assert resized(slope, (4, 8)) is slope
 
 
 def test_depth():
@@ -212,7 +229,7 @@ def test_weights_that_come_with_the_package(tmp_path, monkeypatch, pair, found):
     with pytest.raises(CheckpointError, match="the default stereo weights are not installed"):
         StereoMatcher()
     write_weights(tmp_path / "stereo.safetensors")
-    for named in (StereoMatcher(), StereoMatcher.from_pretrained("default", size=200)):
+    for named in (StereoMatcher(size=90), StereoMatcher.from_pretrained("default", size=90)):
         assert np.array_equal(named(*pair).disparity, found.disparity)
     with pytest.raises(OptionError, match="pretrained stereo weights are default, got 'outdoor'"):
         StereoMatcher.from_pretrained("outdoor")

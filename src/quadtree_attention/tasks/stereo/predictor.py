@@ -36,9 +36,12 @@ from quadtree_attention.tasks.devices import out_of_memory, usable_device
 from quadtree_attention.tasks.pictures import save_picture
 from quadtree_attention.tasks.pretrained import pretrained_path
 from quadtree_attention.tasks.stereo.checks import pair_warnings, result_warnings
+from quadtree_attention.tasks.stereo.filling import fill_hidden
 from quadtree_attention.tasks.stereo.formats import write_disparity
 
-SIZE = 960  # pixels of the longer side that pairs are matched at
+SIZE = 960  # pixels of the longer side that pairs are matched at, at most
+SMALL = 640  # below which pairs are enlarged: cells are of two pixels, and what is thin is lost
+LARGEST_SCALE = 2.0  # by which they are; there is no more in an image then
 LEAST_SIDE = 16  # pixels of the shorter side, below which there is nothing to compare
 
 
@@ -48,7 +51,8 @@ class Disparity:
 
     Attributes:
         disparity: (H, W) float32, pixels of the images as they were given: what is at (x, y) on the
-            left is at (x - disparity, y) on the right. Also where the right image does not show it.
+            left is at (x - disparity, y) on the right. Where the right image does not show it, what
+            is behind is continued (`filling`).
         occlusion: (H, W) float32, the probability from 0 to 1 that the right image does not show
             it.
         seconds: What it took, reading aside.
@@ -120,8 +124,8 @@ class StereoMatcher:
         path: Weights with their card, as `quadtree train stereo` (`best.safetensors`) writes them;
             None takes those that come with the package.
         device: Where to run; None takes a GPU if there is one.
-        size: Pixels of the longer side that pairs are matched at; smaller ones stay as they are.
-            Disparities are in pixels of the images as given all the same.
+        size: Most pixels of the longer side that pairs are matched at; those below 640 are enlarged
+            to it, at most twofold. Disparities are in pixels of the images as given all the same.
         max_disparity: Largest disparity to look for, in pixels of the images as given; None takes
             that of the weights, mostly the whole width. A small one saves mistakes and memory.
 
@@ -185,8 +189,8 @@ class StereoMatcher:
         began = time.perf_counter()
         warnings = pair_warnings(*images)
         width, height = images[0].size
-        small = working_size(images[0].size, self.size)
-        scale = width / small[0]
+        size = working_size(images[0].size, self.size)
+        scale = width / size[0]
         if self.max_disparity is not None:
             if self.max_disparity > width:
                 warnings += (
@@ -194,16 +198,15 @@ class StereoMatcher:
                     f"{width} was taken",
                 )
             self.model.max_disparity = min(self.max_disparity, width) / scale
-        found = self._found(*(_pixels(image, small).to(self.device) for image in images))
-        enlarged_disparity, enlarged_occlusion = (enlarged(x, (height, width)) for x in found)
-        disparity = (enlarged_disparity * scale).clamp(0, width).cpu().numpy()
-        occlusion = enlarged_occlusion.cpu().numpy()
+        found = self._found(*(_pixels(image, size).to(self.device) for image in images))
+        disparity, occlusion = (resized(x, (height, width)).numpy() for x in found)
+        disparity = (disparity * scale).clip(0, width)
         seconds = time.perf_counter() - began
         warnings += result_warnings(disparity, occlusion, scale=scale)
-        return Disparity(disparity, occlusion, seconds, small, images[0], warnings)
+        return Disparity(disparity, occlusion, seconds, size, images[0], warnings)
 
     def _found(self, image0: Tensor, image1: Tensor) -> tuple[Tensor, Tensor]:
-        """Disparity and occlusion (h, w) in pixels of what the network sees."""
+        """Disparity and occlusion (h, w) in pixels of what the network sees, on the CPU."""
         try:
             with torch.inference_mode():
                 output = self.model({"image0": image0, "image1": image1})
@@ -214,7 +217,9 @@ class StereoMatcher:
                 f"a pair of {image0.shape[-1]}x{image0.shape[-2]} pixels does not fit into the "
                 f"memory of {self.device}; pass a smaller size, or another device"
             ) from error
-        return output.disparity[0].float(), output.occlusion[0].float()
+        disparity, occlusion = (x[0].float().cpu() for x in (output.disparity, output.occlusion))
+        filled = fill_hidden(disparity.numpy(), occlusion.numpy())
+        return torch.from_numpy(filled), occlusion
 
 
 def load_stereo(path: str | os.PathLike[str]) -> tuple[dict[str, Any], StereoNetwork]:
@@ -253,12 +258,12 @@ def check_pair(left: Image.Image, right: Image.Image) -> None:
 
 def working_size(size: tuple[int, int], longer: int) -> tuple[int, int]:
     """Width and height with a longer side of at most `longer` pixels and a shorter of some."""
-    scale = min(1.0, longer / max(size))
+    scale = min(max(1.0, min(LARGEST_SCALE, SMALL / max(size))), longer / max(size))
     width, height = (max(LEAST_SIDE, round(side * scale)) for side in size)
     return width, height
 
 
-def enlarged(values: Tensor, size: tuple[int, int]) -> Tensor:
+def resized(values: Tensor, size: tuple[int, int]) -> Tensor:
     """A map (h, w) at (height, width): smooth surfaces stay smooth, edges stay edges.
 
     Between two surfaces there is nothing half as far, so what interpolation puts there is replaced

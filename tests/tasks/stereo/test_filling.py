@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hidden pixels continue what is behind."""
+
+import numpy as np
+
+from quadtree_attention.tasks.stereo.filling import fill_hidden, from_farther_side
+
+
+def test_what_is_hidden_continues_what_is_behind():
+    """A far wall, a hidden strip, a near post; and a strip at the edge that has one side only."""
+    row = np.array([99, 99, 5, 5, 77, 77, 30, 30, 5], np.float32)
+    hidden = np.array([1, 1, 0, 0, 1, 1, 0, 0, 0], np.float32)
+    disparity, occlusion = (np.tile(x, (12, 1)) for x in (row, hidden))
+    filled = fill_hidden(disparity, occlusion)
+    assert filled.dtype == np.float32
+    assert filled.tolist() == [[5, 5, 5, 5, 5, 5, 30, 30, 5]] * 12
+    assert disparity[0, 0] == 99  # what was given is left alone
+
+
+def test_no_streaks():
+    """One row whose neighbour is wrong does not show among the others."""
+    disparity = np.full((11, 6), 4.0, np.float32)
+    disparity[5, :3] = 1.0
+    occlusion = np.zeros_like(disparity)
+    occlusion[:, 3] = 1.0
+    filled = fill_hidden(disparity, occlusion)
+    assert (filled[:, 3] == 4.0).all()
+    assert (filled[5, :3] == 1.0).all()  # what is seen stays as it is
+
+
+def test_where_nothing_is_sure_the_network_is_believed():
+    disparity = np.arange(20, dtype=np.float32).reshape(1, 20)
+    assert np.array_equal(fill_hidden(disparity, np.ones_like(disparity)), disparity)
+    assert np.array_equal(fill_hidden(disparity, np.zeros_like(disparity)), disparity)
+    assert np.isinf(from_farther_side(disparity, np.zeros_like(disparity, bool))).all()
