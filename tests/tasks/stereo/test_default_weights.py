@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The stereo network that comes with the package, on pairs it was not trained on."""
+
+import json
+
+import pytest
+import torch
+
+pytest.importorskip("cv2", reason="checking pairs needs the extra 'models'")
+
+from benchmarks.stereo import DATA, main
+from quadtree_attention.data import ProceduralTextures, StereoOptions, stereo_pairs
+from quadtree_attention.models.weights import file_sha256, read_card
+from quadtree_attention.tasks.pretrained import pretrained_path
+from quadtree_attention.tasks.stereo.metrics import scores
+from quadtree_attention.tasks.stereo.predictor import StereoMatcher
+from tests.conftest import ROOT
+
+IMAGES = ROOT / "examples" / "images"
+# Of examples/images/README.md
+OPTIONS = StereoOptions(
+    objects=(8, 14), disparity=(0.1, 0.14), depth=(1.5, 6.0), room=(4.0, 8.0), textureless=0.1
+)
+
+
+def test_card_tells_what_the_weights_are():
+    path = pretrained_path("stereo")
+    card = read_card(path)
+    assert card["sha256"] == file_sha256(path)
+    assert path.stat().st_size < 12e6
+    assert {"recipe", "commands", "commit", "data", "metrics"} <= card.keys()
+    assert all(data["terms"] for data in card["data"])
+    assert (ROOT / card["recipe"]).is_file()
+
+
+def test_disparities_of_the_example():
+    textures = ProceduralTextures(48, size=512, seed=5)
+    truth = stereo_pairs(textures, [1], size=(384, 512), seed=5, options=OPTIONS)
+    found = StereoMatcher()(IMAGES / "stereo_left.jpg", IMAGES / "stereo_right.jpg")
+    assert found.warnings == ()
+    disparity, occluded = truth.disparity0[0], truth.occluded0[0]
+    score = scores(
+        torch.from_numpy(found.disparity),
+        disparity,
+        torch.ones_like(occluded),
+        occluded,
+        torch.from_numpy(found.occlusion),
+        visible=~occluded,
+    )
+    assert score["epe_all"] < 1.0  # of 7 to 59 pixels
+    assert score["bad3_all"] < 5
+    assert score["occlusion_iou"] > 0.6
+
+
+def test_swapped_views_are_told():
+    found = StereoMatcher(size=256)(IMAGES / "stereo_right.jpg", IMAGES / "stereo_left.jpg")
+    assert any("swapped" in said for said in found.warnings)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not DATA.is_dir(), reason="no pairs at ../shared/data/stereo")
+def test_fewer_wrong_pixels_than_semi_global_matching(tmp_path):
+    assert main(["--out", str(tmp_path / "scores.json")]) == 0
+    result = json.loads((tmp_path / "scores.json").read_text())
+    d1 = {row["method"]: row["mean"]["d1_all"] for row in result["rows"]}
+    assert d1["quadtree"] < d1["SGBM"]
