@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from quadtree_attention import use_backend
 from quadtree_attention.models.parts.assignment import HIDDEN, RowAssignment, possible
-from quadtree_attention.ops.transport import can_fuse, plain_sinkhorn, sinkhorn
+from quadtree_attention.ops.transport import can_fuse, can_scale, plain_sinkhorn, sinkhorn
 from tests.conftest import ROOT
 
 
@@ -170,15 +170,48 @@ def test_without_kernels(case):
     check(case, "cpu", fused=False)
 
 
-@pytest.mark.parametrize("bin_score", [-30.0, 30.0])
+@pytest.mark.parametrize("bin_score", [-120.0, -30.0, 30.0, 120.0])
 def test_dustbins_that_are_never_or_always_taken(bin_score):
     """Sums without logarithms hold for any score of a dustbin that training may reach."""
     scores, _, weights = inputs_of(Case((2, 23, 23), deviation=10.0), "cpu")
-    inputs = scores.double(), torch.tensor(bin_score).double(), 10, weights
-    results, gradients = with_gradients(sinkhorn, *inputs)
-    truth, true_gradients = with_gradients(plain_sinkhorn, *inputs)
+    check_extreme(scores, torch.tensor(bin_score), weights)
+
+
+@pytest.mark.parametrize("size", [24, 480])
+def test_one_partner_that_all_want(size):
+    """Scores far above that of the dustbins: nothing else than the partner can be had."""
+    scores = torch.full((1, size, size), HIDDEN)
+    scores[:, :, 0] = 150.0
+    weights = [torch.ones(1, n) for n in (size, size, 1)]
+    assert can_scale(scores, 10) and not can_scale(scores, 40)
+    check_extreme(scores, torch.tensor(0.0), weights)
+    for x in sinkhorn(scores, torch.tensor(0.0), 40):
+        assert x.isfinite().all()
+
+
+def check_extreme(scores, bin_score, weights):
+    """To float32's digits of the largest number that there is."""
+    results, gradients = with_gradients(sinkhorn, scores, bin_score, 10, weights)
+    truth, true_gradients = with_gradients(
+        plain_sinkhorn, scores.double(), bin_score.double(), 10, weights
+    )
     for x, true in zip((*results, *gradients), (*truth, *true_gradients), strict=True):
-        assert (x - true).abs().max() < 1e-9 * true.abs().max()
+        assert (x - true).abs().max() < 2e-6 * max(1, true.abs().max(), abs(bin_score))
+
+
+def test_autocast_and_empty_scores_without_kernels():
+    scores, bin_score, weights = inputs_of(Case((2, 19, 19)), "cpu")
+    expected, gradients = with_gradients(sinkhorn, scores, bin_score, 3, weights)
+
+    def under_autocast(*inputs):
+        with torch.autocast("cpu", torch.bfloat16):
+            return sinkhorn(*inputs)
+
+    again, its_gradients = with_gradients(under_autocast, scores, bin_score, 3, weights)
+    for x, y in zip((*expected, *gradients), (*again, *its_gradients), strict=True):
+        assert torch.equal(x, y)
+    left, right, right_bin = sinkhorn(scores[:0], bin_score, 3)
+    assert (left.shape, right.shape, right_bin.shape) == ((0, 19), (0, 19), (0, 1))
 
 
 def test_the_reference_is_plain():

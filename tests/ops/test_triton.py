@@ -24,6 +24,9 @@ INTERPRETED = (
     # several families by program, the last one of which has room left, and heads that meet in one
     Case("interpreted_rows_b", 2, (11,), (9,), 2, 8, 5, 3, 4, "B", 0.3, 0.3),
     Case("interpreted_rows_a", 2, (11,), (9,), 2, 8, 5, 3, 4, "A", 0.3, 0.3),
+    # candidates of a family in two parts
+    Case("interpreted_parts_b", 1, (3, 4), (7, 6), 1, 8, 5, 3, (6, 5), "B", 0.0, 0.3),
+    Case("interpreted_parts_a", 1, (3, 4), (7, 6), 1, 8, 5, 3, (6, 5), "A", 0.3, 0.3),
     Case("interpreted_volume_b", 1, (2, 3, 2), (3, 2, 2), 1, 8, 8, 2, 1, "B"),
     Case("interpreted_one_level_b", 1, (3, 4), (2, 5), 1, 8, 8, 1, 1, "B", 0.0, 0.5),
 )
@@ -35,6 +38,7 @@ torch.use_deterministic_algorithms(sys.argv[1] == "deterministic")
 for case in test_triton.INTERPRETED:
     test_triton.check(case, "triton", torch.float32)
     print(case.name, flush=True)
+test_triton.check_families_are_apart("cpu")
 for name in test_triton.HARD_TO_CHOOSE:
     test_triton.check_choice(name, (16, 18), 2, "cpu")
     print(name, flush=True)
@@ -146,6 +150,28 @@ def test_on_a_gpu(case, dtype):
 @pytest.mark.parametrize("topk", [3, 20, 128])
 def test_choice_on_a_gpu(name, topk):
     check_choice(name, (60, 76), topk, "cuda")
+
+
+def check_families_are_apart(device):
+    """What is not finite in one batch entry stays there, though a program has families of both."""
+    for variant in ("A", "B"):
+        rng = torch.Generator().manual_seed(0)
+        q, k, v = torch.randn(3, 2, 7, 1, 8, generator=rng).to(device).requires_grad_().unbind()
+        gradients = []
+        for spoilt in (False, True):
+            if spoilt:
+                with torch.no_grad():
+                    k[0, 3], v[0, 3] = float("inf"), float("nan")
+            out = attention(q, k, v, variant=variant, topk=3, num_levels=2)
+            (gradient,) = torch.autograd.grad(out[1].square().sum(), q)
+            gradients.append((out[1], gradient[1]))
+        for x, y in zip(*gradients, strict=True):
+            assert torch.equal(x, y)
+
+
+@pytest.mark.gpu
+def test_families_are_apart():
+    check_families_are_apart("cuda")
 
 
 @pytest.mark.gpu

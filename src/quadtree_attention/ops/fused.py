@@ -14,7 +14,7 @@ from quadtree_attention.ops.tree import is_exporting
 def runs_kernels(x: Tensor) -> bool:
     """Whether Triton's kernels run where this tensor is, and nobody has asked to do without.
 
-    A compiled model does without: there the compiler fuses, and knows what comes before and after.
+    A compiled model does without: the compiler knows what comes before and after.
     """
     return (
         TRITON_INSTALLED

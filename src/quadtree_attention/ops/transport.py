@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Optimal transport by Sinkhorn iterations.
 
-By fused kernels where the triton backend runs; otherwise by products of a matrix with vectors.
-`plain_sinkhorn` is what both have to give.
+By fused kernels where the triton backend runs; otherwise by products of a matrix with vectors, or
+word by word if the reference is asked for. `plain_sinkhorn` is what all have to give.
 """
 
+from math import log
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ def sinkhorn(scores: Tensor, bin_score: Tensor, iterations: int) -> tuple[Tensor
     """
     if can_fuse(scores):
         return _FusedSinkhorn.apply(scores.contiguous(), bin_score.to(scores), iterations)
-    if default_backend() == "reference":
+    if default_backend() == "reference" or not can_scale(scores, iterations):
         return plain_sinkhorn(scores, bin_score, iterations)
     return scaled_sinkhorn(scores, bin_score, iterations)
 
@@ -43,6 +44,16 @@ def can_fuse(scores: Tensor) -> bool:
     _, sources, targets = scores.shape
     fits = scores.numel() > 0 and sources * targets < 2**31
     return fits and scores.dtype == torch.float32 and runs_kernels(scores)
+
+
+def can_scale(scores: Tensor, iterations: int) -> bool:
+    """Whether sums of `scaled_sinkhorn` stay finite, whatever the scores are.
+
+    Where all cells want the same partner, every iteration makes factors larger by their number.
+    """
+    cells = max(scores.shape[1:])
+    largest = log(torch.finfo(scores.dtype).max)
+    return scores.numel() > 0 and (iterations + 1) * log(cells) < largest
 
 
 def plain_sinkhorn(
@@ -65,11 +76,11 @@ def plain_sinkhorn(
 def scaled_sinkhorn(
     scores: Tensor, bin_score: Tensor, iterations: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`sinkhorn` with one exponential per score, and one matrix kept for the gradient.
+    """`sinkhorn` with one exponential per score, and three matrices kept for the gradient.
 
-    The first half of an iteration makes probabilities of the rows. What comes after it multiplies
-    these by factors that the dustbins keep from growing, so that whatever is too small for a number
-    at first stays without effect, and sums need no logarithms.
+    The first half of an iteration makes probabilities of the rows. Those after it multiply these by
+    factors, and sums need no logarithms. See `can_scale` for how large factors may get; shares that
+    are too small for a number are 0, and would be next to nothing beside the dustbin's.
     """
     rows, sources, targets = scores.shape
     top = torch.maximum(scores.detach().amax(dim=2, keepdim=True), bin_score.detach())
@@ -80,13 +91,14 @@ def scaled_sinkhorn(
     left = first = -(top + total.log())[..., 0]
     right, right_bin = scores.new_zeros(rows, targets), scores.new_zeros(rows, 1)
     mass_left, mass_right = (scores.new_tensor(float(n)).log() for n in (targets, sources))
-    for _ in range(iterations):
-        left_bin = mass_left - bin_score - _with_bin(right, right_bin)
-        sums = ((left - first).exp()[:, None] @ shares)[:, 0]
-        right = -(sums + (bin_score + left_bin).exp()).log()
-        right_bin = mass_right - bin_score - _with_bin(left, left_bin)
-        sums = (right.exp()[:, None] @ transposed)[:, 0]
-        left = first - (sums + (bin_score + right_bin + first).exp()).log()
+    with torch.autocast(scores.device.type, enabled=False):  # products would lose digits
+        for _ in range(iterations):
+            left_bin = mass_left - bin_score - _with_bin(right, right_bin)
+            sums = ((left - first).exp()[:, None] @ shares)[:, 0]
+            right = -(sums + (bin_score + left_bin).exp()).log()
+            right_bin = mass_right - bin_score - _with_bin(left, left_bin)
+            sums = (right.exp()[:, None] @ transposed)[:, 0]
+            left = first - (sums + (bin_score + right_bin + first).exp()).log()
     return left, right, right_bin
 
 

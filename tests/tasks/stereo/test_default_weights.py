@@ -19,7 +19,12 @@ from tests.conftest import ROOT
 IMAGES = ROOT / "examples" / "images"
 # Of examples/images/README.md
 OPTIONS = StereoOptions(
-    objects=(8, 14), disparity=(0.1, 0.14), depth=(1.5, 6.0), room=(4.0, 8.0), textureless=0.1
+    objects=(8, 14),
+    disparity=(0.1, 0.14),
+    depth=(1.5, 6.0),
+    room=(4.0, 8.0),
+    textureless=0.1,
+    samples=4,
 )
 
 

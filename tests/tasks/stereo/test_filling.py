@@ -28,8 +28,17 @@ def test_no_streaks():
     assert (filled[5, :3] == 1.0).all()  # what is seen stays as it is
 
 
+def test_low_strips_are_behind_too():
+    """Three hidden rows between rows of a near object that is seen above and below them."""
+    disparity = np.full((15, 6), 30.0, np.float32)
+    occlusion = np.zeros_like(disparity)
+    disparity[6:9, :3], occlusion[6:9, 3] = 5.0, 1.0
+    filled = fill_hidden(disparity, occlusion)
+    assert (filled[6:9, 3] == 5.0).all()
+
+
 def test_where_nothing_is_sure_the_network_is_believed():
-    disparity = np.arange(20, dtype=np.float32).reshape(1, 20)
+    disparity = np.arange(240, dtype=np.float32).reshape(12, 20) ** 2
     assert np.array_equal(fill_hidden(disparity, np.ones_like(disparity)), disparity)
     assert np.array_equal(fill_hidden(disparity, np.zeros_like(disparity)), disparity)
     assert np.isinf(from_farther_side(disparity, np.zeros_like(disparity, bool))).all()

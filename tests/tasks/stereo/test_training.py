@@ -8,11 +8,13 @@ import torch
 
 pytest.importorskip("pytorch_lightning", reason="training needs the extra 'train'")
 
+from quadtree_attention.errors import CheckpointError
 from quadtree_attention.models.stereo import stereo_network
-from quadtree_attention.models.weights import fill, read_card
+from quadtree_attention.models.weights import file_sha256, fill, read_card, read_checkpoint
+from quadtree_attention.tasks.pretrained import pretrained_path
 from quadtree_attention.tasks.stereo.data import StereoData
 from quadtree_attention.tasks.stereo.losses import stereo_losses
-from quadtree_attention.tasks.stereo.module import LOGGED
+from quadtree_attention.tasks.stereo.module import LOGGED, StereoModule
 from quadtree_attention.tasks.training.command import train
 from tests.conftest import ROOT
 
@@ -36,6 +38,24 @@ def test_debug_recipe(tmp_path):
     assert card["task"] == "stereo"
     model = stereo_network(card["model"], **card["kwargs"])
     fill(model, folder / "best.safetensors")
+
+
+def test_starting_from_the_weights_of_the_package():
+    path = pretrained_path("stereo")
+    module = StereoModule(weights="default")
+    for name, tensor in read_checkpoint(path).items():
+        assert torch.equal(module.model.state_dict()[name], tensor.float())
+    assert module.card()["started_from"] == {"sha256": file_sha256(path)}
+    assert "started_from" not in StereoModule().card()
+    with pytest.raises(CheckpointError, match="does not fit StereoNetwork"):
+        StereoModule("sttr", weights="default")
+
+
+def test_compiled_convolutions_keep_their_names():
+    module, compiled = StereoModule(), StereoModule(compile=True)
+    assert compiled.state_dict().keys() == module.state_dict().keys()
+    for part in (compiled.model.features, compiled.model.refinement):
+        assert part._compiled_call_impl is not None
 
 
 def test_it_learns():

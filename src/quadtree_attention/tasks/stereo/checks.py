@@ -12,6 +12,7 @@ from PIL import Image
 
 from quadtree_attention.errors import MissingDependencyError
 from quadtree_attention.images import Array
+from quadtree_attention.tasks.stereo.metrics import OCCLUDED
 
 try:
     import cv2
@@ -86,7 +87,7 @@ def result_warnings(disparity: Array, occlusion: Array, *, scale: float = 1.0) -
         occlusion: (H, W), probability to be hidden in the right view.
         scale: Pixels of the images that one pixel was that the network saw.
     """
-    seen = occlusion < 0.5
+    seen = occlusion < OCCLUDED
     hidden = 1 - float(seen.mean())
     if hidden > MOST_OCCLUDED:
         return (

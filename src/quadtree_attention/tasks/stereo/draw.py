@@ -10,6 +10,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 from quadtree_attention.images import Array
 from quadtree_attention.tasks.pictures import BACKGROUND, FAINT, TEXT
+from quadtree_attention.tasks.stereo.metrics import OCCLUDED
 
 if TYPE_CHECKING:
     from quadtree_attention.tasks.stereo.predictor import Disparity
@@ -20,7 +21,6 @@ LARGEST_SCALE = 3.0
 GAP, HEADER = 6, 60
 LEAST_WIDTH = 760  # so that there is room for the words and the bar above
 SHOWN = (1.0, 99.0)  # percentiles that the colours span: a few wild values do not wash out the rest
-OCCLUDED = 0.5  # probability from which pixels are hatched
 STRIPE = 4  # pixels of the picture that a stripe of the hatching is wide
 DARK_STRIPES, LIGHT_STRIPES = 0.68, 0.32  # how much there is of them, on bright and dark colours
 TONES = 1024  # colours that are told apart

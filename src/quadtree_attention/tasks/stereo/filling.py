@@ -2,15 +2,15 @@
 """Disparities of what the right view does not show, from what is around it.
 
 What is hidden lies behind what hides it. Along a row, it continues what is farther away of the
-nearest pixels that both views show.
+nearest pixels that both views show; a median over a few rows removes streaks.
 """
 
 import numpy as np
 
 from quadtree_attention.images import Array
+from quadtree_attention.tasks.stereo.metrics import OCCLUDED
 
-HIDDEN = 0.5  # probability of being occluded above which a pixel is taken to be
-ROWS = 9  # whose median a filled pixel gets, as rows that are filled one by one leave streaks
+ROWS = 9  # of a column: a filled pixel gets the median of what was filled in them
 
 
 def fill_hidden(disparity: Array, occlusion: Array) -> Array:
@@ -20,14 +20,14 @@ def fill_hidden(disparity: Array, occlusion: Array) -> Array:
         disparity: (H, W).
         occlusion: (H, W), probabilities.
     """
-    hidden = occlusion > HIDDEN
-    if not hidden.any():
-        return disparity
+    hidden = occlusion >= OCCLUDED
     farther = from_farther_side(disparity, ~hidden)
-    filled = np.where(hidden & np.isfinite(farther), farther, disparity)
-    padded = np.pad(filled, ((ROWS // 2, ROWS // 2), (0, 0)), mode="edge")
-    windows = np.lib.stride_tricks.sliding_window_view(padded, ROWS, axis=0)
-    filled[hidden] = np.median(windows[hidden], axis=1)
+    fills = hidden & np.isfinite(farther)  # not in rows that have no pixel to continue
+    margin = ((ROWS // 2, ROWS // 2), (0, 0))
+    values = np.pad(np.where(fills, farther, np.nan), margin, constant_values=np.nan)
+    windows = np.lib.stride_tricks.sliding_window_view(values, ROWS, axis=0)
+    filled = disparity.copy()
+    filled[fills] = np.nanmedian(windows[fills], axis=1)
     return filled
 
 

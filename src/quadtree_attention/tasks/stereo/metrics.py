@@ -49,7 +49,7 @@ def occlusion_iou(
             much higher, since most pixels are visible.
     """
     where = torch.as_tensor(where)
-    found = (torch.as_tensor(predicted).float() > OCCLUDED)[where]
+    found = (torch.as_tensor(predicted).float() >= OCCLUDED)[where]
     true = torch.as_tensor(occluded)[where]
     shared, either = (found & true).sum().item(), (found | true).sum().item()
     if both:

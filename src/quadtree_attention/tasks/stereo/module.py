@@ -6,6 +6,8 @@ from typing import Any
 from torch import Tensor
 
 from quadtree_attention.models.stereo import StereoNetwork, stereo_network
+from quadtree_attention.models.weights import file_sha256, fill
+from quadtree_attention.tasks.pretrained import pretrained_path
 from quadtree_attention.tasks.stereo.losses import stereo_losses
 from quadtree_attention.tasks.stereo.metrics import scores
 from quadtree_attention.tasks.training.loader import seed_from, set_seed
@@ -22,6 +24,8 @@ class StereoModule(TaskModule):
     Args:
         model: Name of a network: sttr, sttr_quadtree or quadtree_small.
         options: Keyword arguments of `StereoNetwork` that replace those of the name.
+        weights: Weights to start from, of such a network: a file, or "default" for those of the
+            package.
         lr: Learning rate at a batch of 8 pairs on all processes together; scaled linearly.
         min_lr: Where the cosine ends, at that batch size too.
         warmup_epochs: Epochs in which the learning rate rises to `lr`.
@@ -38,6 +42,7 @@ class StereoModule(TaskModule):
         self,
         model: str = "quadtree_small",
         options: dict[str, Any] | None = None,
+        weights: str | None = None,
         lr: float = 6e-4,
         min_lr: float = 1e-6,
         warmup_epochs: float = 1,
@@ -51,6 +56,11 @@ class StereoModule(TaskModule):
         set_seed(seed_from(seed))  # the same first weights on every process
         self.kwargs = options or {}
         self.model: StereoNetwork = stereo_network(model, **self.kwargs)
+        self.start = None
+        if weights is not None:
+            path = pretrained_path("stereo") if weights == "default" else weights
+            fill(self.model, path)
+            self.start = file_sha256(path)
         self.model.set_grad_checkpointing(grad_checkpointing)
         if compile:  # in place: the names of the weights stay
             self.model.features.compile(dynamic=False)
@@ -85,4 +95,5 @@ class StereoModule(TaskModule):
                 self.log_mean("val/good3", 100 - found["bad3_all"], 1, prog_bar=True)
 
     def card(self) -> dict[str, Any]:
-        return {"model": self.hparams["model"], "kwargs": self.kwargs, "task": "stereo"}
+        card = {"model": self.hparams["model"], "kwargs": self.kwargs, "task": "stereo"}
+        return card if self.start is None else card | {"started_from": {"sha256": self.start}}

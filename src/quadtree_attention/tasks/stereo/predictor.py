@@ -127,7 +127,8 @@ class StereoMatcher:
         size: Most pixels of the longer side that pairs are matched at; those below 640 are enlarged
             to it, at most twofold. Disparities are in pixels of the images as given all the same.
         max_disparity: Largest disparity to look for, in pixels of the images as given; None takes
-            that of the weights, mostly the whole width. A small one saves mistakes and memory.
+            that of the weights, in pixels of what the network sees, mostly the whole width. A small
+            one saves mistakes and memory.
 
     Raises:
         CheckpointError: The weights cannot be read, or are none of a stereo network.

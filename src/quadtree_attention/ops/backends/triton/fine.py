@@ -63,7 +63,7 @@ def candidates_of_part(i_part, FAMILIES: tl.constexpr, WIDTH: tl.constexpr):
 def head_of_part(i_first, i_part, heads, families, FAMILIES: tl.constexpr):
     """Of the family of a part: batch entry and head in one number and each, and its number there.
 
-    Divides whole numbers once per program; those of parts are near, and small.
+    Whole numbers are divided for the first family alone: those of a program are near each other.
     """
     i_bn = i_first // families
     i_b = i_bn // heads
@@ -78,7 +78,7 @@ def head_of_part(i_first, i_part, heads, families, FAMILIES: tl.constexpr):
         i_step = quotient(i_n, heads)
         i_n -= i_step * heads
         i_b += i_step
-    return i_bn.to(tl.int64), i_b.to(tl.int64), i_n, o_family
+    return i_bn.to(tl.int64), i_b.to(tl.int64), i_n.to(tl.int64), o_family
 
 
 @triton.jit
@@ -159,6 +159,21 @@ def family_scores(
         b_here = tl.dot(b_q.to(b_k.dtype), tl.trans(b_k), input_precision=PRECISION)
         b_score = tl.where((i_part == g)[:, None], b_here, b_score)
     return b_score * scale, b_q
+
+
+@triton.jit
+def add_part(b_sum, b_weight, b_x, m_own, FAMILIES: tl.constexpr, PRECISION: tl.constexpr):
+    """`b_sum` and the weighted sum of the candidates of a part, in the rows that are of it.
+
+    Nothing of another family is multiplied by 0 and added: that is no number if it is infinite.
+    """
+    if FAMILIES > 1:
+        b_here = tl.dot(b_weight.to(b_x.dtype), b_x, input_precision=PRECISION)
+        b_sum = tl.where(m_own[:, None], b_here, b_sum)
+    else:
+        b_own = tl.where(m_own[:, None], b_weight, 0.0).to(b_x.dtype)
+        b_sum = tl.dot(b_own, b_x, acc=b_sum, input_precision=PRECISION)
+    return b_sum
 
 
 @triton.jit
@@ -288,8 +303,7 @@ def fine_fwd_kernel(
             p_v, p_parents, p_shown, g, i_first, rows, heads, families, key_0, key_1, key_2,
             sv_b, sv_n, sv_t, DV, BLOCK_DV, KEPT, FAMILIES, WIDTH, NDIM, HIDES, MASKED,
         )  # fmt: skip
-        b_own = tl.where((i_part == g)[:, None], b_weight, 0.0).to(b_v.dtype)
-        b_message = tl.dot(b_own, b_v, acc=b_message, input_precision=PRECISION)
+        b_message = add_part(b_message, b_weight, b_v, i_part == g, FAMILIES, PRECISION)
     OUT: tl.constexpr = F if FAMILIES == 1 else ROWS
     if FAMILIES == 1:
         b_message = tl.sum(spread(b_message, NDIM), axis=0)  # (F, BLOCK_DV)
@@ -410,8 +424,7 @@ def fine_bwd_kernel(
             p_k, p_parents, p_shown, g, i_first, rows, heads, families, key_0, key_1, key_2,
             sk_b, sk_n, sk_t, D, BLOCK_D, KEPT, FAMILIES, WIDTH, NDIM, HIDES, MASKED,
         )  # fmt: skip
-        b_own = tl.where((i_part == g)[:, None], b_dscore, 0.0).to(b_k.dtype)
-        b_dq = tl.dot(b_own, b_k, acc=b_dq, input_precision=PRECISION)
+        b_dq = add_part(b_dq, b_dscore, b_k, i_part == g, FAMILIES, PRECISION)
     OUT: tl.constexpr = F if FAMILIES == 1 else ROWS
     if FAMILIES == 1:
         b_dq = tl.sum(spread(b_dq, NDIM), axis=0)

@@ -155,7 +155,7 @@ def row_max(b_x, AXIS: tl.constexpr):
 
 @triton.jit
 def any_row(m_row, AXIS: tl.constexpr):
-    """Whether something holds for any row; other axes than that of the rows have size 1."""
+    """Whether something holds for any row; there is one entry for each."""
     m_any = m_row.to(tl.int32)
     if len(m_row.shape) == 3:
         m_any = tl.max(tl.max(m_any, axis=2), axis=0)
