@@ -87,7 +87,7 @@ def result_warnings(disparity: Array, occlusion: Array, *, scale: float = 1.0) -
         occlusion: (H, W), probability to be hidden in the right view.
         scale: Pixels of the images that one pixel was that the network saw.
     """
-    seen = occlusion < OCCLUDED
+    seen = occlusion <= OCCLUDED
     hidden = 1 - float(seen.mean())
     if hidden > MOST_OCCLUDED:
         return (

@@ -111,7 +111,7 @@ def shown_range(values: Array, occlusion: Array) -> tuple[float, float]:
     gets a range of one pixel, or its noise would look like structure.
     """
     finite = np.isfinite(values)
-    chosen = values[finite & (occlusion < OCCLUDED)]
+    chosen = values[finite & (occlusion <= OCCLUDED)]
     chosen = chosen if chosen.size else values[finite]
     if not chosen.size:
         return 0.0, 1.0
@@ -136,7 +136,7 @@ def _coloured(disparity: "Disparity", panel: Panel, low: float, high: float) -> 
     pixels[~known] = NOT_KNOWN
     # Colours are shrunk, not values, so that an edge between near and far keeps both
     shown = Image.fromarray(pixels).resize(size, _resampling(panel, values.shape[1]))
-    hidden = Image.fromarray(((disparity.occlusion >= OCCLUDED) & known).astype(np.uint8) * 255)
+    hidden = Image.fromarray(((disparity.occlusion > OCCLUDED) & known).astype(np.uint8) * 255)
     cover = np.asarray(hidden.resize(size, Image.Resampling.BOX), np.float64) / 255
     return _hatched(np.asarray(shown), cover)
 
@@ -179,7 +179,7 @@ def _facts(disparity: "Disparity") -> list[str]:
         facts[0] += f" (at {disparity.size[0]}x{disparity.size[1]})"
     if disparity.seconds:
         facts.append(f"{disparity.seconds:.2f} s")
-    hidden = float((disparity.occlusion >= OCCLUDED).mean())
+    hidden = float((disparity.occlusion > OCCLUDED).mean())
     facts.append(f"{100 * hidden:.1f} % occluded (hatched)" if hidden else "nothing occluded")
     return facts
 

@@ -20,7 +20,7 @@ def fill_hidden(disparity: Array, occlusion: Array) -> Array:
         disparity: (H, W).
         occlusion: (H, W), probabilities.
     """
-    hidden = occlusion >= OCCLUDED
+    hidden = occlusion > OCCLUDED
     farther = from_farther_side(disparity, ~hidden)
     fills = hidden & np.isfinite(farther)  # not in rows that have no pixel to continue
     margin = ((ROWS // 2, ROWS // 2), (0, 0))

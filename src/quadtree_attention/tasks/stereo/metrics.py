@@ -16,7 +16,7 @@ Array: TypeAlias = np.ndarray[Any, Any]
 Values: TypeAlias = Tensor | Array
 BAD = (1, 2, 3)  # pixels
 D1_PIXELS, D1_SHARE = 3.0, 0.05  # an outlier of KITTI exceeds both
-OCCLUDED = 0.5  # probability from which on a pixel is predicted as occluded
+OCCLUDED = 0.5  # probability above which a pixel is taken to be occluded
 
 
 def end_point_error(disparity: Values, truth: Values, where: Values) -> float:
@@ -49,7 +49,7 @@ def occlusion_iou(
             much higher, since most pixels are visible.
     """
     where = torch.as_tensor(where)
-    found = (torch.as_tensor(predicted).float() >= OCCLUDED)[where]
+    found = (torch.as_tensor(predicted).float() > OCCLUDED)[where]
     true = torch.as_tensor(occluded)[where]
     shared, either = (found & true).sum().item(), (found | true).sum().item()
     if both:
