@@ -66,9 +66,9 @@ def plain_sinkhorn(
     mass_left, mass_right = (scores.new_tensor(float(n)).log() for n in (targets, sources))
     for _ in range(iterations):
         left = -torch.logaddexp((scores + right[:, None]).logsumexp(dim=2), bin_score + right_bin)
-        left_bin = mass_left - bin_score - _with_bin(right, right_bin)
+        left_bin = mass_left - bin_score - with_bin(right, right_bin)
         right = -torch.logaddexp((scores + left[..., None]).logsumexp(dim=1), bin_score + left_bin)
-        right_bin = mass_right - bin_score - _with_bin(left, left_bin)
+        right_bin = mass_right - bin_score - with_bin(left, left_bin)
     left = -torch.logaddexp((scores + right[:, None]).logsumexp(dim=2), bin_score + right_bin)
     return left, right, right_bin
 
@@ -93,16 +93,16 @@ def scaled_sinkhorn(
     mass_left, mass_right = (scores.new_tensor(float(n)).log() for n in (targets, sources))
     with torch.autocast(scores.device.type, enabled=False):  # products would lose digits
         for _ in range(iterations):
-            left_bin = mass_left - bin_score - _with_bin(right, right_bin)
+            left_bin = mass_left - bin_score - with_bin(right, right_bin)
             sums = ((left - first).exp()[:, None] @ shares)[:, 0]
             right = -(sums + (bin_score + left_bin).exp()).log()
-            right_bin = mass_right - bin_score - _with_bin(left, left_bin)
+            right_bin = mass_right - bin_score - with_bin(left, left_bin)
             sums = (right.exp()[:, None] @ transposed)[:, 0]
             left = first - (sums + (bin_score + right_bin + first).exp()).log()
     return left, right, right_bin
 
 
-def _with_bin(potentials: Tensor, of_bin: Tensor) -> Tensor:
+def with_bin(potentials: Tensor, of_bin: Tensor) -> Tensor:
     """(R, S) and (R, 1) -> logarithm of the sum of all, (R, 1)"""
     return torch.cat([potentials, of_bin], dim=1).logsumexp(dim=1, keepdim=True)
 

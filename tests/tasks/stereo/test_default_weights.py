@@ -10,8 +10,6 @@ pytest.importorskip("cv2", reason="checking pairs needs the extra 'models'")
 
 from benchmarks.stereo import DATA, main
 from quadtree_attention.data import ProceduralTextures, StereoOptions, stereo_pairs
-from quadtree_attention.models.weights import file_sha256, read_card
-from quadtree_attention.tasks.pretrained import pretrained_path
 from quadtree_attention.tasks.stereo.metrics import scores
 from quadtree_attention.tasks.stereo.predictor import StereoMatcher
 from tests.conftest import ROOT
@@ -26,16 +24,6 @@ OPTIONS = StereoOptions(
     textureless=0.1,
     samples=4,
 )
-
-
-def test_card_tells_what_the_weights_are():
-    path = pretrained_path("stereo")
-    card = read_card(path)
-    assert card["sha256"] == file_sha256(path)
-    assert path.stat().st_size < 12e6
-    assert {"recipe", "commands", "commit", "data", "metrics"} <= card.keys()
-    assert all(data["terms"] for data in card["data"])
-    assert (ROOT / card["recipe"]).is_file()
 
 
 def test_disparities_of_the_example():

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from quadtree_attention.errors import OptionError
 from quadtree_attention.models.parts.masks import extent
 from quadtree_attention.models.parts.similarity import HIDDEN, Similarity
+from quadtree_attention.ops.transport import with_bin
 from quadtree_attention.ops.tree import accumulation_dtype
 
 Method = Literal["dual_softmax", "optimal_transport"]
@@ -214,15 +215,11 @@ def _sinkhorn(similarity: Similarity, bin_score: Tensor, iterations: int) -> tup
     for _ in range(iterations):
         rows = norm - torch.logaddexp(similarity.row_log_sums(columns), score + columns_bin)
         rows = _hide(rows, visible0)
-        rows_bin = log1 + norm - (score + _log_sum(columns, columns_bin))
+        rows_bin = log1 + norm - (score + with_bin(columns, columns_bin))
         columns = norm - torch.logaddexp(similarity.column_log_sums(rows), score + rows_bin)
         columns = _hide(columns, visible1)
-        columns_bin = log0 + norm - (score + _log_sum(rows, rows_bin))
+        columns_bin = log0 + norm - (score + with_bin(rows, rows_bin))
     return rows - norm, columns
-
-
-def _log_sum(potentials: Tensor, of_bin: Tensor) -> Tensor:
-    return torch.cat([potentials, of_bin], dim=1).logsumexp(dim=1, keepdim=True)
 
 
 def _count(visible: Tensor | None, features: Tensor) -> Tensor:

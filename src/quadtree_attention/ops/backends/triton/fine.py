@@ -82,7 +82,7 @@ def head_of_part(i_first, i_part, heads, families, FAMILIES: tl.constexpr):
 
 
 @triton.jit
-def family(i_first, i_part, heads, size_0, size_1, size_2, o_child, NDIM: tl.constexpr,
+def family(i_first, i_part, rows, heads, size_0, size_1, size_2, o_child, NDIM: tl.constexpr,
            FAMILIES: tl.constexpr):  # fmt: skip
     """Of a query family: its batch entry and head, and its queries' rows and which of them are."""
     above_1, above_2 = (size_1 + 1) // 2, (size_2 + 1) // 2
@@ -90,6 +90,7 @@ def family(i_first, i_part, heads, size_0, size_1, size_2, o_child, NDIM: tl.con
     i_bn, i_b, i_n, o_family = head_of_part(i_first, i_part, heads, families, FAMILIES)
     o_place = child_of(place_of(o_family, above_1, above_2, NDIM), o_child, NDIM)
     m_query = is_on_grid(o_place, size_0, size_1, size_2, NDIM)
+    m_query = of_families(m_query, family_of_part(i_first, i_part, FAMILIES), rows, FAMILIES)
     return i_bn, i_b, i_n, row_at(o_place, size_1, size_2, NDIM), m_query
 
 
@@ -241,15 +242,13 @@ def fine_fwd_kernel(
     i_first = tl.program_id(0) * FAMILIES
     families = families_of(size_0, size_1, size_2)
     i_part = tl.arange(0, ROWS) // F
-    i_row = family_of_part(i_first, i_part, FAMILIES)
     o_f = tl.arange(0, ROWS) % F
     _, i_b, i_n, o_query, m_query = family(
-        i_first, i_part, heads, size_0, size_1, size_2, o_f, NDIM, FAMILIES
+        i_first, i_part, rows, heads, size_0, size_1, size_2, o_f, NDIM, FAMILIES
     )
     b_score, _ = family_scores(
-        p_q, p_k, p_parents, p_shown, offsets(i_b, i_n, o_query, sq_b, sq_n, sq_t),
-        of_families(m_query, i_row, rows, FAMILIES), i_first, rows, heads, families, scale,
-        key_0, key_1, key_2, sk_b, sk_n, sk_t,
+        p_q, p_k, p_parents, p_shown, offsets(i_b, i_n, o_query, sq_b, sq_n, sq_t), m_query,
+        i_first, rows, heads, families, scale, key_0, key_1, key_2, sk_b, sk_n, sk_t,
         D, BLOCK_D, KEPT, FAMILIES, ROWS, PARTS, WIDTH, NDIM, HIDES, MASKED, PRECISION,
     )  # fmt: skip
     b_score = spread(b_score, NDIM)
@@ -276,10 +275,8 @@ def fine_fwd_kernel(
         i_part3 = tl.arange(0, GROUPS)[:, None, None]
         o_child = tl.arange(0, F)[None, :, None]
         i_bn, _, _, o_out, m_out = family(
-            i_first, i_part3, heads, size_0, size_1, size_2, o_child, NDIM, FAMILIES
+            i_first, i_part3, rows, heads, size_0, size_1, size_2, o_child, NDIM, FAMILIES
         )
-        i_row3 = family_of_part(i_first, i_part3, FAMILIES)
-        m_out = of_families(m_out, i_row3, rows, FAMILIES)
         o_out = (i_bn * size_0 * size_1 * size_2 + o_out) * TOPK
         # One tensor to bring into the layout of stores; no slot but those there are, whatever came.
         o_slot = tl.where(b_chosen & m_out & (o_slot < TOPK), o_slot, -1)
@@ -317,10 +314,10 @@ def fine_fwd_kernel(
         b_inherited *= tl.load(p_weights).to(tl.float32) if WEIGHTED else share
     b_message += b_inherited
     _, i_b, i_n, o_out, m_out = family(
-        i_first, o_out // F, heads, size_0, size_1, size_2, o_out % F, NDIM, FAMILIES
+        i_first, o_out // F, rows, heads, size_0, size_1, size_2, o_out % F, NDIM, FAMILIES
     )
     o_out = offsets(i_b, i_n, o_out, so_b, so_n, so_t)
-    store_rows(p_total, b_message, o_out, m_out & (i_out < rows), 1, DV)
+    store_rows(p_total, b_message, o_out, m_out, 1, DV)
 
 
 @kernel
@@ -343,12 +340,10 @@ def fine_bwd_kernel(
     i_first = tl.program_id(0) * FAMILIES
     families = families_of(size_0, size_1, size_2)
     i_part = tl.arange(0, ROWS) // F
-    i_row = family_of_part(i_first, i_part, FAMILIES)
     o_f = tl.arange(0, ROWS) % F
     _, i_b, i_n, o_query, m_query = family(
-        i_first, i_part, heads, size_0, size_1, size_2, o_f, NDIM, FAMILIES
+        i_first, i_part, rows, heads, size_0, size_1, size_2, o_f, NDIM, FAMILIES
     )
-    m_query = of_families(m_query, i_row, rows, FAMILIES)
     b_score, _ = family_scores(
         p_q, p_k, p_parents, p_shown, offsets(i_b, i_n, o_query, sq_b, sq_n, sq_t), m_query,
         i_first, rows, heads, families, scale, key_0, key_1, key_2, sk_b, sk_n, sk_t,
@@ -378,10 +373,8 @@ def fine_bwd_kernel(
     i_part3 = tl.arange(0, GROUPS)[:, None, None]
     o_child = tl.arange(0, F)[None, :, None]
     i_bn, _, _, o_query3, m_query3 = family(
-        i_first, i_part3, heads, size_0, size_1, size_2, o_child, NDIM, FAMILIES
+        i_first, i_part3, rows, heads, size_0, size_1, size_2, o_child, NDIM, FAMILIES
     )
-    i_row3 = family_of_part(i_first, i_part3, FAMILIES)
-    m_query3 = of_families(m_query3, i_row3, rows, FAMILIES)
     o_query3 = i_bn * size_0 * size_1 * size_2 + o_query3
     if VARIANT_A:
         o_kept, m_kept = kept_cells(i_first, rows, KEPT, FAMILIES, ROWS, PARTS, WIDTH, NDIM)
@@ -429,12 +422,11 @@ def fine_bwd_kernel(
     if FAMILIES == 1:
         b_dq = tl.sum(spread(b_dq, NDIM), axis=0)
     o_out = tl.arange(0, OUT)
-    i_out = family_of_part(i_first, o_out // F, FAMILIES) + tl.zeros((OUT,), tl.int32)
     _, i_b, i_n, o_out, m_out = family(
-        i_first, o_out // F, heads, size_0, size_1, size_2, o_out % F, NDIM, FAMILIES
+        i_first, o_out // F, rows, heads, size_0, size_1, size_2, o_out % F, NDIM, FAMILIES
     )
     o_out = offsets(i_b, i_n, o_out, sdq_b, sdq_n, sdq_t)
-    store_rows(p_dq, b_dq, o_out, m_out & (i_out < rows), 1, D)
+    store_rows(p_dq, b_dq, o_out, m_out, 1, D)
 
 
 @kernel
@@ -488,7 +480,7 @@ def fine_bwd_keys_kernel(
     i_key = tl.program_id(0)
     o_c = tl.arange(0, 16)  # columns: the F keys, padded
     i_bn, i_b, i_n, o_key, m_key = family(
-        i_key, 0, heads, key_0, key_1, key_2, o_c % F, NDIM, FAMILIES=1
+        i_key, 0, 0, heads, key_0, key_1, key_2, o_c % F, NDIM, FAMILIES=1
     )
     m_key = m_key & (o_c < F)
     b_shown = m_key
