@@ -120,6 +120,16 @@ def test_scenes_for_matching_stay_as_they_are():
     assert found == pytest.approx(BEFORE, rel=1e-12)
 
 
+def test_a_share_of_the_textureless_surfaces_is_blank(textures):
+    options = dataclasses.replace(CLEAN, textureless=0.5, blank=0.4)
+    surfaces = placed(options)[0].surfaces
+    blank = (surfaces.gain == 0).all(dim=-1) & (surfaces.stain_gain == 0)
+    assert blank.double().mean() == pytest.approx(0.5 * 0.4, abs=0.02)
+    one_colour = dataclasses.replace(CLEAN, textureless=1.0, blank=1.0, samples=1)
+    image = stereo_pairs(textures, [0], size=SIZE, options=one_colour).image0[0]
+    assert len(image.flatten(1).unique(dim=1).T) < 200  # a few shades per object, of 15,811 pixels
+
+
 def test_surfaces_are_slanted_and_some_have_no_texture(pair):
     """Not only steps: within a surface, disparity changes along rows and columns."""
     d = pair.disparity0

@@ -5,7 +5,8 @@ import pytest
 import torch
 
 from quadtree_attention.errors import DTypeError, OptionError, ShapeError
-from quadtree_attention.models.stereo import resampled, stereo_names, stereo_network
+from quadtree_attention.models.parts.stereo_features import resampled
+from quadtree_attention.models.stereo import stereo_names, stereo_network
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -15,6 +16,7 @@ TINY = {
     "num_heads": 2,
     "num_layers": 1,
     "refine_dim": 8,
+    "context": (),
 }
 
 
@@ -78,6 +80,39 @@ def test_refinement_begins_by_changing_nothing():
     assert torch.allclose(found.occlusion[:, ::2, ::2], raw, atol=1e-4)
 
 
+def reach(model, data):
+    """Columns of the left image on which the refined disparity in the middle of it depends."""
+    image = data["image0"].clone().requires_grad_()
+    size = image.shape[2:]
+    disparity, occlusion = torch.rand(1, *size), torch.rand(1, *size)
+    refined, _ = model.refinement(image, disparity, occlusion)
+    refined[0, size[0] // 2, size[1] // 2].backward()
+    return image.grad.abs().sum(dim=(0, 1, 2)).nonzero()[:, 0]
+
+
+def test_context_tells_from_all_of_the_image():
+    """Without it, refinement knows what is near only."""
+    data = pair(64, 256)
+    without, wide = tiny(), tiny(context=(8, 8, 8, 8))
+    for model in (without, wide):
+        torch.nn.init.normal_(model.refinement.head.weight, std=0.1)
+    torch.nn.init.normal_(wide.refinement.context.hourglass.out.weight, std=0.1)
+    near = reach(without, data)
+    assert near.max() - near.min() < 100
+    far = reach(wide, data)
+    assert far.min() < 8 and far.max() > 248
+
+
+def test_context_begins_by_changing_little():
+    plain, wide = tiny(), tiny(context=(8, 8, 8, 8))
+    wide.load_state_dict(plain.state_dict(), strict=False)
+    with torch.no_grad():
+        before, found = (model(pair(33, 50)) for model in (plain, wide))
+    assert torch.allclose(found.occlusion, before.occlusion, atol=1e-4)
+    moved = (found.disparity - before.disparity).abs().mean()
+    assert 0 < moved < 0.1 * before.disparity.std()
+
+
 def test_resampling_reads_at_multiples():
     x = torch.arange(12.0).view(1, 1, 3, 4)
     assert torch.allclose(resampled(x, (3, 4), 1.0), x, atol=1e-5)
@@ -89,7 +124,7 @@ def test_resampling_reads_at_multiples():
 
 @pytest.mark.parametrize("attention", ["full", "quadtree_a", "quadtree_b"])
 def test_gradients_reach_everything(attention):
-    model = tiny(attention=attention, mlp_ratio=1.0).train()
+    model = tiny(attention=attention, mlp_ratio=1.0, context=(8, 8, 8, 8)).train()
     torch.nn.init.normal_(model.refinement.head.weight, std=0.1)
     truth = torch.rand(1, 32, 48) * 8
     found = model(pair(32, 48), true_disparity=truth)
@@ -160,5 +195,7 @@ def test_bad_options():
         stereo_network("sttr", topk=3)
     with pytest.raises(OptionError, match="stride must be 2, 3, 4, got 5"):
         stereo_network("sttr", stride=5)
-    with pytest.raises(OptionError, match="dims must be four numbers of channels"):
+    with pytest.raises(OptionError, match="dims and context must be four numbers of channels"):
         stereo_network("sttr", dims=(8, 8, 8))
+    with pytest.raises(OptionError, match="at 1/4, 1/8, 1/16, 1/32, all multiples of 8, got"):
+        stereo_network("sttr", context=(8, 8, 8, 12))

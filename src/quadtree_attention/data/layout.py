@@ -206,14 +206,21 @@ def _surfaces(
     stain = draws.uniform(0.1, 0.35, *faces)
     tone = draws.uniform(-0.12, 0.12, *faces, 1) + draws.uniform(-0.05, 0.05, *faces, 3)
     colour = draws.uniform(0.2, 0.85, *faces, 1) + draws.uniform(-0.1, 0.1, *faces, 3)
+    texture = draws.integers(0, textures, *faces)
+    offset = draws.uniform(0, 2, *faces, 2)
+    stain_texture = draws.integers(0, textures, *faces)
+    faint_stain = 0.3 * stain
+    if options.blank > 0:  # nothing is drawn otherwise, which would move all that is drawn later
+        marked = ~draws.chance(options.blank, *faces)
+        faint, faint_stain = faint * marked[..., None], faint_stain * marked
     return Surfaces(
-        texture=draws.integers(0, textures, *faces),
+        texture=texture,
         axes=axes * density[..., None, None],
-        offset=draws.uniform(0, 2, *faces, 2),
+        offset=offset,
         gain=torch.where(plain, faint, contrast),
         bias=torch.where(plain, colour, 0.5 + tone),
-        stain=draws.integers(0, textures, *faces),
-        stain_gain=torch.where(plain[..., 0], 0.3 * stain, stain),
+        stain=stain_texture,
+        stain_gain=torch.where(plain[..., 0], faint_stain, stain),
     )
 
 

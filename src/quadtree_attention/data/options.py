@@ -29,6 +29,8 @@ class ContentOptions:
     """Pixels per texel at the depth of the object: higher is coarser."""
     textureless: float = 0.15
     """Share of surfaces with next to no texture."""
+    blank: float = 0.0
+    """Share of those that have a single colour."""
     thin: float = 0.0
     """Share of objects drawn out to poles and wires, beside the bars that are always there."""
     photometric: float = 1.0
@@ -43,6 +45,7 @@ class ContentOptions:
         check_range("focal", self.focal, 0.2, 20)
         check_range("texture_scale", self.texture_scale, 0.01, 100)
         check_number("textureless", self.textureless, 0, 1)
+        check_number("blank", self.blank, 0, 1)
         check_number("thin", self.thin, 0, 1)
         check_number("photometric", self.photometric, 0, 2)
         check_samples(self.samples)

@@ -24,14 +24,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quadtree_attention.errors import DTypeError, OptionError, ShapeError
 from quadtree_attention.models.parts.assignment import RowAssignment
 from quadtree_attention.models.parts.row_attention import RowAttentionKind, RowTransformer
-from quadtree_attention.models.parts.stereo_features import ContextAdjustment, StereoFeatures
-from quadtree_attention.ops.tree import accumulation_dtype
+from quadtree_attention.models.parts.stereo_features import (
+    ContextAdjustment,
+    Hourglass,
+    resampled,
+)
 
 LEAST_SIDE = 16
 CNN_STRIDE = 2
@@ -84,6 +86,8 @@ class StereoNetwork(nn.Module):
         iterations: Of Sinkhorn.
         max_disparity: Largest disparity in pixels; None is the width. May be set at any time.
         refine_dim: Channels of the refinement at full resolution.
+        context: Channels at 1/4, 1/8, 1/16 and 1/32 of what refines before it, knowing all of the
+            image; empty leaves it out, as STTR does.
         max_entries: Entries of matrices of a row's cells times cells that are made at a time;
             None means 2**25, or 2**20 on a CPU.
     """
@@ -104,6 +108,7 @@ class StereoNetwork(nn.Module):
         iterations: int = 10,
         max_disparity: float | None = None,
         refine_dim: int = 16,
+        context: Sequence[int] = (),
         max_entries: int | None = None,
         device: Any = None,
         dtype: Any = None,
@@ -121,7 +126,7 @@ class StereoNetwork(nn.Module):
         dd = {"device": device, "dtype": dtype}
         self.stride = stride
         self.max_disparity = max_disparity
-        self.features = StereoFeatures(dims, dim, **dd)
+        self.features = Hourglass(3, dims, dim, stride=CNN_STRIDE, **dd)
         self.transformer = RowTransformer(
             dim,
             num_layers,
@@ -131,7 +136,7 @@ class StereoNetwork(nn.Module):
             **dd,
         )
         self.assignment = RowAssignment(dim, iterations=iterations, max_entries=max_entries, **dd)
-        self.refinement = ContextAdjustment(refine_dim, **dd)
+        self.refinement = ContextAdjustment(refine_dim, context, **dd)
         for module in (self.features, self.refinement):
             module.to(memory_format=torch.channels_last)
 
@@ -177,19 +182,6 @@ class StereoNetwork(nn.Module):
         return both[: len(image0)], both[len(image0) :]
 
 
-def resampled(x: Tensor, size: tuple[int, int], ratio: float) -> Tensor:
-    """A map (B, C, H, W) read at multiples of `ratio`, between cells linearly: (B, C, *size)."""
-    grid = [
-        torch.arange(count, device=x.device, dtype=torch.float32) * (2 * ratio / max(1, side - 1))
-        - 1
-        for count, side in zip(size, x.shape[2:], strict=True)
-    ]
-    places = torch.stack(torch.meshgrid(grid[1], grid[0], indexing="xy"), dim=-1)
-    wide = accumulation_dtype(x.dtype)  # half precision cannot tell columns of a wide map apart
-    places = places.to(wide).expand(len(x), -1, -1, -1)
-    return F.grid_sample(x.to(wide), places, padding_mode="border", align_corners=True).to(x.dtype)
-
-
 def _normalised(images: Tensor) -> Tensor:
     """Images in [0, 1] to a mean of about 0 and a deviation of about 1."""
     return ((images - 0.45) / 0.25).contiguous(memory_format=torch.channels_last)
@@ -232,6 +224,7 @@ _PRESETS: dict[str, dict[str, Any]] = {
         "num_heads": 6,
         "num_layers": 4,
         "mlp_ratio": 2.0,
+        "context": (32, 48, 64, 96),
     },
 }
 
