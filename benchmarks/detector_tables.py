@@ -31,13 +31,16 @@ class Attention:
 
     words: str
     options: dict[str, Any]
+    explicit: bool = False  # holds the scores of all queries, as PVTv2's own code does
 
 
+_SPATIAL_REDUCTION = {"attention": "spatial_reduction"}
 ATTENTIONS = {
-    "sr": Attention("spatial reduction (PVTv2)", {"attention": "spatial_reduction"}),
+    "held": Attention("spatial reduction (PVTv2), scores held", _SPATIAL_REDUCTION, explicit=True),
+    "sr": Attention("spatial reduction, fused", _SPATIAL_REDUCTION),
     "quadtree": Attention("QuadTree-B, K 32", {}),
 }
-BASE, OURS = ATTENTIONS
+*BASES, OURS = ATTENTIONS
 PARTS = ("network", "detector")
 PRECISIONS = ("float32", "bfloat16")
 KIND = "detector-times"
@@ -84,10 +87,15 @@ def text_table(rows: Sequence[Result]) -> str:
 
 
 def _table(rows: Sequence[Result]) -> tuple[list[str], list[list[str]]]:
-    """Every row, and what it is of that with spatial reduction in the same circumstances."""
-    bases = {_case(row): row for row in rows if row["attention"] == BASE}
-    head = [*_LABELS, "attention", "ms", "q25 - q75", "of PVTv2's", "peak MiB", "of PVTv2's"]
-    return head, [[*_labels(row), *_cells(row, bases.get(_case(row)))] for row in rows]
+    """Every row, and what it is of those with spatial reduction in the same circumstances."""
+    bases = {(_case(row), row["attention"]): row for row in rows}
+    shares = ["of held", "of fused"]
+    head = [*_LABELS, "attention", "ms", "q25 - q75", *shares, "peak MiB", *shares]
+    cells = [
+        [*_labels(row), *_cells(row, [bases.get((_case(row), base)) for base in BASES])]
+        for row in rows
+    ]
+    return head, cells
 
 
 def _case(row: Result) -> tuple[Any, ...]:
@@ -100,13 +108,15 @@ def _labels(row: Result) -> list[str]:
     return [f"{width}x{height}", row["part"], row["precision"], row["mode"], words]
 
 
-def _cells(row: Result, base: Result | None) -> list[str]:
+def _cells(row: Result, bases: Sequence[Result | None]) -> list[str]:
     if "error" in row:
         outcome = OUT_OF_MEMORY if row["error"] == OUT_OF_MEMORY else "failed"
-        return [outcome, "-", "-", "-", "-"]
+        return [outcome, *"-" * (2 + 2 * len(bases))]
     spread = f"{number(row['q25_ms'])} - {number(row['q75_ms'])}"
-    time, memory = (_share(row, base, field) for field in ("median_ms", "peak_mib"))
-    return [number(row["median_ms"]), spread, time, number(row["peak_mib"]), memory]
+    times, memory = (
+        [_share(row, base, field) for base in bases] for field in ("median_ms", "peak_mib")
+    )
+    return [number(row["median_ms"]), spread, *times, number(row["peak_mib"]), *memory]
 
 
 def _share(row: Result, base: Result | None, field: str) -> str:

@@ -39,7 +39,7 @@ from quadtree_attention.tasks.stereo.checks import pair_warnings, result_warning
 from quadtree_attention.tasks.stereo.filling import fill_hidden
 from quadtree_attention.tasks.stereo.formats import write_disparity
 
-SIZE = 960  # pixels of the longer side that pairs are matched at, at most
+SIZE = 800  # pixels of the longer side that pairs are matched at, at most: it was trained so wide
 SMALL = 640  # below which pairs are enlarged: cells are of two pixels, and what is thin is lost
 LARGEST_SCALE = 2.0  # by which they are; there is no more in an image then
 LEAST_SIDE = 16  # pixels of the shorter side, below which there is nothing to compare
