@@ -248,6 +248,8 @@ def _verdict(comparison: Comparison, runs: Mapping[str, Sequence[Result]]) -> li
     near = [words[name] for name, mean in means.items() if abs(mean - ours) <= comparison.noise]
     if near:
         text += f" Within {comparison.noise}, too close to call: {', '.join(near)}."
+    if max(map(len, runs.values())) == 1:
+        text += " One seed each: how much of it is chance is not known."
     return [text, ""]
 
 

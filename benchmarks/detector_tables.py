@@ -40,7 +40,7 @@ ATTENTIONS = {
     "sr": Attention("spatial reduction, fused", _SPATIAL_REDUCTION),
     "quadtree": Attention("QuadTree-B, K 32", {}),
 }
-*BASES, OURS = ATTENTIONS
+BASES = {"held": "of held", "sr": "of fused"}  # what others are weighed against
 PARTS = ("network", "detector")
 PRECISIONS = ("float32", "bfloat16")
 KIND = "detector-times"
@@ -88,11 +88,11 @@ def text_table(rows: Sequence[Result]) -> str:
 
 def _table(rows: Sequence[Result]) -> tuple[list[str], list[list[str]]]:
     """Every row, and what it is of those with spatial reduction in the same circumstances."""
-    bases = {(_case(row), row["attention"]): row for row in rows}
-    shares = ["of held", "of fused"]
+    found = {(_case(row), row["attention"]): row for row in rows}
+    shares = BASES.values()
     head = [*_LABELS, "attention", "ms", "q25 - q75", *shares, "peak MiB", *shares]
     cells = [
-        [*_labels(row), *_cells(row, [bases.get((_case(row), base)) for base in BASES])]
+        [*_labels(row), *_cells(row, [found.get((_case(row), base)) for base in BASES])]
         for row in rows
     ]
     return head, cells
@@ -111,7 +111,7 @@ def _labels(row: Result) -> list[str]:
 def _cells(row: Result, bases: Sequence[Result | None]) -> list[str]:
     if "error" in row:
         outcome = OUT_OF_MEMORY if row["error"] == OUT_OF_MEMORY else "failed"
-        return [outcome, *"-" * (2 + 2 * len(bases))]
+        return [outcome] + ["-"] * (2 + 2 * len(bases))
     spread = f"{number(row['q25_ms'])} - {number(row['q75_ms'])}"
     times, memory = (
         [_share(row, base, field) for base in bases] for field in ("median_ms", "peak_mib")

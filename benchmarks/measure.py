@@ -6,13 +6,14 @@ import gc
 import multiprocessing
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.cases import Work, prepare
 
@@ -21,6 +22,23 @@ MIB = 2**20
 WARM_UP_CALLS = 3
 M_MMAP_THRESHOLD = -3  # as malloc.h has it
 LONGEST_BATCH = 16  # calls in a row before the clock is looked at
+
+
+@contextmanager
+def scores_held() -> Iterator[None]:
+    """Attention as it is without a fused kernel: all scores are made and kept.
+
+    PyTorch would take float32 for scores of half precision, which is not what networks that make
+    them by hand do.
+    """
+    switch = torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp
+    before = torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed()
+    switch(True)
+    try:
+        with sdpa_kernel(SDPBackend.MATH):
+            yield
+    finally:
+        switch(before)
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,8 @@ def write_recipes(folder: Path) -> None:
     recipe["trainer"]["max_epochs"] = 1
     for name, attention in (("full", "full"), ("quadtree-b", "quadtree_b")):
         options = {"dims": [8, 8, 8, 8], "dim": 16, "num_heads": 2, "num_layers": 1}
-        recipe["model"]["options"] = options | {"attention": attention, "refine_dim": 8}
+        options |= {"attention": attention, "refine_dim": 8, "context": [8, 8, 8, 8]}
+        recipe["model"]["options"] = options
         (folder / f"attention-{name}.yaml").write_text(yaml.safe_dump(recipe))
 
 

@@ -4,8 +4,39 @@
 import json
 
 import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from benchmarks.measure import scores_held
 
 pytest.importorskip("timm", reason="models need the extra 'models'")
+
+
+class Seen(TorchDispatchMode):
+    """Notes which operations ran, and the dtype of what they gave."""
+
+    def __init__(self):
+        super().__init__()
+        self.dtypes = {}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor):
+            self.dtypes[function.overloadpacket.__name__] = result.dtype
+        return result
+
+
+def test_scores_are_held_in_the_precision_of_queries():
+    q = torch.rand(1, 2, 8, 16, dtype=torch.bfloat16)
+    with Seen() as fused:
+        F.scaled_dot_product_attention(q, q, q)
+    with scores_held(), Seen() as held:
+        F.scaled_dot_product_attention(q, q, q)
+    assert not any("softmax" in name for name in fused.dtypes)
+    products = [dtype for name, dtype in held.dtypes.items() if name in ("bmm", "_safe_softmax")]
+    assert products == [torch.bfloat16] * 2
+    assert not torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed()
 
 
 def test_attention_is_counted_as_worked_out_by_hand():

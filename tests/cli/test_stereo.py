@@ -14,10 +14,10 @@ pytest.importorskip("cv2", reason="checking pairs needs the extra 'models'")
 typer_testing = pytest.importorskip("typer.testing", reason="the command needs typer")
 
 from quadtree_attention.cli.main import app  # noqa: E402
-from quadtree_attention.cli.stereo import pair_up  # noqa: E402
+from quadtree_attention.cli.stereo import Request, pair_up  # noqa: E402
 from quadtree_attention.errors import DataError  # noqa: E402
 from quadtree_attention.tasks.stereo.formats import read_disparity  # noqa: E402
-from quadtree_attention.tasks.stereo.predictor import StereoMatcher  # noqa: E402
+from quadtree_attention.tasks.stereo.predictor import SIZE, StereoMatcher  # noqa: E402
 from quadtree_attention.tasks.stereo.results import read_prediction  # noqa: E402
 from tests.cli.test_info import command  # noqa: E402
 from tests.tasks.stereo.test_predictor import rendered, write_weights  # noqa: E402
@@ -285,3 +285,10 @@ def test_help():
     result = typer_testing.CliRunner().invoke(app, ["stereo", "--help"], prog_name="quadtree")
     for word in ("--max-disparity", "--save-dir", "--occlusion", "--baseline", "differ only"):
         assert word in result.stdout
+
+
+@pytest.mark.parametrize("asked", [["stereo"], ["evaluate", "stereo"]])
+def test_help_tells_the_size_that_is_taken(asked):
+    result = typer_testing.CliRunner().invoke(app, [*asked, "--help"], prog_name="quadtree")
+    assert f"[default: ({SIZE})]" in " ".join(result.stdout.split())
+    assert Request(left="a", right="b").matcher().size == SIZE

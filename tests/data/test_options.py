@@ -21,6 +21,7 @@ from quadtree_attention.errors import OptionError
         (SceneOptions, {"photometric": "much"}, "photometric must lie between 0 and 2, got much"),
         (SceneOptions, {"samples": 3}, r"samples must be one of \(1, 2, 4\), got 3"),
         (SceneOptions, {"textureless": 1.2}, "textureless must lie between 0 and 1, got 1.2"),
+        (SceneOptions, {"blank": -0.1}, "blank must lie between 0 and 1, got -0.1"),
         (StereoOptions, {"disparity": (0.2, 1.2)}, "disparity"),
         (StereoOptions, {"photometric": -0.1}, "photometric"),
         (HomographyOptions, {"perspective": (0.0, 0.95)}, "perspective"),

@@ -205,7 +205,7 @@ def test_names_that_are_not_official_are_refused():
             "classification_quadtree_b1",
             [
                 "mismatched: patch_embed.proj.weight is (64, 3, 7, 7), must be (32, 3, 7, 7), ",
-                "head.weight is (1000, 512), must be (1000, 256)",
+                ", ...; build the model",
             ],
         ),
         ("detection_quadtree_b0", ["Transformer: 2 missing: head.weight, head.bias; build"]),
@@ -224,6 +224,7 @@ def test_checkpoint_that_does_not_fit(checkpoint, parts):
         load_official(model, state)
     for part in ["the checkpoint does not fit PyramidTransformer: ", *parts]:
         assert part in str(caught.value)
+    assert len(str(caught.value)) < 2000
 
 
 # ---- registration

@@ -163,7 +163,7 @@ def evaluate_stereo(
     size: Annotated[
         int | None,
         typer.Option(
-            help="Most pixels of the longer side pairs are matched at.", show_default="960"
+            help="Most pixels of the longer side pairs are matched at.", show_default="800"
         ),
     ] = None,
     max_disparity: Annotated[

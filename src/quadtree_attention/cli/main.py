@@ -296,9 +296,11 @@ def stereo(
         typer.Option(help="Largest disparity in pixels.", show_default="that of the weights"),
     ] = None,
     size: Annotated[
-        int,
-        typer.Option(help="Most pixels of the longer side; those below 640 are enlarged."),
-    ] = 960,
+        int | None,
+        typer.Option(
+            help="Most pixels of the longer side; those below 640 are enlarged.", show_default="800"
+        ),
+    ] = None,
     device: Device = None,
     weights: Annotated[
         Path | None,

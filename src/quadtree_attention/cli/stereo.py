@@ -53,13 +53,16 @@ class Request:
     format: str = FORMATS[0]
     force: bool = False
     weights: Path | None = None
-    size: int = SIZE
+    size: int | None = None
     max_disparity: float | None = None
     device: str | None = None
 
     def matcher(self) -> StereoMatcher:
         return StereoMatcher(
-            self.weights, device=self.device, size=self.size, max_disparity=self.max_disparity
+            self.weights,
+            device=self.device,
+            size=SIZE if self.size is None else self.size,
+            max_disparity=self.max_disparity,
         )
 
 

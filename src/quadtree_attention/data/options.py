@@ -30,7 +30,7 @@ class ContentOptions:
     textureless: float = 0.15
     """Share of surfaces with next to no texture."""
     blank: float = 0.0
-    """Share of those that have a single colour."""
+    """Share of the surfaces with next to no texture that have a single colour."""
     thin: float = 0.0
     """Share of objects drawn out to poles and wires, beside the bars that are always there."""
     photometric: float = 1.0

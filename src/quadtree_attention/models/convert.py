@@ -8,7 +8,7 @@ here, because our maps are channels last and in tree order.
 
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -71,6 +71,7 @@ def convert_attention(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return converted
 
 
+NAMED = 6  # tensors that an error names, of each kind
 _BLOCK = re.compile(r"block(\d+)\.(\d+)\.(.+)")
 _AROUND_BLOCKS = re.compile(
     r"(?P<embed>patch_embed(?P<embed_stage>[1-9])\.(proj|norm)\.(weight|bias))"
@@ -209,7 +210,7 @@ def load_official(model: nn.Module, state: Mapping[str, Tensor]) -> None:
 
 
 def check_fit(model: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Raises `CheckpointError` naming every tensor of `state` that does not fit `model`."""
+    """Raises `CheckpointError` naming the first tensors of `state` that do not fit `model`."""
     expected = model.state_dict()
     problems = {
         "missing": [name for name in expected if name not in state],
@@ -222,12 +223,16 @@ def check_fit(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     }
     if any(problems.values()):
         found = "; ".join(
-            f"{len(names)} {kind}: {', '.join(names)}" for kind, names in problems.items() if names
+            f"{len(names)} {kind}: {_first(names)}" for kind, names in problems.items() if names
         )
         raise CheckpointError(
             f"the checkpoint does not fit {type(model).__name__}: {found}; build the model the "
-            "checkpoint was made for (size, variant, num_classes, 0 for no classifier)"
+            "checkpoint was made for, with the same options (size, variant, num_classes, ...)"
         )
+
+
+def _first(names: Sequence[str]) -> str:
+    return ", ".join(names[:NAMED]) + (", ..." if len(names) > NAMED else "")
 
 
 def _around_blocks(name: str) -> str | None:

@@ -27,7 +27,14 @@ from quadtree_attention.tasks.stereo.predictor import (
 
 pytestmark = pytest.mark.usefixtures("only_reference")
 
-KWARGS = {"dims": [8, 8, 8, 8], "dim": 16, "num_layers": 1, "num_heads": 2, "refine_dim": 4}
+KWARGS = {
+    "dims": [8, 8, 8, 8],
+    "dim": 16,
+    "num_layers": 1,
+    "num_heads": 2,
+    "refine_dim": 4,
+    "context": [8, 8, 8, 8],
+}
 
 
 def write_weights(path, **changed):

@@ -67,7 +67,13 @@ def test_it_learns():
     numbers = {"indices": torch.arange(2), "training": True}
     batch = data.on_after_batch_transfer(numbers, 0)
     model = stereo_network(
-        dims=(8, 16, 16, 16), dim=16, num_heads=2, num_layers=1, num_levels=2, refine_dim=8
+        dims=(8, 16, 16, 16),
+        dim=16,
+        num_heads=2,
+        num_layers=1,
+        num_levels=2,
+        refine_dim=8,
+        context=(8, 8, 8, 8),
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses = []

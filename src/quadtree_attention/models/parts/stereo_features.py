@@ -24,17 +24,25 @@ class Hourglass(nn.Module):
         dims: Channels at 1, 1/2, 1/4 and 1/8 of the resolution of the result; multiples of 8.
         dim_out: Channels of the result.
         stride: Pixels per cell of the result.
+        option: What users call `dims`.
     """
 
     def __init__(
-        self, dim_in: int, dims: Sequence[int], dim_out: int, *, stride: int, **dd: Any
+        self,
+        dim_in: int,
+        dims: Sequence[int],
+        dim_out: int,
+        *,
+        stride: int,
+        option: str = "dims",
+        **dd: Any,
     ) -> None:
         super().__init__()
         if len(dims) != 4 or any(dim < GROUP or dim % GROUP for dim in dims):
             places = ", ".join(f"1/{stride << level}" for level in range(4))
             raise OptionError(
-                f"dims and context must be four numbers of channels, at {places}, all multiples "
-                f"of {GROUP}, got {tuple(dims)}; pass such"
+                f"{option} must be four numbers of channels, at {places}, all multiples of "
+                f"{GROUP}, got {tuple(dims)}; pass such"
             )
         self.stem = ConvNorm(dim_in, dims[0], 5, stride=stride, **dd)
         self.stages = nn.ModuleList(
@@ -125,19 +133,19 @@ class WideContext(nn.Module):
 
     def __init__(self, dims: Sequence[int], **dd: Any) -> None:
         super().__init__()
-        self.hourglass = Hourglass(5, dims, 3, stride=CONTEXT_STRIDE, **dd)
+        self.hourglass = Hourglass(5, dims, 3, stride=CONTEXT_STRIDE, option="context", **dd)
         # At first, what it suggests is what it was given, and is hardly taken
         _begin_with(self.hourglass.out, 0.0, -3.0, 0.0)
 
     def forward(self, image: Tensor, disparity: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Of an image (B, 3, H, W): disparity and logits of occlusion, (B, H, W) each."""
         coarse = self.hourglass(_seen(image, disparity, logits)).to(disparity.dtype)
-        change, share, more = coarse.unbind(dim=1)
+        change, share_logits, more = coarse.unbind(dim=1)
         given = disparity[:, ::CONTEXT_STRIDE, ::CONTEXT_STRIDE]
-        maps = torch.stack([given + change, share.sigmoid(), more], dim=1)
+        maps = torch.stack([given + change, share_logits.sigmoid(), more], dim=1)
         size = (disparity.shape[1], disparity.shape[2])
-        suggested, share, more = resampled(maps, size, 1 / CONTEXT_STRIDE).unbind(dim=1)
-        return torch.lerp(disparity, suggested, share), logits + more
+        suggested, share, more_there = resampled(maps, size, 1 / CONTEXT_STRIDE).unbind(dim=1)
+        return torch.lerp(disparity, suggested, share), logits + more_there
 
 
 def _seen(image: Tensor, disparity: Tensor, logits: Tensor) -> Tensor:
