@@ -118,9 +118,12 @@ def check_run_of(
     _check_fields(run["final"], dict(final), f"{where}.final")
     _check_fields(run["best"], dict(best), f"{where}.best")
     _check_fields(run["history"], dict.fromkeys(columns, list), f"{where}.history")
+    told = run["history"]["epoch"]
+    if not told or told[-1] != run["epochs"]:
+        raise ValueError(f"{where}.history ends with epoch {told[-1:]} of {run['epochs']}")
     for name, column in run["history"].items():
-        if len(column) != run["epochs"]:
-            raise ValueError(f"{where}.history.{name} has {len(column)} of {run['epochs']} epochs")
+        if len(column) != len(told):
+            raise ValueError(f"{where}.history.{name} has {len(column)} of {len(told)} epochs")
 
 
 def read_results_of(folder: Path, kind: str, check: Callable[[Result], None]) -> dict[str, Result]:

@@ -480,7 +480,9 @@ def _short(metric: str) -> str:
 
 
 def read_history(path: Path, epochs: int, suite: Suite) -> dict[str, list[Any]]:
-    """The columns of a run's history; None is what an optional one lacks.
+    """The columns of a run's history, of all epochs that have a score.
+
+    None is what an optional column lacks.
 
     Raises:
         ValueError: Epochs or columns are missing, or a number is not finite.
@@ -489,6 +491,9 @@ def read_history(path: Path, epochs: int, suite: Suite) -> dict[str, list[Any]]:
         rows = list(csv.DictReader(file))
     if len(rows) != epochs:
         raise ValueError(f"history.csv has {len(rows)} epochs, expected {epochs}")
+    if not rows[-1].get(suite.score):
+        raise ValueError(f"history.csv has no {suite.score} of its last epoch")
+    rows = [row for row in rows if row[suite.score]]
     names = ("seconds", *suite.metrics)
     try:
         history: dict[str, list[Any]] = {

@@ -407,12 +407,29 @@ def test_order_is_claimed_only_where_it_holds(tables: ModuleType, result: dict) 
     assert tables.markdown({}) == "Not measured yet."
 
 
+def test_epochs_that_were_not_validated_are_left_out(tmp_path: Path) -> None:
+    from benchmarks.attention_runs import read_history
+    from benchmarks.attentions import SUITE
+
+    path = tmp_path / "history.csv"
+    head = "epoch,seconds,val/loss,val/top1,val/top5,train/loss"
+    rows = ["1,0.5,,,,2.0", "2,0.75,1.5,50,90,1.25", "3,0.5,,,,1.0", "4,0.75,1.25,60,95,0.75"]
+    path.write_text("\n".join([head, *rows]))
+    history = read_history(path, 4, SUITE)
+    assert history["epoch"] == [2, 4] and history["val/top1"] == [50, 60]
+    assert history["train/loss"] == [1.25, 0.75]
+    path.write_text("\n".join([head, *rows[:3]]))
+    with pytest.raises(ValueError, match="no val/top1 of its last epoch"):
+        read_history(path, 3, SUITE)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         (lambda r: r.update(kind="model-times"), "expected 'attentions', schema 1"),
         (lambda r: r["runs"][0].pop("seed"), r"runs\[0\] must have the fields"),
-        (lambda r: r["runs"][1]["history"]["epoch"].pop(), "history.epoch has 2 of 3 epochs"),
+        (lambda r: r["runs"][1]["history"]["epoch"].pop(), r"ends with epoch \[2\] of 3"),
+        (lambda r: r["runs"][1]["history"]["seconds"].pop(), "history.seconds has 2 of 3 epochs"),
         (lambda r: r["runs"][0]["final"].update(top1="70"), "final.top1 must be"),
         (lambda r: r["measurement"].pop("batch"), "measurement must have the fields"),
     ],

@@ -46,6 +46,15 @@ def test_table(run):
         assert 0 <= float(row["val/top1"]) <= float(row["val/top5"]) == 100
 
 
+def test_epochs_without_validation_have_no_scores(tmp_path):
+    options = ["--config", str(write_recipe(tmp_path)), "--run_dir", str(tmp_path / "run")]
+    every = "--trainer.check_val_every_n_epoch=2"
+    train("classify", [*options, "--trainer.max_epochs=4", every])
+    rows = read(tmp_path / "run" / "history.csv")
+    assert [bool(row["val/top1"]) for row in rows] == [False, True, False, True]
+    assert all(row["train/loss"] for row in rows)
+
+
 def test_rows_of_before_are_kept(run):
     folder, first = run
     assert read(folder / "history.csv")[:1] == first

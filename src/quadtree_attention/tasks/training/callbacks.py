@@ -50,7 +50,8 @@ class Progress(TQDMProgressBar):
 class History(Callback):
     """Writes `history.csv`, one row per epoch, and `curves.png` beside it.
 
-    On a GPU a row also tells the most memory held (`peak_mib`).
+    On a GPU a row also tells the most memory held (`peak_mib`). Rows of epochs that were not
+    validated lack what validation tells.
 
     The rows are part of the checkpoint: a run that goes on keeps those of before. Metrics named
     `train/x` and `val/x` share the picture of `x`.
@@ -59,6 +60,7 @@ class History(Callback):
     def __init__(self) -> None:
         self.rows: list[Row] = []
         self._began = 0.0
+        self._validated = False
 
     def state_dict(self) -> dict[str, Any]:
         return {"rows": self.rows}
@@ -68,12 +70,18 @@ class History(Callback):
 
     def on_train_epoch_start(self, *_: Any) -> None:
         self._began = time.monotonic()
+        self._validated = False
+
+    def on_validation_end(self, *_: Any) -> None:
+        self._validated = True
 
     def on_train_epoch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        # the trainer goes on telling what the last validation found
+        told = ("train/", "val/") if self._validated else ("train/",)
         metrics = {
             name: float(value)
             for name, value in trainer.callback_metrics.items()
-            if name.startswith(("train/", "val/"))
+            if name.startswith(told)
         }
         epoch = trainer.current_epoch + 1
         seconds = time.monotonic() - self._began
