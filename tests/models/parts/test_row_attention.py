@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from quadtree_attention.errors import OptionError
+from quadtree_attention.models.parts import row_attention
 from quadtree_attention.models.parts.row_attention import RowAttention, RowTransformer, turned
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -42,6 +43,27 @@ def test_rows_do_not_see_each_other(attention):
     after = module(x, context)
     changed = (before - after).abs().amax(dim=(0, 2, 3)) > 1e-9
     assert changed.tolist() == [False, True, False]
+
+
+@pytest.mark.parametrize("attention", ["full", "quadtree_a", "quadtree_b"])
+def test_a_cpu_takes_a_few_rows_at_a_time(attention, monkeypatch):
+    x, context = maps(20, 23, height=5)
+    module = RowAttention(16, 2, attention, dtype=torch.float64)
+    taken = []
+    module.q_proj.register_forward_hook(lambda _, inputs, __: taken.append(len(inputs[0])))
+    whole = module(x, context)
+    monkeypatch.setattr(row_attention, "CPU_NUMBERS", 20 * 16 * 4 + 1)
+    assert torch.equal(module(x, context), whole) and taken == [10, 10]  # gradients need all
+    with torch.no_grad():
+        few = module(x, context)
+        with torch.autocast("cpu", torch.bfloat16):
+            half = module.float()(x.float(), context.float())
+    assert torch.allclose(few, whole, atol=1e-12) and taken[2:] == [4, 4, 2] * 2
+    assert half.dtype == torch.bfloat16
+    monkeypatch.setattr(row_attention, "CPU_NUMBERS", 1)
+    with torch.no_grad():
+        module(x.float(), context.float())
+    assert taken[8:] == [1] * 10
 
 
 def test_position_is_relative():

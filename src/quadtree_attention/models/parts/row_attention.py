@@ -20,6 +20,9 @@ from quadtree_attention.nn.norm import TokenNorm
 from quadtree_attention.ops import quadtree_attention
 
 RowAttentionKind = Literal["full", "quadtree_a", "quadtree_b"]
+# Numbers of the tokens that a CPU works on at a time, 32 MB in float32: the memory of larger
+# tensors goes back to the system each time, and comes back page by page.
+CPU_NUMBERS = 2**23
 SHORTEST_WAVE, LONGEST_WAVE = 1.0, 256.0  # cells per radian of the position encoding
 
 
@@ -67,13 +70,21 @@ class RowAttention(nn.Module):
 
     def forward(self, x: Tensor, context: Tensor | None = None) -> Tensor:
         """(B, H, W, C), to the rows of `context` (B, H, W1, C) or its own -> (B, H, W, C)"""
-        context = x if context is None else context
+        rows = x.flatten(0, 1)
+        others = rows if context is None else context.flatten(0, 1)
+        step = _rows_at_a_time(rows)
+        if step >= len(rows):
+            return self._of_rows(rows, others).view(x.shape)
+        pairs = zip(rows.split(step), others.split(step), strict=True)
+        return torch.cat([self._of_rows(*pair) for pair in pairs]).view(x.shape)
+
+    def _of_rows(self, rows: Tensor, others: Tensor) -> Tensor:
+        """(R, W, C), to (R, W1, C) -> (R, W, C)"""
         q, k, v = (
-            tokens.flatten(0, 1).unflatten(-1, (self.num_heads, -1))
-            for tokens in (self.q_proj(x), self.k_proj(context), self.v_proj(context))
-        )  # (rows, W, N, D)
-        out = self._attend(turned(q), turned(k), v)
-        return self.proj(out.flatten(-2).view(x.shape))
+            tokens.unflatten(-1, (self.num_heads, -1))
+            for tokens in (self.q_proj(rows), self.k_proj(others), self.v_proj(others))
+        )  # (R, W, N, D)
+        return self.proj(self._attend(turned(q), turned(k), v).flatten(-2))
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if self.attention == "full":
@@ -95,6 +106,12 @@ class RowAttention(nn.Module):
         if self.attention != "full":
             text += f", num_levels={self.num_levels}, topk={self.topk}"
         return text
+
+
+def _rows_at_a_time(rows: Tensor) -> int:
+    """All of them, but fewer on a CPU if no gradient needs the rest; see `CPU_NUMBERS`."""
+    whole = torch.is_grad_enabled() or rows.device.type != "cpu" or torch.compiler.is_compiling()
+    return len(rows) if whole else max(1, CPU_NUMBERS // rows[0].numel())
 
 
 def turned(x: Tensor) -> Tensor:
