@@ -79,12 +79,12 @@ def _check_nothing_else(request: Request) -> None:
 
 
 def _predict(request: Request, source: StereoSource) -> Path:
-    from quadtree_attention.tasks.stereo.predictor import SIZE, StereoMatcher
+    from quadtree_attention.tasks.stereo.predictor import StereoMatcher
 
     matcher = StereoMatcher(
         request.weights,
         device=request.device,
-        size=SIZE if request.size is None else request.size,
+        size=request.size,
         max_disparity=request.max_disparity,
     )
     data = str(request.data.resolve())

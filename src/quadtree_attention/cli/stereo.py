@@ -22,7 +22,6 @@ from quadtree_attention.tasks.pictures import picture_format, save_picture
 from quadtree_attention.tasks.stereo.evaluate import settings_of
 from quadtree_attention.tasks.stereo.formats import disparity_format
 from quadtree_attention.tasks.stereo.predictor import (
-    SIZE,
     Disparity,
     StereoMatcher,
     check_cameras,
@@ -59,10 +58,7 @@ class Request:
 
     def matcher(self) -> StereoMatcher:
         return StereoMatcher(
-            self.weights,
-            device=self.device,
-            size=SIZE if self.size is None else self.size,
-            max_disparity=self.max_disparity,
+            self.weights, device=self.device, size=self.size, max_disparity=self.max_disparity
         )
 
 

@@ -124,8 +124,9 @@ class StereoMatcher:
         path: Weights with their card, as `quadtree train stereo` (`best.safetensors`) writes them;
             None takes those that come with the package.
         device: Where to run; None takes a GPU if there is one.
-        size: Most pixels of the longer side that pairs are matched at; those below 640 are enlarged
-            to it, at most twofold. Disparities are in pixels of the images as given all the same.
+        size: Most pixels of the longer side that pairs are matched at, None means 800; pairs below
+            640 are enlarged to it, at most twofold. Disparities are in pixels of the images as
+            given all the same.
         max_disparity: Largest disparity to look for, in pixels of the images as given; None takes
             that of the weights, in pixels of what the network sees, mostly the whole width. A small
             one saves mistakes and memory.
@@ -140,9 +141,10 @@ class StereoMatcher:
         path: str | os.PathLike[str] | None = None,
         *,
         device: str | torch.device | None = None,
-        size: int = SIZE,
+        size: int | None = None,
         max_disparity: float | None = None,
     ) -> None:
+        size = SIZE if size is None else size
         if size < LEAST_SIDE:
             raise OptionError(
                 f"size must be at least {LEAST_SIDE} pixels, got {size}; pass a larger one"
