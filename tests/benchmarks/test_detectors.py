@@ -2,8 +2,13 @@
 """`benchmarks.detectors`: a small run."""
 
 import json
+from contextlib import nullcontext
 
 import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.profiler import profile
 
 pytest.importorskip("torchvision", reason="detectors need the extra 'models'")
 
@@ -37,3 +42,26 @@ def test_bad_options(capsys):
         main(["--device", "cpu", "--modes", "graph"])
     assert ended.value.code == 2
     assert "graph means CUDA graphs" in capsys.readouterr().err
+
+
+def test_attentions_are_compiled_apart(tmp_path, monkeypatch):
+    from benchmarks.detectors import compiled
+    from benchmarks.measure import scores_held
+
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(torch._functorch.config, "enable_autograd_cache", True)  # put back later
+    x = torch.rand(1, 2, 32, 16)
+    for held in (True, False, True):
+        network = compiled(Attention())
+        with torch.no_grad(), scores_held() if held else nullcontext():
+            network(x)
+            with profile() as kernels:
+                network(x)
+        names = " ".join(event.key for event in kernels.key_averages())
+        assert ("flash_attention" in names) != held
+        assert ("bmm" in names) == held
+
+
+class Attention(nn.Module):
+    def forward(self, x):
+        return F.scaled_dot_product_attention(x, x, x) + 1
