@@ -85,6 +85,13 @@ def rows_of(x: Tensor) -> Tensor:
     return x.flatten(1, -3).transpose(1, 2)
 
 
+def lies_in_rows(x: Tensor) -> bool:
+    """Whether `rows_of` has nothing to copy, and there is something to look at."""
+    steps, sizes = x.stride()[1:-2], x.shape[1:-2]
+    dense = all(steps[i - 1] == steps[i] * sizes[i] for i in range(1, len(sizes)))
+    return dense and x.stride(-1) == 1 and x.numel() > 0
+
+
 def strides(*tensors: Tensor) -> tuple[int, ...]:
     return tuple(s for x in tensors for s in x.stride()[:3])
 

@@ -10,11 +10,14 @@ into one 32-bit number, so that the children of a cell follow by shifts, without
 """
 
 from collections.abc import Callable
+from functools import partial
 from inspect import signature
 from typing import Any
 
 import triton
 import triton.language as tl
+
+from quadtree_attention.ops.backends.triton import replay
 
 # Numbers that differ from map to map: kernels are not compiled anew for multiples of 16 and for 1.
 SIZES = {
@@ -24,10 +27,28 @@ SIZES = {
 }  # fmt: skip
 
 
+class Kernel:
+    """A compiled function to launch on a grid, which tells of its launches where they are noted."""
+
+    def __init__(self, function: Callable[..., None]) -> None:
+        self.parameters = list(signature(function).parameters)
+        names = [name for name in self.parameters if name in SIZES]
+        self.jit: Any = triton.jit(function, do_not_specialize=names)
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return partial(self._noted, grid) if replay.is_noted() else self.jit[grid]
+
+    def _noted(self, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
+        compiled = self.jit[grid](*arguments, **constants)
+        rest = self.parameters[len(arguments) :]
+        again = self.jit if compiled is None else compiled  # the interpreter compiles nothing
+        values = [*arguments, *(constants[name] for name in rest)]
+        replay.note(again[(*grid, 1, 1)[:3]], values)
+
+
 def kernel(function: Callable[..., None]) -> Any:
     """`triton.jit` for a kernel that takes sizes."""
-    names = [name for name in signature(function).parameters if name in SIZES]
-    return triton.jit(function, do_not_specialize=names)
+    return Kernel(function)
 
 
 @triton.jit
