@@ -13,7 +13,7 @@ from quadtree_attention.nn.value_pyramid import (
     Activation,
     ValueBranch,
     mean_over_children,
-    to_children,
+    plus_parents,
     visible_levels,
 )
 from quadtree_attention.ops.attend import attend
@@ -193,7 +193,7 @@ class QuadtreeAttention(nn.Module):
         total: Tensor | None = None
         for conv, level, visible, weight in zip(self.lepe, values, shown, weights, strict=True):
             local = conv(hide(level, visible), weight)
-            total = local if total is None else to_children(total, level.shape[1:-1]) + local
+            total = local if total is None else plus_parents(local, total)
         assert total is not None
         return total
 

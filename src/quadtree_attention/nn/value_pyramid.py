@@ -32,12 +32,20 @@ def by_parent(x: Tensor, parents: Sequence[int]) -> Tensor:
     return x.permute(0, *outer, *inner, 2 * ndim + 1).flatten(ndim + 1, 2 * ndim)
 
 
-def to_children(x: Tensor, grid: Sequence[int]) -> Tensor:
-    """Hands every cell to its children: (B, *parents, C) -> (B, *grid, C)."""
+def plus_parents(x: Tensor, above: Tensor) -> Tensor:
+    """Adds to every cell what its parent has: x (B, *grid, C), above (B, *parents, C)."""
+    (batch, *grid, channels), parents = x.shape, above.shape[1:-1]
+
+    def apart(siblings: int) -> list[int]:
+        return [batch, *(side for size in parents for side in (size, siblings)), channels]
+
+    above = above.reshape(apart(1))
+    if all(is_known(size == 2 * over) for size, over in zip(grid, parents, strict=True)):
+        return (x.reshape(apart(2)) + above).reshape(x.shape)  # no copy for the children
+    above = above.expand(apart(2)).reshape(batch, *(2 * size for size in parents), channels)
     for axis, size in enumerate(grid, start=1):
-        x = x.unsqueeze(axis + 1).expand(*x.shape[: axis + 1], 2, *x.shape[axis + 1 :])
-        x = x.flatten(axis, axis + 1).narrow(axis, 0, size)
-    return x
+        above = above.narrow(axis, 0, size)
+    return x + above
 
 
 def visible_levels(tree: Tree, mask: Tensor | None) -> list[Tensor | None]:
