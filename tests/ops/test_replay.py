@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from quadtree_attention import quadtree_attention, quadtree_attention_pyramid
+from quadtree_attention.ops.norms import map_norm
 from tests.conftest import ROOT
 
 pytest.importorskip("triton", reason="triton comes with the CUDA builds of torch for Linux")
@@ -56,6 +57,11 @@ def pyramids(draw):
     return quadtree_attention_pyramid(qs, ks, vs, topk=2, backend="triton")
 
 
+def norm_of_maps(draw):
+    x, weight, bias = draw(2, 4, 6, 8), draw(8), draw(8)
+    return map_norm(x, weight, bias, 1e-5, "relu", by_parent=True)
+
+
 def gradients(draw):
     q, k, v = (draw(1, 3, 5, 1, 8).requires_grad_() for _ in range(3))
     loss = quadtree_attention(q, k, v, **OPTIONS).square().sum()
@@ -64,7 +70,7 @@ def gradients(draw):
 
 REPEATED = (
     self_attention, cross_attention, in_one_tensor, unaligned, masked_with_selection, variant_a,
-    pyramids,
+    pyramids, norm_of_maps,
 )  # fmt: skip
 
 
@@ -90,7 +96,7 @@ def _check_call(call, seed, device):
 
 
 def check_what_is_not_repeated(device: str) -> None:
-    """Copies are no launches of ours, and nothing has nothing to launch."""
+    """Copies and zeros are no launches of ours, and nothing has nothing to launch."""
     replay.SWITCHED_ON = True
     replay._plans.clear()
     x = torch.randn(1, 5, 3, 1, 8, device=device).transpose(1, 2)
@@ -99,6 +105,8 @@ def check_what_is_not_repeated(device: str) -> None:
     torch.testing.assert_close(quadtree_attention(x, x, x, **OPTIONS), expected)
     empty = x[:0].contiguous()
     assert quadtree_attention(empty, empty, empty, **OPTIONS).shape == empty.shape
+    weight = torch.ones(8, device=device)
+    map_norm(x[..., 0, :], weight, weight, 1e-5, "relu", by_parent=True)  # zeros past the edge
     assert not replay._plans
 
 

@@ -54,7 +54,7 @@ def _forward(
         return run()
     inputs = [*maps, *query_shown, *key_shown, *([] if weights is None else [weights])]
     counts = len(q), len(k), len(v), len(query_shown)
-    return replay.replayed(run, inputs, (counts, *topk, scale, variant, with_scores))
+    return replay.replayed(run, inputs, ("attention", counts, *topk, scale, variant, with_scores))
 
 
 @_forward.register_fake

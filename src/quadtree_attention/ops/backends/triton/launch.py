@@ -79,6 +79,11 @@ def power_of_two(n: int, least: int = 1) -> int:
     return max(least, 1 << max(n - 1, 0).bit_length())
 
 
+def parts_of(size: int, part: int) -> int:
+    """How many parts cover all of it; `triton.cdiv` is made for kernels, and slow on the host."""
+    return -(-size // part)
+
+
 def rows_of(x: Tensor) -> Tensor:
     """A map (B, *grid, N, D) as rows (B, N, T, D): a view wherever strides allow it."""
     x = x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()

@@ -11,7 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quadtree_attention.ops.backends.triton.launch import power_of_two
+from quadtree_attention.ops.backends.triton import replay
+from quadtree_attention.ops.backends.triton.launch import parts_of, power_of_two
 from quadtree_attention.ops.backends.triton.shared import kernel, load_rows, quotient, store_rows
 
 TILE = 4096  # numbers of a tile
@@ -232,7 +233,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, dtype: torch
     y = torch.empty_like(x, dtype=dtype)
     if x.numel():
         rows, tile = x.numel() // x.shape[-1], _tile(x.shape[-1])
-        grid = (triton.cdiv(rows, tile["BLOCK_R"]),)
+        grid = (parts_of(rows, tile["BLOCK_R"]),)
         with torch.cuda.device_of(x):
             layer_norm_fwd_kernel[grid](x, y, weight, bias, rows, eps, **tile)
     return y
@@ -243,7 +244,7 @@ def layer_norm_backward(dy: Tensor, x: Tensor, weight: Tensor, eps: float) -> tu
     dx = torch.empty_like(x)
     channels = x.shape[-1]
     rows, tile = x.numel() // channels, _tile(channels, BACKWARD_TILE)
-    programs = max(1, min(PROGRAMS, triton.cdiv(rows, tile["BLOCK_R"])))
+    programs = max(1, min(PROGRAMS, parts_of(rows, tile["BLOCK_R"])))
     if rows == 0:
         return dx, x.new_zeros(2, channels, dtype=torch.float32)
     parts = x.new_empty(programs, 2, channels, dtype=torch.float32)
@@ -269,6 +270,20 @@ def map_norm(
     Returns:
         The result, and mean and reciprocal deviation of each map (B, 2).
     """
+    padded = columns > 0 and (x.shape[1] // columns % 2 or columns % 2)  # zeros: not only launches
+    if padded or x.numel() == 0 or not replay.SWITCHED_ON:
+        return _map_norm(x, weight, bias, eps, act, columns)
+    y, stats = replay.replayed(
+        lambda: list(_map_norm(x, weight, bias, eps, act, columns)),
+        [x, weight, bias],
+        ("map_norm", eps, act, columns),
+    )
+    return y, stats
+
+
+def _map_norm(
+    x: Tensor, weight: Tensor, bias: Tensor, eps: float, act: int, columns: int
+) -> tuple[Tensor, Tensor]:
     batch, rows, channels = x.shape
     tile, spans, per_span = _spans(batch, rows, channels)
     rows_out = rows
@@ -279,7 +294,7 @@ def map_norm(
     if batch == 0:
         return y, stats
     sums = x.new_empty(batch, spans, 2, dtype=torch.float32)
-    blocks = triton.cdiv(rows, tile["BLOCK_R"])
+    blocks = parts_of(rows, tile["BLOCK_R"])
     with torch.cuda.device_of(x):
         map_sums_kernel[(batch, spans)](x, sums, rows, per_span, **tile)
         map_norm_fwd_kernel[(batch, blocks)](
@@ -305,7 +320,7 @@ def map_norm_backward(
             dy, x, weight, bias, stats, parts, rows, dy.shape[1], columns, per_span, **options
         )
         by_map = parts.sum(dim=1)  # (B, 2, C)
-        map_norm_bwd_kernel[(batch, triton.cdiv(rows, tile["BLOCK_R"]))](
+        map_norm_bwd_kernel[(batch, parts_of(rows, tile["BLOCK_R"]))](
             dy, x, dx, weight, bias, stats, by_map, rows, dy.shape[1], columns, **options
         )
     return dx, by_map.sum(dim=0)
@@ -321,7 +336,7 @@ def _spans(
 ) -> tuple[dict[str, int], int, int]:
     """The tile, the parts that a map is cut into, and the rows of a part."""
     tile = _tile(channels, numbers)
-    blocks = triton.cdiv(rows, tile["BLOCK_R"])
+    blocks = parts_of(rows, tile["BLOCK_R"])
     spans = max(1, min(PROGRAMS // max(1, batch), LARGEST_SPANS, blocks))
-    per_span = triton.cdiv(blocks, spans) * tile["BLOCK_R"]
-    return tile, triton.cdiv(rows, per_span), per_span
+    per_span = parts_of(blocks, spans) * tile["BLOCK_R"]
+    return tile, parts_of(rows, per_span), per_span

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quadtree_attention.ops.backends.triton.launch import power_of_two
+from quadtree_attention.ops.backends.triton.launch import parts_of, power_of_two
 from quadtree_attention.ops.backends.triton.shared import kernel
 
 # Of a tile, (potentials that are made, scores that are summed up): what lies side by side in memory
@@ -248,7 +248,7 @@ def _make_new(scores: Tensor, bin_score: Tensor, left: Side, right: Side, half: 
     most_new, most_added = ROW_TILE if by_row else COLUMN_TILE
     size_new, size_added = new.cells.shape[-1], added.cells.shape[-1]
     block_new = _block(size_new, most_new)
-    half_fwd_kernel[(len(scores) * triton.cdiv(size_new, block_new),)](
+    half_fwd_kernel[(len(scores) * parts_of(size_new, block_new),)](
         scores, bin_score, added.cells, added.bin, new.cells, new.bin, *_places(scores, half),
         BLOCK_NEW=block_new, BLOCK_ADDED=_block(size_added, most_added),
     )  # fmt: skip
@@ -265,7 +265,7 @@ def _take_back(
     most_added, most_new = COLUMN_TILE if by_row else ROW_TILE
     size_new, size_added = new.cells.shape[-1], added.cells.shape[-1]
     block_added = _block(size_added, most_added)
-    half_bwd_kernel[(len(scores) * triton.cdiv(size_added, block_added),)](
+    half_bwd_kernel[(len(scores) * parts_of(size_added, block_added),)](
         scores, bin_score, added.cells, added.bin, new.cells, new.bin,
         dadded.cells, dadded.bin, dnew.cells, dnew.bin, *_places(scores, half),
         BLOCK_NEW=_block(size_new, most_new), BLOCK_ADDED=block_added,
@@ -285,7 +285,7 @@ def _scores_gradient(scores: Tensor, left: Side, right: Side, dleft: Side, drigh
     rows, sources, targets = scores.shape
     block_s, block_t = _block(sources, GRADIENT_TILE[0]), _block(targets, GRADIENT_TILE[1])
     dscores = torch.empty_like(scores)
-    scores_bwd_kernel[(rows * triton.cdiv(sources, block_s) * triton.cdiv(targets, block_t),)](
+    scores_bwd_kernel[(rows * parts_of(sources, block_s) * parts_of(targets, block_t),)](
         scores, left.cells, right.cells, dleft.cells, dright.cells, dscores,
         rows, len(left.cells) - 1, sources, targets, BLOCK_S=block_s, BLOCK_T=block_t,
     )  # fmt: skip
