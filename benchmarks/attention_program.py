@@ -7,6 +7,7 @@ import sys
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +25,12 @@ from benchmarks.attention_runs import (
     run_jobs,
     working_folder,
 )
+from benchmarks.measure import Call, measure, step_peak_mib
 from benchmarks.program import (
     at_least_one,
     describe_run,
     device_name,
+    one_line_of,
     positive,
     release_memory,
     slug,
@@ -159,6 +162,27 @@ def measure_recipes(
         print(progress, file=sys.stderr, flush=True)
     print(f"written: {options.out}")
     return 0
+
+
+def measure_step(
+    recipe: Recipe, prepare: Callable[[], tuple[Call, int]], options: Namespace
+) -> dict[str, Any]:
+    """A row about training steps; one that fails says so instead.
+
+    Args:
+        recipe: What they are of.
+        prepare: Makes a call that runs one, and gives the number of parameters with it.
+        options: Those of `add_steps`.
+    """
+    try:
+        cuda = options.device == "cuda"
+        before = torch.cuda.memory_allocated() if cuda else 0
+        step, params = prepare()
+        peak = step_peak_mib(step, before) if cuda else None
+        timing = measure(step, options.device, seconds=options.seconds_per_row)
+        return {"recipe": recipe.name, "params": params} | asdict(timing) | {"peak_mib": peak}
+    except Exception as error:  # whatever happens to one row, the others are still wanted
+        return {"recipe": recipe.name, "error": hide_paths(one_line_of(error))}
 
 
 def find_result(program: str, path: Path | None, kind: str) -> Path | None:

@@ -42,10 +42,11 @@ _FAILURE_FIELDS = _KEY_FIELDS | {"lines": list, "session": str}
 MEASUREMENT_FIELDS = SESSION_FIELDS | {
     "batch": int, "image": int, "precision": str, "rows": list,
 }  # fmt: skip
-ROW_FIELDS = {
-    "recipe": str, "params": int, "macs": int, "median_ms": float, "q25_ms": float,
-    "q75_ms": float, "repeats": int, "peak_mib": float | None,
+STEP_FIELDS = {
+    "recipe": str, "params": int, "median_ms": float, "q25_ms": float, "q75_ms": float,
+    "repeats": int, "peak_mib": float | None,
 }  # fmt: skip
+ROW_FIELDS = STEP_FIELDS | {"macs": int}
 
 
 def empty_result(kind: str) -> Result:

@@ -11,6 +11,8 @@ from benchmarks import attention_results
 from benchmarks.attention_results import (
     NOT_MEASURED,
     NOT_YET,
+    SESSION_FIELDS,
+    STEP_FIELDS,
     Result,
     check_common,
     check_run_of,
@@ -19,11 +21,14 @@ from benchmarks.attention_results import (
     missing_runs,
     read_results_of,
     runs_of,
+    scaled,
     sources,
+    speed,
 )
 from benchmarks.attention_runs import Suite
 from benchmarks.tables import number, page_table
 
+MEASUREMENT_FIELDS = SESSION_FIELDS | {"batch": int, "precision": str, "rows": list}
 PEAK = "peak_mib"  # a column of the history that runs on a GPU have
 OURS = "quadtree-b"
 
@@ -143,7 +148,13 @@ def check_result(comparison: Comparison, result: Result) -> None:
     Raises:
         ValueError: A field is missing, unknown, or not of its type.
     """
-    check_common(result, comparison.name, check_run=partial(_check_run, comparison))
+    check_common(
+        result,
+        comparison.name,
+        check_run=partial(_check_run, comparison),
+        measurement_fields=MEASUREMENT_FIELDS,
+        row_fields=STEP_FIELDS,
+    )
 
 
 def _check_run(comparison: Comparison, run: Result, where: str) -> None:
@@ -182,19 +193,23 @@ def runs_by_recipe(comparison: Comparison, result: Result) -> dict[str, list[Res
 
 def _section(comparison: Comparison, name: str, result: Result) -> str:
     runs = runs_by_recipe(comparison, result)
-    lines = [f"### {machines(result)}: `{name}.json`", "", *_table(comparison, runs), ""]
+    lines = [f"### {machines(result)}: `{name}.json`", "", *_table(comparison, runs, result), ""]
     lines += _verdict(comparison, runs)
     if missing := [x for x in missing_runs(result, runs, comparison.label) if "speed" not in x]:
         lines += ["Missing:", "", *missing, ""]
     if flat(runs):
         lines += [f"![Loss and score over epochs]({comparison.name}.png)", ""]
-    return "\n".join([*lines, *sources(name, result, "")]).rstrip()
+    step = f"training steps of {(result['measurement'] or {}).get('batch')} samples"
+    return "\n".join([*lines, *sources(name, result, step)]).rstrip()
 
 
-def _table(comparison: Comparison, runs: Mapping[str, Sequence[Result]]) -> list[str]:
+def _table(
+    comparison: Comparison, runs: Mapping[str, Sequence[Result]], result: Result
+) -> list[str]:
     epochs = max((run["epochs"] for run in flat(runs)), default=0)
-    head = ["attention", "runs", *comparison.scores.values(), "best epoch", "training loss"]
-    head += ["s per epoch", "peak MiB"]
+    measured = result["measurement"]
+    costs = ["s per epoch", "peak MiB"] if measured is None else ["samples/s", "MiB of a step"]
+    head = ["attention", "runs", *comparison.scores.values(), "best epoch", "training loss", *costs]
     lines = [f"Means over seeds, ± half of their range, after {epochs} epochs.", ""]
     rows = []
     for name, mine in runs.items():
@@ -202,9 +217,19 @@ def _table(comparison: Comparison, runs: Mapping[str, Sequence[Result]]) -> list
         cells += [spread(mine, lambda run, m=m: _final(run, m)) for m in comparison.scores]
         cells += [spread(mine, lambda run: run["best"][_short(comparison.score)])]
         cells += [spread(mine, lambda run: run["history"][comparison.losses[0]][-1], digits=3)]
-        cells += [_mean_of(mine, "seconds"), _mean_of(mine, PEAK)]
+        cells += _costs_of_runs(mine) if measured is None else _costs_of_steps(name, measured)
         rows.append(cells)
     return [*lines, *page_table(head, rows, 1)]
+
+
+def _costs_of_runs(runs: Sequence[Result]) -> list[str]:
+    return [_mean_of(runs, "seconds"), _mean_of(runs, PEAK)]
+
+
+def _costs_of_steps(recipe: str, measured: Result) -> list[str]:
+    """Training steps by themselves, where nothing else ran."""
+    row = next((row for row in measured["rows"] if row["recipe"] == recipe), {})
+    return [speed(row, measured["batch"]), scaled(row, PEAK, 1)]
 
 
 def spread(runs: Sequence[Result], value: Callable[[Result], float], digits: int = 2) -> str:

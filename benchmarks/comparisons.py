@@ -2,28 +2,39 @@
 """Attentions compared by training in one network: detectors, segmenters and stereo.
 
 `train NAME`: several runs at once; repeat the command until all are there.
+`measure NAME`: speed and memory of training steps, one recipe after the other.
 `figures NAME`: the picture of docs/results/NAME.md, whose table `benchmarks.tables` makes.
 """
 
 import sys
+import warnings
 from argparse import Namespace
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+from timm.optim import create_optimizer_v2
+
 from benchmarks.attention_program import (
     add_runs,
+    add_steps,
     available,
     check_recipes,
     describe,
     draw_result,
+    measure_recipes,
+    measure_step,
     plan,
     train_missing,
 )
-from benchmarks.attention_results import Result
+from benchmarks.attention_results import Result, speed
+from benchmarks.attention_runs import Recipe
 from benchmarks.comparison_tables import COMPARISONS, Comparison, runs_by_recipe
+from benchmarks.measure import Call, use_threads
 from benchmarks.program import OneLineParser
-from benchmarks.tables import ROOT
+from benchmarks.tables import ROOT, number
 
 PROGRAM = "python -m benchmarks.comparisons"
 PICTURES = ROOT / "docs" / "results"
@@ -42,9 +53,10 @@ def parse(argv: Sequence[str]) -> Namespace:
     """The checked options; a bad one ends the program with one line and exit code 2."""
     parser = OneLineParser(prog=PROGRAM, description=__doc__)
     commands = parser.add_subparsers(
-        required=True, metavar="train|figures", parser_class=OneLineParser
+        required=True, metavar="train|measure|figures", parser_class=OneLineParser
     )
     _add_train(commands)
+    _add_measure(commands)
     _add_figures(commands)
     options = parser.parse_args(argv)
     options.comparison = COMPARISONS[options.name]
@@ -57,14 +69,25 @@ def parse(argv: Sequence[str]) -> Namespace:
 
 def _add_train(commands: Any) -> None:
     parser = commands.add_parser("train", help="scores with every attention")
+    _add_recipes(parser)
+    add_runs(parser, seeds="0,1")
+    parser.set_defaults(run=train, device=available(), threads=1)
+
+
+def _add_measure(commands: Any) -> None:
+    parser = commands.add_parser("measure", help="speed and memory with every attention")
+    _add_recipes(parser)
+    add_steps(parser)
+    parser.set_defaults(run=measure_all)
+
+
+def _add_recipes(parser: OneLineParser) -> None:
     add = parser.add_argument
     add("name", choices=COMPARISONS, metavar="NAME", help=f"of {', '.join(COMPARISONS)}")
     add("--recipes", help="names without their common part, separated by commas; default: all")
     add("--folder", type=Path, help="folder of the recipes")
     add("--out", type=Path, help="default: benchmarks/results/NAME--<device name>.json")
     add("--data", help="folder of the data (of textures, for stereo); default: as in the recipe")
-    add_runs(parser, seeds="0,1")
-    parser.set_defaults(run=train, device=available(), threads=1)
 
 
 def _add_figures(commands: Any) -> None:
@@ -78,12 +101,67 @@ def _add_figures(commands: Any) -> None:
 
 def train(argv: Sequence[str], options: Namespace) -> int:
     """Trains what is not in the result file yet; exit code 1 if a run failed."""
-    comparison: Comparison = options.comparison
-    option = "--data.textures" if comparison.task == "stereo" else "--data.root"
-    settings = [option, options.data] if options.data else []
-    jobs = plan(options, options.data, settings)
+    jobs = plan(options, options.data, _data_options(options))
     about = describe(PROGRAM, argv, options)
-    return train_missing(jobs, options, comparison.suite, about, resume=options.work is not None)
+    suite = options.comparison.suite
+    return train_missing(jobs, options, suite, about, resume=options.work is not None)
+
+
+def _data_options(options: Namespace) -> list[str]:
+    option = "--data.textures" if options.comparison.task == "stereo" else "--data.root"
+    return [option, options.data] if options.data else []
+
+
+def measure_all(argv: Sequence[str], options: Namespace) -> int:
+    """Measures every recipe, one after the other, and records what was found."""
+    use_threads(options.threads)
+    content = options.recipes[0].content  # all are alike but for the attention
+    about = describe(PROGRAM, argv, options) | {
+        "batch": content["data"]["batch_size"],
+        "precision": content["trainer"].get("precision", "32-true"),
+    }
+    tell = partial(one_line, batch=about["batch"])
+    return measure_recipes(options, options.comparison.suite, about, measure_recipe, tell)
+
+
+def measure_recipe(recipe: Recipe, options: Namespace) -> dict[str, Any]:
+    """One row; one that fails says so instead."""
+    return measure_step(recipe, lambda: training_step(recipe, options), options)
+
+
+def training_step(recipe: Recipe, options: Namespace) -> tuple[Call, int]:
+    """Forward, losses, backward and a step of AdamW on the first batch; and the parameters.
+
+    The batch is the same for every recipe, and lies on the device already.
+    """
+    from quadtree_attention.tasks.training.command import prepare
+
+    device = torch.device(options.device)
+    settings = ["--trainer.accelerator", "cpu", *_data_options(options)]
+    run = prepare(options.comparison.task, ["--config", str(recipe.path), *settings])
+    data, module = run.datamodule, run.model.to(device).train()
+    data.setup("fit")
+    batch = data.transfer_batch_to_device(next(iter(data.train_dataloader())), device, 0)
+    batch = data.on_after_batch_transfer(batch, 0)
+    optimizer = create_optimizer_v2(module.model, opt="adamw", lr=1e-5, weight_decay=0.05)
+    half = recipe.content["trainer"].get("precision", "").startswith("bf16")
+    warnings.filterwarnings("ignore", message=".*self.log")  # nobody listens here
+
+    def step() -> None:
+        optimizer.zero_grad(set_to_none=True)
+        with torch.autocast(device.type, torch.bfloat16, enabled=half):
+            loss = module.training_step(batch, batch_idx=1)  # 0 would look at the loss and wait
+        loss.backward()
+        optimizer.step()
+
+    return step, sum(parameter.numel() for parameter in module.model.parameters())
+
+
+def one_line(row: dict[str, Any], batch: int) -> str:
+    """A row in one line."""
+    if "error" in row:
+        return f"{row['recipe']}: failed: {row['error']}"
+    return f"{row['recipe']}: {speed(row, batch)} samples/s, {number(row['peak_mib'])} MiB"
 
 
 def draw(argv: Sequence[str], options: Namespace) -> int:

@@ -12,6 +12,7 @@ from benchmarks.attention_results import (
     NOT_MEASURED,
     NOT_YET,
     SESSION_FIELDS,
+    STEP_FIELDS,
     Result,
     about,
     check_common,
@@ -66,10 +67,6 @@ _WEIGHTS_FIELDS = {"sha256": str, "bytes": int, "epoch": int}
 _MEASUREMENT_FIELDS = SESSION_FIELDS | {
     "batch": int, "image": list, "precision": str, "rows": list,
 }  # fmt: skip
-_MEASURED_FIELDS = {
-    "recipe": str, "params": int, "median_ms": float, "q25_ms": float, "q75_ms": float,
-    "repeats": int, "peak_mib": float | None,
-}  # fmt: skip
 _EVALUATION_FIELDS = SESSION_FIELDS | {"size": int, "synthetic": dict, "rows": list}
 _SYNTHETIC_FIELDS = {
     "pairs": int, "seed": int, "height": int, "width": int, "textures": str | None,
@@ -98,7 +95,7 @@ def check_result(result: Result) -> None:
         check_run=_check_run,
         more_fields={"evaluation": dict | None},
         measurement_fields=_MEASUREMENT_FIELDS,
-        row_fields=_MEASURED_FIELDS,
+        row_fields=STEP_FIELDS,
     )
     if (evaluation := result["evaluation"]) is not None:
         versions = {"opencv": str, "poselib": str | None}

@@ -14,7 +14,7 @@ import sys
 import warnings
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,6 +32,7 @@ from benchmarks.attention_program import (
     draw_result,
     find_result,
     measure_recipes,
+    measure_step,
     plan,
     train_missing,
 )
@@ -44,10 +45,8 @@ from benchmarks.attention_runs import (
     RunFailedError,
     Suite,
     find_recipes,
-    hide_paths,
     working_folder,
 )
-from benchmarks.attentions import peak_mib
 from benchmarks.match_attention_tables import (
     METRICS,
     OPTIONAL,
@@ -59,9 +58,9 @@ from benchmarks.match_attention_tables import (
     scored_rows,
     text_scores,
 )
-from benchmarks.measure import Call, measure, use_threads
+from benchmarks.measure import Call, use_threads
 from benchmarks.models import SEED
-from benchmarks.program import OneLineParser, at_least_one, list_of, one_line_of, version_of
+from benchmarks.program import OneLineParser, at_least_one, list_of, version_of
 from benchmarks.tables import MATCH_ATTENTIONS, ROOT, number
 from quadtree_attention.errors import QuadtreeAttentionError
 from quadtree_attention.models.weights import (
@@ -230,15 +229,7 @@ def measure_all(argv: Sequence[str], options: Namespace) -> int:
 
 def measure_recipe(recipe: Recipe, options: Namespace) -> dict[str, Any]:
     """One row; one that fails says so instead."""
-    try:
-        cuda = options.device == "cuda"
-        before = torch.cuda.memory_allocated() if cuda else 0
-        step, params = training_step(recipe, options.device)
-        peak = peak_mib(step, before) if cuda else None
-        timing = measure(step, options.device, seconds=options.seconds_per_row)
-        return {"recipe": recipe.name, "params": params} | asdict(timing) | {"peak_mib": peak}
-    except Exception as error:  # whatever happens to one row, the others are still wanted
-        return {"recipe": recipe.name, "error": hide_paths(one_line_of(error))}
+    return measure_step(recipe, lambda: training_step(recipe, options.device), options)
 
 
 def training_step(recipe: Recipe, device: str) -> tuple[Call, int]:

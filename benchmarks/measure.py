@@ -152,6 +152,17 @@ def cuda_peak_mib(call: Call) -> float:
     return (torch.cuda.max_memory_allocated() - before) / MIB
 
 
+def step_peak_mib(step: Call, before: int) -> float:
+    """Most memory of a step: model, optimizer, images and all that was not there before them."""
+    step()  # the state of the optimizer is made in the first
+    torch.cuda.synchronize()
+    gc.collect()
+    torch.cuda.reset_peak_memory_stats()
+    step()
+    torch.cuda.synchronize()
+    return (torch.cuda.max_memory_allocated() - before) / MIB
+
+
 def _cpu_peak_mib(work: Work, threads: int) -> float | None:
     # The growth of the resident set counts memory of every library, not torch's alone; a fresh
     # process has no freed blocks that a call could fill unseen. It repeats to about 1 MiB.

@@ -70,6 +70,19 @@ def test_from_recipes_to_a_picture(tmp_path, comparison, capsys):
     assert "- QuadTree-A, seed 0: not yet" in text and "speed" not in text
     assert str(tmp_path) not in out.read_text()
 
+    assert "s per epoch" in text
+    steps = ["measure", "stereo-attentions", "--folder", str(tmp_path), "--out", str(out)]
+    assert main([*steps, "--device", "cpu", "--seconds-per-row", "0.01", "--threads", "1"]) == 0
+    (result,) = read_results(comparison, tmp_path).values()
+    assert [row["recipe"] for row in result["measurement"]["rows"]] == ["quadtree-b", "full"]
+    assert all(
+        row["median_ms"] > 0 and row["params"] > 1000 for row in result["measurement"]["rows"]
+    )
+    text = markdown(comparison, read_results(comparison, tmp_path))
+    assert "samples/s" in text and "s per epoch" not in text
+    assert "Measured (training steps of 4 samples, 32-true)" in text
+    assert str(tmp_path) not in out.read_text()
+
     drawing = ["figures", "stereo-attentions", "--results", str(out), "--out", str(tmp_path)]
     assert main(drawing) == 0
     assert Image.open(tmp_path / "stereo-attentions.png").size[0] > 500

@@ -144,10 +144,7 @@ def train(task: str, args: list[str]) -> None:
         OptionError: Something in the recipe or the options is not accepted; nothing was done.
         CheckpointError: A checkpoint cannot be read or written.
     """
-    if task not in TASKS:
-        raise OptionError(f"the task must be one of {', '.join(TASKS)}, got {task!r}; take one")
-    _quiet()
-    cli = _parse(_named(task, f"module.{TASKS[task]}"), _data_class(task, args), args)
+    cli = prepare(task, args)
     folder = run_dir(cli.config)
     checkpoint = _checkpoint(cli.config.resume, folder)
     if checkpoint:  # looked at before any work
@@ -155,6 +152,21 @@ def train(task: str, args: list[str]) -> None:
     cli.trainer.fit(cli.model, datamodule=cli.datamodule, ckpt_path=checkpoint)
     if cli.trainer.is_global_zero and cli.trainer.state.finished:
         _finish(cli.trainer, cli.model, folder, command=["quadtree", "train", task, *args])
+
+
+def prepare(task: str, args: list[str]) -> TrainCLI:
+    """Model, data and trainer of a recipe; nothing has run yet.
+
+    Args:
+        task, args: As for `train`.
+
+    Raises:
+        OptionError: Something in the recipe or the options is not accepted.
+    """
+    if task not in TASKS:
+        raise OptionError(f"the task must be one of {', '.join(TASKS)}, got {task!r}; take one")
+    _quiet()
+    return _parse(_named(task, f"module.{TASKS[task]}"), _data_class(task, args), args)
 
 
 def _named(task: str, name: str) -> Any:
