@@ -10,8 +10,8 @@ compiled already.
 import os
 import threading
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -60,11 +60,18 @@ class Launch:
         self.run(*arguments)
 
 
+class Made(NamedTuple):
+    """A dense tensor to make."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+
 @dataclass(frozen=True)
 class Plan:
     """All launches of a call, and the tensors to make for them."""
 
-    made: list[tuple[torch.Size, torch.dtype]]
+    made: list[Made]
     outputs: int  # the first of those that are made
     launches: list[Launch]
 
@@ -78,11 +85,10 @@ class Plan:
         return made[: self.outputs]
 
 
-@dataclass
 class _Here(threading.local):
     """What this thread notes at the moment; None: nothing."""
 
-    noted: list[Noted] | None = field(default=None)
+    noted: list[Noted] | None = None
 
 
 _here = _Here()
@@ -140,8 +146,8 @@ def _looks_of(inputs: Sequence[Tensor]) -> Hashable:
 
 def _planned(noted: Sequence[Noted], inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Plan:
     places = {x.data_ptr(): i for i, x in reversed(list(enumerate(inputs)))}
-    made = list(outputs)
-    storages = {_storage(x): i for i, x in enumerate(made) if x.numel()}
+    made = [Made(x.shape, x.dtype) for x in outputs]
+    storages = {_storage(x): i for i, x in enumerate(outputs) if x.numel()}
     launches = []
     for launch in noted:
         arguments, slots = list(launch.arguments), []
@@ -154,10 +160,11 @@ def _planned(noted: Sequence[Noted], inputs: Sequence[Tensor], outputs: Sequence
                 continue
             number = storages.setdefault(_storage(x), len(made))
             if number == len(made):  # one that lies between: all of what the view x is of
-                made.append(x.new_empty(x.untyped_storage().nbytes() // x.itemsize))
+                entries = x.untyped_storage().nbytes() // x.itemsize
+                made.append(Made(torch.Size([entries]), x.dtype))
             slots.append(Slot(i, len(inputs) + number, int(x.storage_offset())))
         launches.append(Launch(launch.run, arguments, slots))
-    return Plan([(x.shape, x.dtype) for x in made], len(outputs), launches)
+    return Plan(made, len(outputs), launches)
 
 
 def _storage(x: Tensor) -> int:
