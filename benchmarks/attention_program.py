@@ -151,7 +151,7 @@ def measure_recipes(
     measure_recipe: Callable[[Recipe, Namespace], dict[str, Any]],
     one_line: Callable[[dict[str, Any]], str],
 ) -> int:
-    """Measures every recipe, one after the other, and records what was found."""
+    """Measures every recipe, one after the other; exit code 1 if one failed."""
     results, rows = ResultFile(options.out, suite), []
     results.read()  # a file that is not ours is refused before any work
     for recipe in options.recipes:
@@ -161,7 +161,7 @@ def measure_recipes(
         progress = f"[{len(rows)}/{len(options.recipes)}] {one_line(rows[-1])}"
         print(progress, file=sys.stderr, flush=True)
     print(f"written: {options.out}")
-    return 0
+    return 1 if any("error" in row for row in rows) else 0
 
 
 def measure_step(

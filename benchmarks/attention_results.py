@@ -171,9 +171,13 @@ def machines(result: Result) -> str:
 
 
 def missing_runs(
-    result: Result, runs: Mapping[str, Sequence[Result]], label: Callable[[str], str]
+    result: Result,
+    runs: Mapping[str, Sequence[Result]],
+    label: Callable[[str], str],
+    *,
+    speeds: bool = True,
 ) -> list[str]:
-    """Runs that were asked for, or belong to the table, and are not there."""
+    """Runs that were asked for, or belong to the table, and are not there; speeds if asked for."""
     reasons = {(x["recipe"], x["seed"]): x["lines"][-1] for x in result["failures"]}
     lines = []
     for name, mine in runs.items():
@@ -185,7 +189,7 @@ def missing_runs(
                 lines.append(f"- {label(name)}, seed {seed}: {outcome}")
     measured = {row["recipe"] for row in (result["measurement"] or {"rows": []})["rows"]}
     unmeasured = [label(name) for name in runs if name not in measured]
-    if unmeasured:
+    if unmeasured and speeds:
         lines.append(f"- speed and memory of {', '.join(unmeasured)}: {NOT_YET}")
     return lines
 

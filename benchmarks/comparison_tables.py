@@ -195,11 +195,12 @@ def _section(comparison: Comparison, name: str, result: Result) -> str:
     runs = runs_by_recipe(comparison, result)
     lines = [f"### {machines(result)}: `{name}.json`", "", *_table(comparison, runs, result), ""]
     lines += _verdict(comparison, runs)
-    if missing := [x for x in missing_runs(result, runs, comparison.label) if "speed" not in x]:
+    measured = result["measurement"] is not None
+    if missing := missing_runs(result, runs, comparison.label, speeds=measured):
         lines += ["Missing:", "", *missing, ""]
     if flat(runs):
         lines += [f"![Loss and score over epochs]({comparison.name}.png)", ""]
-    step = f"training steps of {(result['measurement'] or {}).get('batch')} samples"
+    step = f"training steps of {result['measurement']['batch']} samples" if measured else ""
     return "\n".join([*lines, *sources(name, result, step)]).rstrip()
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from timm.optim import create_optimizer_v2
+from torch import nn
 
 from benchmarks.attention_program import (
     add_runs,
@@ -39,6 +40,7 @@ from benchmarks.tables import ROOT, number
 PROGRAM = "python -m benchmarks.comparisons"
 PICTURES = ROOT / "docs" / "results"
 COLOURS = ("#E69F00", "#56B4E9", "#CC79A7", "#009E73", "#999999", "#0072B2", "#F0E442")
+PRECISIONS = {"32-true": False, "bf16-mixed": True}  # whether forward is in bfloat16
 OURS_COLOUR = "#D00000"
 
 
@@ -118,7 +120,7 @@ def measure_all(argv: Sequence[str], options: Namespace) -> int:
     content = options.recipes[0].content  # all are alike but for the attention
     about = describe(PROGRAM, argv, options) | {
         "batch": content["data"]["batch_size"],
-        "precision": content["trainer"].get("precision", "32-true"),
+        "precision": _precision(options.recipes[0]),
     }
     tell = partial(one_line, batch=about["batch"])
     return measure_recipes(options, options.comparison.suite, about, measure_recipe, tell)
@@ -130,9 +132,9 @@ def measure_recipe(recipe: Recipe, options: Namespace) -> dict[str, Any]:
 
 
 def training_step(recipe: Recipe, options: Namespace) -> tuple[Call, int]:
-    """Forward, losses, backward and a step of AdamW on the first batch; and the parameters.
+    """Forward, losses, backward, clipping and a step of AdamW; and the number of parameters.
 
-    The batch is the same for every recipe, and lies on the device already.
+    All on one batch, which is the same for every recipe, and lies on the device already.
     """
     from quadtree_attention.tasks.training.command import prepare
 
@@ -144,7 +146,8 @@ def training_step(recipe: Recipe, options: Namespace) -> tuple[Call, int]:
     batch = data.transfer_batch_to_device(next(iter(data.train_dataloader())), device, 0)
     batch = data.on_after_batch_transfer(batch, 0)
     optimizer = create_optimizer_v2(module.model, opt="adamw", lr=1e-5, weight_decay=0.05)
-    half = recipe.content["trainer"].get("precision", "").startswith("bf16")
+    half = PRECISIONS[_precision(recipe)]
+    clip = recipe.content["trainer"].get("gradient_clip_val") or float("inf")
     warnings.filterwarnings("ignore", message=".*self.log")  # nobody listens here
 
     def step() -> None:
@@ -152,9 +155,14 @@ def training_step(recipe: Recipe, options: Namespace) -> tuple[Call, int]:
         with torch.autocast(device.type, torch.bfloat16, enabled=half):
             loss = module.training_step(batch, batch_idx=1)  # 0 would look at the loss and wait
         loss.backward()
+        nn.utils.clip_grad_norm_(module.model.parameters(), clip)
         optimizer.step()
 
     return step, sum(parameter.numel() for parameter in module.model.parameters())
+
+
+def _precision(recipe: Recipe) -> str:
+    return recipe.content["trainer"].get("precision", "32-true")
 
 
 def one_line(row: dict[str, Any], batch: int) -> str:

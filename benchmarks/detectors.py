@@ -40,7 +40,7 @@ from quadtree_attention.tasks.devices import out_of_memory
 PROGRAM = "python -m benchmarks.detectors"
 MODES = ("eager", "compile", "graph", "compile+graph")
 CLASSES = 80
-# With it, torch 2.11 fails on PVTv2's attention in bfloat16 ("CantSplit").
+# Off, since with it torch 2.11 fails on PVTv2's attention in bfloat16 ("CantSplit").
 INDUCTOR = {"triton.coalesce_tiling_analysis": False}
 SEED = 0
 
@@ -173,7 +173,8 @@ def compiled(network: nn.Module) -> Any:
     """The network, compiled apart from all before it.
 
     Which kernel attention takes is no part of what the compiler tells graphs apart by, neither in
-    memory nor on disk: it would give out the network with scores held for the fused one.
+    memory nor on disk: it would give out the network with scores held for the fused one. So it does
+    without the cache on disk from now on, as long as this program runs.
     """
     torch._dynamo.reset()
     torch._functorch.config.enable_autograd_cache = False

@@ -89,6 +89,30 @@ def test_from_recipes_to_a_picture(tmp_path, comparison, capsys):
     assert "2 of 2 runs are in" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("name", "recipe"),
+    [
+        ("bccd-attentions", "detect/retinanet-debug"),
+        ("nuclei-attentions", "detect/maskrcnn-debug"),
+        ("camvid-attentions", "segment/semfpn-debug"),
+    ],
+)
+def test_training_steps_of_every_task(name, recipe, tmp_path):
+    from benchmarks.comparison_tables import COMPARISONS, read_results
+    from benchmarks.comparisons import main
+
+    comparison = COMPARISONS[name]
+    content = yaml.safe_load((ROOT / "recipes" / f"{recipe}.yaml").read_text())
+    content["data"] |= {"batch_size": 2}
+    (tmp_path / f"{comparison.prefix}sr.yaml").write_text(yaml.safe_dump(content))
+    options = ["--device", "cpu", "--seconds-per-row", "0.01", "--threads", "1"]
+    out = ["--folder", str(tmp_path), "--out", str(tmp_path / f"{name}--here.json")]
+    assert main(["measure", name, *out, *options]) == 0
+    (result,) = read_results(comparison, tmp_path).values()
+    (row,) = result["measurement"]["rows"]
+    assert row["recipe"] == "sr" and row["median_ms"] > 0
+
+
 def test_verdict_counts_seeds(comparison):
     from benchmarks.comparison_tables import _verdict, spread
 

@@ -2,10 +2,12 @@
 """`benchmarks.detectors`: a small run."""
 
 import json
+import random
 from contextlib import nullcontext
 
 import pytest
 import torch
+import torch._functorch.config
 import torch.nn.functional as F
 from torch import nn
 from torch.profiler import profile
@@ -44,15 +46,14 @@ def test_bad_options(capsys):
     assert "graph means CUDA graphs" in capsys.readouterr().err
 
 
-def test_attentions_are_compiled_apart(tmp_path, monkeypatch):
+@torch._functorch.config.patch(enable_autograd_cache=True)  # and as it was, afterwards
+def test_attentions_are_compiled_apart():
     from benchmarks.detectors import compiled
     from benchmarks.measure import scores_held
 
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(torch._functorch.config, "enable_autograd_cache", True)  # put back later
-    x = torch.rand(1, 2, 32, 16)
+    x, shift = torch.rand(1, 2, 32, 16), random.random()
     for held in (True, False, True):
-        network = compiled(Attention())
+        network = compiled(Attention(shift))
         with torch.no_grad(), scores_held() if held else nullcontext():
             network(x)
             with profile() as kernels:
@@ -63,5 +64,9 @@ def test_attentions_are_compiled_apart(tmp_path, monkeypatch):
 
 
 class Attention(nn.Module):
+    def __init__(self, shift: float) -> None:
+        super().__init__()
+        self.shift = shift  # a number that no run before has left a compiled network for
+
     def forward(self, x):
-        return F.scaled_dot_product_attention(x, x, x) + 1
+        return F.scaled_dot_product_attention(x, x, x) + self.shift

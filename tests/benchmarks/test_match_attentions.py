@@ -222,7 +222,7 @@ def test_measure(
     out = tmp_path / "result.json"
     command = ["measure", "--folder", str(recipes(linear="linear", full="fulll"))]
     command += ["--out", str(out), "--device=cpu", "--threads=1", "--seconds-per-row=0.01"]
-    assert program.main(command) == 0
+    assert program.main(command) == 1
     result = read(out)
     tables.check_result(result)
     linear, broken = result["measurement"]["rows"]

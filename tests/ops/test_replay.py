@@ -4,11 +4,12 @@
 import os
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch
 
-from quadtree_attention import quadtree_attention, quadtree_attention_pyramid
+from quadtree_attention import OptionError, quadtree_attention, quadtree_attention_pyramid
 from quadtree_attention.ops.norms import map_norm
 from tests.conftest import ROOT
 
@@ -19,14 +20,14 @@ from quadtree_attention.ops.backends.triton import replay
 OPTIONS = {"num_levels": 2, "topk": 2, "backend": "triton"}
 
 
-def self_attention(draw):
+def attention(draw, *, value_dim=8, **options):
+    q, k, v = draw(1, 3, 5, 1, 8), draw(1, 3, 5, 1, 8), draw(1, 3, 5, 1, value_dim)
+    return quadtree_attention(q, k, v, **OPTIONS | options)
+
+
+def of_itself(draw):
     x = draw(1, 3, 5, 1, 8)
     return quadtree_attention(x, x, x, **OPTIONS)
-
-
-def cross_attention(draw):
-    q, k, v = draw(1, 3, 5, 1, 8), draw(1, 3, 5, 1, 8), draw(1, 3, 5, 1, 8)
-    return quadtree_attention(q, k, v, **OPTIONS)
 
 
 def in_one_tensor(draw):
@@ -36,20 +37,20 @@ def in_one_tensor(draw):
 
 def unaligned(draw):
     q = draw(1 + 3 * 5 * 8)[1:].view(1, 3, 5, 1, 8)
-    return quadtree_attention(q, draw(1, 3, 5, 1, 8), draw(1, 3, 5, 1, 5), **OPTIONS)
+    return quadtree_attention(q, draw(1, 3, 5, 1, 8), draw(1, 3, 5, 1, 8), **OPTIONS)
 
 
-def masked_with_selection(draw):
+def with_selection(draw):
+    out, (level,) = attention(draw, return_selection=True)
+    return torch.cat([out.flatten(), level.cells.flatten().float(), level.scores.flatten()])
+
+
+def masked(draw):
     q, k, v = draw(1, 3, 5, 2, 8), draw(1, 4, 5, 2, 8), draw(1, 4, 5, 2, 8)
     masks = {"query_mask": draw(1, 3, 5) > -0.5, "key_mask": draw(1, 4, 5) > -0.5}
-    options = OPTIONS | {"num_levels": 3, "return_selection": True}
-    out, levels = quadtree_attention(q, k, v, level_weights=draw(3), **masks, **options)
-    return torch.cat([out.flatten(), *(x.flatten().float() for level in levels for x in level)])
-
-
-def variant_a(draw):
-    q, k, v = draw(1, 3, 5, 1, 8), draw(1, 4, 5, 1, 8), draw(1, 4, 5, 1, 8)
-    return quadtree_attention(q, k, v, variant="A", **OPTIONS | {"num_levels": 3})
+    return quadtree_attention(
+        q, k, v, level_weights=draw(3), **masks, **OPTIONS | {"num_levels": 3}
+    )
 
 
 def pyramids(draw):
@@ -57,9 +58,8 @@ def pyramids(draw):
     return quadtree_attention_pyramid(qs, ks, vs, topk=2, backend="triton")
 
 
-def norm_of_maps(draw):
-    x, weight, bias = draw(2, 4, 6, 8), draw(8), draw(8)
-    return map_norm(x, weight, bias, 1e-5, "relu", by_parent=True)
+def norm_of_maps(draw, *, eps=1e-5, activation="relu", by_parent=True):
+    return map_norm(draw(2, 4, 6, 8), draw(8), draw(8), eps, activation, by_parent=by_parent)
 
 
 def gradients(draw):
@@ -68,10 +68,24 @@ def gradients(draw):
     return torch.cat(torch.autograd.grad(loss, (q, k, v)))
 
 
+# No two of them may be taken for each other, however little they differ.
 REPEATED = (
-    self_attention, cross_attention, in_one_tensor, unaligned, masked_with_selection, variant_a,
-    pyramids, norm_of_maps,
-)  # fmt: skip
+    attention,
+    of_itself,
+    in_one_tensor,
+    unaligned,
+    partial(attention, value_dim=5),
+    partial(attention, scale=0.1),
+    partial(attention, topk=1),
+    partial(attention, variant="A"),
+    with_selection,
+    masked,
+    pyramids,
+    norm_of_maps,
+    partial(norm_of_maps, eps=0.5),
+    partial(norm_of_maps, activation="gelu"),
+    partial(norm_of_maps, by_parent=False),
+)
 
 
 def check_replays(device: str) -> None:
@@ -80,8 +94,8 @@ def check_replays(device: str) -> None:
     for i, call in enumerate(REPEATED, start=1):
         for seed in range(2):
             _check_call(call, seed, device)
-            assert len(replay._plans) == i, call.__name__
-    _check_call(gradients, 0, device)  # forward is that of cross attention
+            assert len(replay._plans) == i, call
+    _check_call(gradients, 0, device)  # forward was seen before
     assert len(replay._plans) == i
 
 
@@ -126,11 +140,12 @@ CHECKS = (check_replays, check_what_is_not_repeated, check_too_many)
 
 def test_in_the_interpreter():
     names = ", ".join(check.__name__ for check in CHECKS)
-    script = f"from tests.ops.test_replay import {names}\nfor f in {names}: f('cpu'); print('ok')"
+    script = f"from tests.ops.test_replay import replay, {names}\nassert replay.SWITCHED_ON\n"
+    script += f"for f in {names}: f('cpu'); print('ok')"
     done = subprocess.run(
         [sys.executable, "-c", script],
         cwd=ROOT,
-        env=os.environ | {"TRITON_INTERPRET": "1"},
+        env=os.environ | {"TRITON_INTERPRET": "1", "QUADTREE_REPLAY": "1"},
         capture_output=True,
         text=True,
     )
@@ -167,11 +182,73 @@ def test_in_a_cuda_graph():
     torch.testing.assert_close(got, expected)
 
 
+@pytest.mark.usefixtures("_as_before")
 def test_a_call_that_fails_is_not_noted():
     def fail():
         raise RuntimeError("of the call")
 
     with pytest.raises(RuntimeError, match="of the call"):
         replay.replayed(fail, [torch.zeros(3)], ())
-    assert not replay.is_noted()
+    assert not replay.is_noting()
     assert not replay._plans
+
+
+@pytest.mark.usefixtures("_as_before")
+def test_a_launch_that_cannot_be_repeated_is_not():
+    def call():
+        replay.note(None, [])
+        return []
+
+    assert replay.replayed(call, [torch.zeros(3)], ()) == []
+    assert not replay._plans
+
+
+@pytest.mark.usefixtures("_as_before")
+def test_between_tensors_are_there_no_longer_than_needed():
+    """And what a kernel gets is what it got the first time."""
+    x, out, a, b = torch.zeros(3), torch.zeros(2, 2), torch.zeros(8), torch.zeros(5)
+    seen = []
+    launches = [[x, a[4:], None], [a, b, 7], [b, out, x]]
+
+    def call():
+        for arguments in launches:
+            replay.note(lambda *got: seen.append(got), arguments)
+        return [out]
+
+    replay.replayed(call, [x], ())
+    other = torch.ones(3)
+    (result,) = replay.replayed(call, [other], ())
+    (plan,) = replay._plans.values()
+    assert [(launch.first, launch.last) for launch in plan.launches] == [
+        ([2], []),
+        ([3], [2]),
+        ([], [3]),
+    ]
+    (x1, a1, none), (a2, b1, seven), (b2, out1, x2) = seen
+    assert x1 is other and x2 is other and out1 is result and (none, seven) == (None, 7)
+    assert a1.data_ptr() == a2.data_ptr() + 16 and b1 is b2
+    assert result.shape == out.shape and result is not out
+
+
+@pytest.mark.usefixtures("_as_before")
+@pytest.mark.parametrize("spoil", ["part of an input", "other type", "left out"])
+def test_what_a_plan_cannot_hold_is_refused(spoil):
+    x, out = torch.zeros(3), torch.zeros(4)
+    argument = {"part of an input": x[1:], "other type": out.view(torch.int32), "left out": x}
+    given = [argument[spoil], *([] if spoil != "part of an input" else [out])]
+
+    def call():
+        replay.note(lambda *got: None, given)
+        return [out]
+
+    with pytest.raises(AssertionError):
+        replay.replayed(call, [x], ())
+
+
+def test_a_switch_has_two_positions(monkeypatch):
+    for value, expected in (("", False), ("0", False), ("1", True)):
+        monkeypatch.setenv("QUADTREE_REPLAY", value)
+        assert replay.is_asked_for() == expected
+    monkeypatch.setenv("QUADTREE_REPLAY", "yes")
+    with pytest.raises(OptionError, match="QUADTREE_REPLAY must be 0 or 1, got 'yes'"):
+        replay.is_asked_for()

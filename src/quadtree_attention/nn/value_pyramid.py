@@ -37,15 +37,16 @@ def plus_parents(x: Tensor, above: Tensor) -> Tensor:
     (batch, *grid, channels), parents = x.shape, above.shape[1:-1]
 
     def apart(siblings: int) -> list[int]:
+        """(B, p0, siblings, p1, siblings, ..., C)"""
         return [batch, *(side for size in parents for side in (size, siblings)), channels]
 
-    above = above.reshape(apart(1))
+    shared = above.reshape(apart(1))
     if all(is_known(size == 2 * over) for size, over in zip(grid, parents, strict=True)):
-        return (x.reshape(apart(2)) + above).reshape(x.shape)  # no copy for the children
-    above = above.expand(apart(2)).reshape(batch, *(2 * size for size in parents), channels)
+        return (x.reshape(apart(2)) + shared).reshape(x.shape)  # broadcast, not copied
+    copied = shared.expand(apart(2)).reshape(batch, *(2 * size for size in parents), channels)
     for axis, size in enumerate(grid, start=1):
-        above = above.narrow(axis, 0, size)
-    return x + above
+        copied = copied.narrow(axis, 0, size)
+    return x + copied
 
 
 def visible_levels(tree: Tree, mask: Tensor | None) -> list[Tensor | None]:

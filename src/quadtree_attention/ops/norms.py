@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from quadtree_attention.ops.fused import runs_kernels
+from quadtree_attention.ops.tree import rows_by_parent
 
 LARGEST_DIM = 1024
 ACTIVATIONS = ("gelu", "relu")
@@ -105,8 +106,7 @@ def _map_norm(
 @_map_norm.register_fake
 def _(x, weight, bias, eps, act, columns):  # type: ignore[no-untyped-def]
     batch, rows, channels = x.shape
-    if columns:
-        rows = 4 * ((rows // columns + 1) // 2) * ((columns + 1) // 2)
+    rows = rows_by_parent(rows, columns)
     return x.new_empty(batch, rows, channels), x.new_empty(batch, 2, dtype=torch.float32)
 
 

@@ -209,6 +209,13 @@ def to_grid(tree: Tree, x: Tensor) -> Tensor:
     return tree.from_tree(x.movedim(1, 2), tree.finest, axis=1)
 
 
+def rows_by_parent(rows: int, columns: int) -> int:
+    """Cells of an image, with those past the edge that fill up its parents; 0 columns: as it is."""
+    if columns == 0:
+        return rows
+    return 4 * ((rows // columns + 1) // 2) * ((columns + 1) // 2)
+
+
 def hide(x: Tensor, mask: Tensor | None) -> Tensor:
     """Zeros for hidden cells, so that not even NaN gets through: x (*cells, ...), mask (*cells)."""
     if mask is None:

@@ -206,7 +206,7 @@ def attend_coarse(
     per_query = {name: fixed[name] for name in ("D", "BLOCK_D", "MASKED", "PRECISION")}
     blocks = coarse_blocks(level, kept)
     rows, room = lse.numel(), power_of_two(2 * kept, 32)
-    programs = batch * heads * -(-cells // blocks["BLOCK_T"])
+    programs = batch * heads * parts_of(cells, blocks["BLOCK_T"])
     spans = coarse_spans(programs, keys, blocks["BLOCK_S"], room) if kept else 1
     parts = out.new_empty(spans, rows, out.shape[-1]) if kept else out
     part_lse = lse.new_empty(spans, rows) if kept else lse
@@ -220,7 +220,7 @@ def attend_coarse(
     )  # fmt: skip
     if kept:
         block_t = max(1, 512 // (spans * room))
-        coarse.coarse_choose_kernel[(-(-rows // block_t),)](
+        coarse.coarse_choose_kernel[(parts_of(rows, block_t),)](
             level.v, parts, part_lse, listed, count, out, lse, selection, scores,
             rows, heads, cells, *sizes(level.key_grid)[1:], *strides(level.v),
             **shared, NDIM=len(level.grid), VARIANT_A=options.variant == "A", ROOM=room,
@@ -244,7 +244,7 @@ def attend_fine(
     kept = options.kept(index)
     selection, scores = new_selection(level, kept, options)
     rows, parts = parents[..., 0].numel(), fine_parts(level, parents)
-    fine.fine_fwd_kernel[(-(-rows // parts["FAMILIES"]),)](
+    fine.fine_fwd_kernel[(parts_of(rows, parts["FAMILIES"]),)](
         level.q, level.k, level.v, level.shown, options.weights, parents, parent_scores, inherited,
         out, selection, scores,
         options.scale, options.share, index, rows, level.q.shape[1],
@@ -279,7 +279,7 @@ def coarse_gradients(
     batch, heads, cells, _ = level.q.shape
     keys = level.k.shape[2]
     blocks = coarse_gradient_blocks(level)
-    programs = -(-cells // blocks["BLOCK_T"]) * batch * heads
+    programs = parts_of(cells, blocks["BLOCK_T"]) * batch * heads
     weighted = options.weights is not None
     dweight = lse.new_empty(programs if weighted else 0)
     delta = torch.empty_like(lse)
@@ -292,7 +292,7 @@ def coarse_gradients(
         level.q, level.k, level.v, level.shown, options.weights, selection, scores, lse, message,
         dtotal, dscores, dq, dweight, delta, *numbers, *strides(message, dq), **fixed,
     )  # fmt: skip
-    coarse.coarse_bwd_keys_kernel[(-(-keys // blocks["BLOCK_S"]) * batch * heads,)](
+    coarse.coarse_bwd_keys_kernel[(parts_of(keys, blocks["BLOCK_S"]) * batch * heads,)](
         level.q, level.k, level.v, level.shown, options.weights, selection, lse, delta,
         dtotal, dscores, dk, dv, *numbers, *strides(dk, dv), **fixed,
     )  # fmt: skip
@@ -314,7 +314,7 @@ def fine_gradients(
     parents, parent_scores, selection = saved
     dq, dk, dv = grads
     rows, parts = parents[..., 0].numel(), fine_parts(level, parents)
-    programs = -(-rows // parts["FAMILIES"])
+    programs = parts_of(rows, parts["FAMILIES"])
     f32: dict[str, Any] = {"dtype": torch.float32, "device": dtotal.device}
     variant_a, weighted = options.variant == "A", options.weights is not None
     dinherited = torch.empty(*parents.shape[:3], level.v.shape[-1], **f32)
@@ -334,7 +334,7 @@ def fine_gradients(
         *shared, rows, *numbers, *strides(dq), **fixed, **parts, HIDES=hides,
     )  # fmt: skip
     query_above, above = (
-        tuple(-(-size // 2) for size in grid) for grid in (level.grid, level.key_grid)
+        tuple(parts_of(size, 2) for size in grid) for grid in (level.grid, level.key_grid)
     )
     find_users = sorted_users if deterministic else listed_users
     users, slots, first = find_users(parents, query_above, above, variant_a)
@@ -379,7 +379,7 @@ def listed_users(parents: Tensor, grid: Grid, above: Grid, with_slots: bool) -> 
     entries, block = parents.numel(), 256
     count = parents.new_zeros(2, batch * heads * prod(above) + 1)
     users, slots = parents.new_empty(entries), parents.new_empty(entries if with_slots else 0)
-    programs = (-(-entries // block),)
+    programs = (parts_of(entries, block),)
     numbers = (entries, families * kept, *sizes(above))
     ndim = len(above)
     fine.count_users_kernel[programs](parents, count[0, 1:], *numbers, NDIM=ndim, BLOCK=block)

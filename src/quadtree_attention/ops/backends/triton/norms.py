@@ -14,6 +14,7 @@ from torch import Tensor
 from quadtree_attention.ops.backends.triton import replay
 from quadtree_attention.ops.backends.triton.launch import parts_of, power_of_two
 from quadtree_attention.ops.backends.triton.shared import kernel, load_rows, quotient, store_rows
+from quadtree_attention.ops.tree import rows_by_parent
 
 TILE = 4096  # numbers of a tile
 BACKWARD_TILE = 2048  # where sums have to stay in registers, too
@@ -270,7 +271,7 @@ def map_norm(
     Returns:
         The result, and mean and reciprocal deviation of each map (B, 2).
     """
-    padded = columns > 0 and (x.shape[1] // columns % 2 or columns % 2)  # zeros: not only launches
+    padded = rows_by_parent(x.shape[1], columns) != x.shape[1]  # with zeros: not by launches alone
     if padded or x.numel() == 0 or not replay.SWITCHED_ON:
         return _map_norm(x, weight, bias, eps, act, columns)
     y, stats = replay.replayed(
@@ -286,9 +287,7 @@ def _map_norm(
 ) -> tuple[Tensor, Tensor]:
     batch, rows, channels = x.shape
     tile, spans, per_span = _spans(batch, rows, channels)
-    rows_out = rows
-    if columns:
-        rows_out = 4 * ((rows // columns + 1) // 2) * ((columns + 1) // 2)
+    rows_out = rows_by_parent(rows, columns)
     y = (x.new_empty if rows_out == rows else x.new_zeros)(batch, rows_out, channels)
     stats = x.new_empty(batch, 2, dtype=torch.float32)
     if batch == 0:

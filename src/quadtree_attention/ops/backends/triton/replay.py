@@ -4,33 +4,48 @@
 Everything about a launch follows from shapes, strides, dtypes and options of a call, but for the
 addresses of its tensors. What Python works out for each launch takes longer than most kernels run,
 so a call that was seen before only makes its tensors anew, and hands them to kernels that are
-compiled already.
+compiled already. Triton's own settings (debugging, instrumentation, hooks of a function) are taken
+to stay as they were.
 """
 
 import os
 import threading
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from quadtree_attention.errors import OptionError
+
 Run = Callable[..., object]
+ENVIRONMENT_VARIABLE = "QUADTREE_REPLAY"
 MOST_PLANS = 512  # then all are forgotten: sizes that change all the time are not worth keeping
-SWITCHED_ON = os.environ.get("QUADTREE_REPLAY", "0") == "1"
 
 
-@dataclass(frozen=True)
-class Noted:
+def is_asked_for() -> bool:
+    """What the environment says."""
+    value = os.environ.get(ENVIRONMENT_VARIABLE, "")
+    if value not in ("", "0", "1"):
+        raise OptionError(
+            f"the environment variable {ENVIRONMENT_VARIABLE} must be 0 or 1, got {value!r}; "
+            "1 repeats kernel launches, 0 makes them anew"
+        )
+    return value == "1"
+
+
+SWITCHED_ON = is_asked_for()
+
+
+class Noted(NamedTuple):
     """A launch as it happened: a compiled kernel with its grid, and all arguments."""
 
     run: Run
     arguments: list[Any]
 
 
-@dataclass(frozen=True)
-class Slot:
+class Slot(NamedTuple):
     """Where the tensor of an argument comes from.
 
     Attributes:
@@ -44,27 +59,36 @@ class Slot:
     offset: int
 
 
-@dataclass(frozen=True)
-class Launch:
-    """A launch as it can be repeated: its arguments, with room for tensors."""
-
-    run: Run
-    arguments: list[Any]
-    slots: list[Slot]
-
-    def __call__(self, tensors: Sequence[Tensor]) -> None:
-        arguments = self.arguments.copy()
-        for slot in self.slots:
-            tensor = tensors[slot.tensor]
-            arguments[slot.argument] = tensor[slot.offset :] if slot.offset else tensor
-        self.run(*arguments)
-
-
 class Made(NamedTuple):
     """A dense tensor to make."""
 
     shape: torch.Size
     dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A launch as it can be repeated.
+
+    Attributes:
+        run: The compiled kernel with its grid.
+        arguments: What it gets, with room for tensors.
+        slots: What goes there.
+        first: Tensors between that it is the first to get.
+        last: Those that it is the last to get.
+    """
+
+    run: Run
+    arguments: list[Any]
+    slots: list[Slot]
+    first: list[int]
+    last: list[int]
+
+    def __call__(self, tensors: Sequence[Any]) -> None:
+        arguments = self.arguments.copy()
+        for number, i, offset in self.slots:
+            arguments[number] = tensors[i][offset:] if offset else tensors[i]
+        self.run(*arguments)
 
 
 @dataclass(frozen=True)
@@ -76,34 +100,39 @@ class Plan:
     launches: list[Launch]
 
     def __call__(self, inputs: Sequence[Tensor]) -> list[Tensor]:
-        new_empty = inputs[0].new_empty
-        made = [new_empty(shape, dtype=dtype) for shape, dtype in self.made]
-        tensors = [*inputs, *made]
+        new_empty, start = inputs[0].new_empty, len(inputs)
+        outputs = [new_empty(shape, dtype=dtype) for shape, dtype in self.made[: self.outputs]]
+        tensors: list[Any] = [*inputs, *outputs, *self.made[self.outputs :]]
         with torch.cuda.device_of(inputs[0]):
             for launch in self.launches:
+                for i in launch.first:
+                    shape, dtype = self.made[i - start]
+                    tensors[i] = new_empty(shape, dtype=dtype)
                 launch(tensors)
-        return made[: self.outputs]
+                for i in launch.last:
+                    tensors[i] = None
+        return outputs
 
 
 class _Here(threading.local):
     """What this thread notes at the moment; None: nothing."""
 
-    noted: list[Noted] | None = None
+    noted: list[Noted | None] | None = None
 
 
 _here = _Here()
 _plans: dict[Hashable, Plan] = {}
 
 
-def note(run: Run, arguments: list[Any]) -> None:
-    """Tells of a launch that just happened; `run(*arguments)` would be the same one."""
-    if _here.noted is not None:
-        _here.noted.append(Noted(run, arguments))
-
-
-def is_noted() -> bool:
+def is_noting() -> bool:
     """Whether launches are to be told of."""
     return _here.noted is not None
+
+
+def note(run: Run | None, arguments: list[Any]) -> None:
+    """Tells of a launch that just happened; None: of one that cannot be repeated."""
+    assert _here.noted is not None
+    _here.noted.append(None if run is None else Noted(run, arguments))
 
 
 def replayed(
@@ -112,8 +141,8 @@ def replayed(
     """What `call` gives, by repeating its launches if one like it was seen before.
 
     Args:
-        call: Launches kernels, and nothing else that runs on the device. Its results are dense, and
-            kernels get parts of them only where they have a single axis.
+        call: Launches kernels, and nothing else that runs on the device, which nobody can check.
+            Its results are dense, and kernels get parts of them only where they have a single axis.
         inputs: All tensors that it reads; kernels get each from its first entry on.
         options: Whatever else it depends on.
     """
@@ -121,50 +150,78 @@ def replayed(
     plan = _plans.get(key)
     if plan is not None:
         return plan(inputs)
-    _here.noted = []
+    assert not is_noting(), "a call inside of one that is noted"
+    noted: list[Noted | None] = []
+    _here.noted = noted
     try:
         outputs = call()
-        noted = _here.noted
     finally:
         _here.noted = None
+    if None in noted:
+        return outputs
     if len(_plans) >= MOST_PLANS:
         _plans.clear()
-    _plans[key] = _planned(noted, inputs, outputs)
+    _plans[key] = _Planner(inputs, outputs).plan(launch for launch in noted if launch is not None)
     return outputs
 
 
 def _looks_of(inputs: Sequence[Tensor]) -> Hashable:
-    """All that kernels are compiled for and launched by, but the addresses themselves.
+    """What kernels are compiled for and launched by, but the addresses themselves.
 
-    Addresses count for being multiples of 16, and for being the same.
+    Of those it counts whether they are multiples of 16, and which are the same.
     """
     addresses = [x.data_ptr() for x in inputs]
     looks = tuple((x.shape, x.stride(), x.dtype) for x in inputs)
     same = tuple(addresses.index(address) for address in addresses)
-    return inputs[0].device, looks, same, tuple(address % 16 for address in addresses)
+    return inputs[0].device, looks, same, tuple(address % 16 == 0 for address in addresses)
 
 
-def _planned(noted: Sequence[Noted], inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Plan:
-    places = {x.data_ptr(): i for i, x in reversed(list(enumerate(inputs)))}
-    made = [Made(x.shape, x.dtype) for x in outputs]
-    storages = {_storage(x): i for i, x in enumerate(outputs) if x.numel()}
-    launches = []
-    for launch in noted:
+class _Planner:
+    """Makes a plan of launches that were noted, whose tensors are all still there."""
+
+    def __init__(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+        self.inputs, self.outputs = inputs, outputs
+        self.places = {x.data_ptr(): i for i, x in reversed(list(enumerate(inputs)))}
+        self.made = [Made(x.shape, x.dtype) for x in outputs]
+        self.storages = {_storage(x): i for i, x in enumerate(outputs) if x.numel()}
+        assert all(x.is_contiguous() for x in outputs)
+
+    def plan(self, noted: Iterable[Noted]) -> Plan:
+        parts = [self._launch(launch) for launch in noted]
+        users: dict[int, list[int]] = {}  # by tensor, the launches that get it
+        for n, (_, _, slots) in enumerate(parts):
+            for slot in slots:
+                users.setdefault(slot.tensor, []).append(n)
+        assert all(len(self.inputs) + i in users for i in self.storages.values())
+        between = range(len(self.inputs) + len(self.outputs), len(self.inputs) + len(self.made))
+        launches = []
+        for n, part in enumerate(parts):
+            first = [i for i in between if users[i][0] == n]
+            last = [i for i in between if users[i][-1] == n]
+            launches.append(Launch(*part, first, last))
+        return Plan(self.made, len(self.outputs), launches)
+
+    def _launch(self, launch: Noted) -> tuple[Run, list[Any], list[Slot]]:
         arguments, slots = list(launch.arguments), []
         for i, x in enumerate(launch.arguments):
-            if not isinstance(x, Tensor) or x.numel() == 0:
-                continue
-            arguments[i] = None
-            if (number := places.get(x.data_ptr())) is not None:
-                slots.append(Slot(i, number, 0))
-                continue
-            number = storages.setdefault(_storage(x), len(made))
-            if number == len(made):  # one that lies between: all of what the view x is of
-                entries = x.untyped_storage().nbytes() // x.itemsize
-                made.append(Made(torch.Size([entries]), x.dtype))
-            slots.append(Slot(i, len(inputs) + number, int(x.storage_offset())))
-        launches.append(Launch(launch.run, arguments, slots))
-    return Plan(made, len(outputs), launches)
+            if isinstance(x, Tensor) and x.numel() > 0:
+                arguments[i] = None
+                slots.append(Slot(i, *self._origin(x)))
+        return launch.run, arguments, slots
+
+    def _origin(self, x: Tensor) -> tuple[int, int]:
+        """The number of the tensor that x is, or is a part of; and where the part begins."""
+        if (number := self.places.get(x.data_ptr())) is not None:
+            return number, 0
+        assert _storage(x) not in map(_storage, self.inputs), "a kernel got a part of an input"
+        number = self.storages.setdefault(_storage(x), len(self.made))
+        if number == len(self.made):  # one that lies between: all of what the view x is of
+            entries = x.untyped_storage().nbytes() // x.itemsize
+            self.made.append(Made(torch.Size([entries]), x.dtype))
+        shape, dtype = self.made[number]
+        offset = int(x.storage_offset())
+        assert dtype == x.dtype and (offset == 0 or len(shape) == 1)
+        return len(self.inputs) + number, offset
 
 
 def _storage(x: Tensor) -> int:

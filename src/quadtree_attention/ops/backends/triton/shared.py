@@ -10,7 +10,7 @@ into one 32-bit number, so that the children of a cell follow by shifts, without
 """
 
 from collections.abc import Callable
-from functools import partial
+from functools import partial, update_wrapper
 from inspect import signature
 from typing import Any
 
@@ -28,26 +28,29 @@ SIZES = {
 
 
 class Kernel:
-    """A compiled function to launch on a grid, which tells of its launches where they are noted."""
+    """A kernel to launch on a grid, which tells of its launches where they are noted."""
 
     def __init__(self, function: Callable[..., None]) -> None:
+        update_wrapper(self, function)
         self.parameters = list(signature(function).parameters)
         names = [name for name in self.parameters if name in SIZES]
         self.jit: Any = triton.jit(function, do_not_specialize=names)
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        return partial(self._noted, grid) if replay.is_noted() else self.jit[grid]
+        return partial(self._launch_and_tell, grid) if replay.is_noting() else self.jit[grid]
 
-    def _noted(self, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
+    def _launch_and_tell(self, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
         compiled = self.jit[grid](*arguments, **constants)
+        if not isinstance(self.jit, triton.JITFunction):
+            compiled = self.jit  # the interpreter compiles nothing
         rest = self.parameters[len(arguments) :]
-        again = self.jit if compiled is None else compiled  # the interpreter compiles nothing
         values = [*arguments, *(constants[name] for name in rest)]
-        replay.note(again[(*grid, 1, 1)[:3]], values)
+        repeatable = hasattr(compiled, "__getitem__")  # not before it is compiled, for example
+        replay.note(compiled[(*grid, 1, 1)[:3]] if repeatable else None, values)
 
 
 def kernel(function: Callable[..., None]) -> Any:
-    """`triton.jit` for a kernel that takes sizes."""
+    """A kernel that takes sizes. None of its parameters has a default."""
     return Kernel(function)
 
 
