@@ -5,7 +5,7 @@ Triton itself is imported when an operator first runs, not before.
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -40,8 +40,7 @@ def _forward(
     with_scores: bool,
 ) -> list[Tensor]:
     """The result and all that backward needs, see `_packed`."""
-    from quadtree_attention.ops.backends.triton import replay
-    from quadtree_attention.ops.backends.triton.launch import Options, lies_in_rows
+    from quadtree_attention.ops.backends.triton.launch import Options
     from quadtree_attention.ops.backends.triton.walk import Maps, forward
 
     def run() -> list[Tensor]:
@@ -49,12 +48,9 @@ def _forward(
         maps = Maps(q, query_shown), Maps(k, key_shown), Maps(v, key_shown)
         return _packed(forward(*maps, options))
 
-    maps = (*q, *k, *v)
-    if not (replay.SWITCHED_ON and all(map(lies_in_rows, maps))):
-        return run()
-    inputs = [*maps, *query_shown, *key_shown, *([] if weights is None else [weights])]
-    counts = len(q), len(k), len(v), len(query_shown)
-    return replay.replayed(run, inputs, ("attention", counts, *topk, scale, variant, with_scores))
+    others = [*query_shown, *key_shown, *([] if weights is None else [weights])]
+    numbers = len(q), len(k), len(v), len(query_shown), len(key_shown), *topk, scale
+    return _replayed(run, [*q, *k, *v], others, ("forward", *numbers, variant, with_scores))
 
 
 @_forward.register_fake
@@ -105,10 +101,23 @@ def _backward(
     from quadtree_attention.ops.backends.triton.launch import Options
     from quadtree_attention.ops.backends.triton.walk import Maps, backward
 
-    options = Options(tuple(topk), scale, variant, variant == "A", weights)
-    maps = Maps(q, query_shown), Maps(k, key_shown), Maps(v, key_shown)
-    grads = backward(dout, *maps, _unpacked(results), options, deterministic=deterministic)
-    return [*grads.q, *grads.k, *grads.v, grads.weights]
+    def run() -> list[Tensor]:
+        options = Options(tuple(topk), scale, variant, variant == "A", weights)
+        maps = Maps(q, query_shown), Maps(k, key_shown), Maps(v, key_shown)
+        grads = backward(dout, *maps, _unpacked(results), options, deterministic=deterministic)
+        return [*grads.q, *grads.k, *grads.v, *grads.weights]
+
+    if deterministic:  # sorts, which is no launch
+        grads = run()
+    else:
+        others = [*query_shown, *key_shown, *([] if weights is None else [weights]), *results]
+        numbers = len(q), len(k), len(v), len(query_shown), len(key_shown), *topk, scale
+        grads = _replayed(run, [dout, *q, *k, *v], others, ("backward", *numbers, variant))
+    count = len(q) + len(k) + len(v)
+    dweights = grads[count:]
+    if weights is None:
+        return [*grads[:count], dweights[0].new_empty(0)]
+    return [*grads[:count], torch.stack([part.sum() for part in dweights])]
 
 
 @_backward.register_fake
@@ -120,6 +129,18 @@ def _(  # type: ignore[no-untyped-def]
         *(x.new_empty(x.shape) for x in (*q, *k, *v)),
         dout.new_empty(count, dtype=torch.float32),
     ]
+
+
+def _replayed(
+    run: Callable[[], list[Tensor]], maps: list[Tensor], others: list[Tensor], options: Hashable
+) -> list[Tensor]:
+    """What `run` gives, by launches that were noted if that is switched on and there are some."""
+    from quadtree_attention.ops.backends.triton import replay
+    from quadtree_attention.ops.backends.triton.launch import lies_in_rows
+
+    if not (replay.SWITCHED_ON and all(map(lies_in_rows, maps))):
+        return run()
+    return replay.replayed(run, [*maps, *others], options)
 
 
 def _packed(results: "Results") -> list[Tensor]:

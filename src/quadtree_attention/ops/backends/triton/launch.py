@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quadtree_attention.ops.backends.triton import coarse, fine, pyramid
+from quadtree_attention.ops.backends.triton import coarse, fine, pyramid, replay
 from quadtree_attention.ops.tree import Tree
 
 Grid = tuple[int, ...]
@@ -377,18 +377,25 @@ def listed_users(parents: Tensor, grid: Grid, above: Grid, with_slots: bool) -> 
     """
     batch, heads, families, kept = parents.shape
     entries, block = parents.numel(), 256
-    count = parents.new_zeros(2, batch * heads * prod(above) + 1)
+    ends = batch * heads * prod(above) + 1
+    count, first = parents.new_empty(2 * ends), parents.new_empty(ends)
     users, slots = parents.new_empty(entries), parents.new_empty(entries if with_slots else 0)
     programs = (parts_of(entries, block),)
     numbers = (entries, families * kept, *sizes(above))
     ndim = len(above)
-    fine.count_users_kernel[programs](parents, count[0, 1:], *numbers, NDIM=ndim, BLOCK=block)
-    first = count[0].cumsum(0, dtype=torch.int32)
+    replay.noted(torch.Tensor.zero_, count)
+    fine.count_users_kernel[programs](parents, count[1:], *numbers, NDIM=ndim, BLOCK=block)
+    replay.noted(running_sum, count, first)
     fine.list_users_kernel[programs](
-        parents, first, count[1], users, slots, *numbers, *sizes(grid)[1:],
+        parents, first, count[ends:], users, slots, *numbers, *sizes(grid)[1:],
         KEPT=kept, NDIM=ndim, BLOCK=block, WITH_SLOTS=with_slots,
     )  # fmt: skip
     return users, slots, first
+
+
+def running_sum(x: Tensor, out: Tensor) -> None:
+    """Sums up to each of the first entries, as many as there is room for."""
+    torch.cumsum(x[: len(out)], 0, dtype=out.dtype, out=out)
 
 
 def sorted_users(parents: Tensor, grid: Grid, above: Grid, with_slots: bool) -> Users:

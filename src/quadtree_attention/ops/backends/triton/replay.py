@@ -10,7 +10,7 @@ to stay as they were.
 
 import os
 import threading
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -39,9 +39,9 @@ SWITCHED_ON = is_asked_for()
 
 
 class Noted(NamedTuple):
-    """A launch as it happened: a compiled kernel with its grid, and all arguments."""
+    """A launch as it happened: a compiled kernel with its grid, if there is one, and arguments."""
 
-    run: Run
+    run: Run | None
     arguments: list[Any]
 
 
@@ -117,11 +117,15 @@ class Plan:
 class _Here(threading.local):
     """What this thread notes at the moment; None: nothing."""
 
-    noted: list[Noted | None] | None = None
+    noted: list[Noted] | None = None
+
+
+class CannotRepeatError(Exception):
+    """Launches of a call that a plan cannot hold."""
 
 
 _here = _Here()
-_plans: dict[Hashable, Plan] = {}
+_plans: dict[Hashable, Plan | None] = {}  # None: of calls that cannot be repeated
 
 
 def is_noting() -> bool:
@@ -130,9 +134,16 @@ def is_noting() -> bool:
 
 
 def note(run: Run | None, arguments: list[Any]) -> None:
-    """Tells of a launch that just happened; None: of one that cannot be repeated."""
+    """Tells of a launch that just happened."""
     assert _here.noted is not None
-    _here.noted.append(None if run is None else Noted(run, arguments))
+    _here.noted.append(Noted(run, arguments))
+
+
+def noted(function: Callable[..., object], *tensors: Tensor) -> None:
+    """Runs a function between launches, and tells of it; it takes tensors as rows of entries."""
+    function(*tensors)
+    if is_noting():
+        note(function, list(tensors))
 
 
 def replayed(
@@ -141,27 +152,29 @@ def replayed(
     """What `call` gives, by repeating its launches if one like it was seen before.
 
     Args:
-        call: Launches kernels, and nothing else that runs on the device, which nobody can check.
-            Its results are dense, and kernels get parts of them only where they have a single axis.
-        inputs: All tensors that it reads; kernels get each from its first entry on.
+        call: Launches kernels, and runs nothing else on the device without telling, which nobody
+            can check. Its results are dense.
+        inputs: All tensors that it reads. Of these and of the results, kernels get parts only where
+            they have a single axis.
         options: Whatever else it depends on.
     """
     key = (_looks_of(inputs), options)
-    plan = _plans.get(key)
-    if plan is not None:
-        return plan(inputs)
+    if key in _plans:
+        plan = _plans[key]
+        return call() if plan is None else plan(inputs)
     assert not is_noting(), "a call inside of one that is noted"
-    noted: list[Noted | None] = []
-    _here.noted = noted
+    launches: list[Noted] = []
+    _here.noted = launches
     try:
         outputs = call()
     finally:
         _here.noted = None
-    if None in noted:
-        return outputs
     if len(_plans) >= MOST_PLANS:
         _plans.clear()
-    _plans[key] = _Planner(inputs, outputs).plan(launch for launch in noted if launch is not None)
+    try:
+        _plans[key] = _Planner(inputs, outputs).plan(launches)
+    except CannotRepeatError:
+        _plans[key] = None
     return outputs
 
 
@@ -184,24 +197,26 @@ class _Planner:
         self.places = {x.data_ptr(): i for i, x in reversed(list(enumerate(inputs)))}
         self.made = [Made(x.shape, x.dtype) for x in outputs]
         self.storages = {_storage(x): i for i, x in enumerate(outputs) if x.numel()}
-        assert all(x.is_contiguous() for x in outputs)
+        _check(all(x.is_contiguous() for x in outputs))
 
-    def plan(self, noted: Iterable[Noted]) -> Plan:
-        parts = [self._launch(launch) for launch in noted]
+    def plan(self, launches: Sequence[Noted]) -> Plan:
+        parts = [self._launch(launch) for launch in launches]
         users: dict[int, list[int]] = {}  # by tensor, the launches that get it
         for n, (_, _, slots) in enumerate(parts):
             for slot in slots:
                 users.setdefault(slot.tensor, []).append(n)
-        assert all(len(self.inputs) + i in users for i in self.storages.values())
+        _check(all(len(self.inputs) + i in users for i in self.storages.values()))
         between = range(len(self.inputs) + len(self.outputs), len(self.inputs) + len(self.made))
-        launches = []
+        repeated = []
         for n, part in enumerate(parts):
             first = [i for i in between if users[i][0] == n]
             last = [i for i in between if users[i][-1] == n]
-            launches.append(Launch(*part, first, last))
-        return Plan(self.made, len(self.outputs), launches)
+            repeated.append(Launch(*part, first, last))
+        return Plan(self.made, len(self.outputs), repeated)
 
     def _launch(self, launch: Noted) -> tuple[Run, list[Any], list[Slot]]:
+        if launch.run is None:
+            raise CannotRepeatError
         arguments, slots = list(launch.arguments), []
         for i, x in enumerate(launch.arguments):
             if isinstance(x, Tensor) and x.numel() > 0:
@@ -213,15 +228,30 @@ class _Planner:
         """The number of the tensor that x is, or is a part of; and where the part begins."""
         if (number := self.places.get(x.data_ptr())) is not None:
             return number, 0
-        assert _storage(x) not in map(_storage, self.inputs), "a kernel got a part of an input"
+        wholes = [i for i, whole in enumerate(self.inputs) if _storage(whole) == _storage(x)]
+        if wholes:
+            _check(len(wholes) == 1)  # which one it is of cannot be told
+            return wholes[0], self._part_of_input(x, self.inputs[wholes[0]])
         number = self.storages.setdefault(_storage(x), len(self.made))
         if number == len(self.made):  # one that lies between: all of what the view x is of
             entries = x.untyped_storage().nbytes() // x.itemsize
             self.made.append(Made(torch.Size([entries]), x.dtype))
         shape, dtype = self.made[number]
         offset = int(x.storage_offset())
-        assert dtype == x.dtype and (offset == 0 or len(shape) == 1)
+        _check(dtype == x.dtype and (offset == 0 or len(shape) == 1))
         return len(self.inputs) + number, offset
+
+    @staticmethod
+    def _part_of_input(x: Tensor, whole: Tensor) -> int:
+        offset = int(x.storage_offset() - whole.storage_offset())
+        _check(whole.ndim == 1 and whole.is_contiguous() and whole.dtype == x.dtype)
+        _check(0 <= offset < len(whole))
+        return offset
+
+
+def _check(condition: bool) -> None:
+    if not condition:
+        raise CannotRepeatError
 
 
 def _storage(x: Tensor) -> int:

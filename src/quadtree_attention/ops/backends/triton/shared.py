@@ -45,8 +45,8 @@ class Kernel:
             compiled = self.jit  # the interpreter compiles nothing
         rest = self.parameters[len(arguments) :]
         values = [*arguments, *(constants[name] for name in rest)]
-        repeatable = hasattr(compiled, "__getitem__")  # not before it is compiled, for example
-        replay.note(compiled[(*grid, 1, 1)[:3]] if repeatable else None, values)
+        ready = hasattr(compiled, "__getitem__")  # Triton can be told to compile later
+        replay.note(compiled[(*grid, 1, 1)[:3]] if ready else None, values)
 
 
 def kernel(function: Callable[..., None]) -> Any:

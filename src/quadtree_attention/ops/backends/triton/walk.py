@@ -116,18 +116,12 @@ def forward(q: Maps, k: Maps, v: Maps, options: Options) -> Results:
 
 
 class Gradients(NamedTuple):
-    """Gradients of the maps, coarse -> fine, and of the weights."""
+    """Gradients of the maps, coarse -> fine; those of the weights by level, in parts to sum up."""
 
     q: list[Tensor]
     k: list[Tensor]
     v: list[Tensor]
-    weights: Tensor
-
-
-def new_gradients(q: Maps, k: Maps, v: Maps, options: Options) -> Gradients:
-    dq, dk, dv = ([x.new_empty(x.shape) for x in maps.maps] for maps in (q, k, v))
-    count = 0 if options.weights is None else options.num_levels
-    return Gradients(dq, dk, dv, q.maps[0].new_empty(count, dtype=torch.float32))
+    weights: list[Tensor]
 
 
 def backward(
@@ -140,17 +134,17 @@ def backward(
     *,
     deterministic: bool,
 ) -> Gradients:
-    grads = new_gradients(q, k, v, options)
+    dq, dk, dv = ([x.new_empty(x.shape) for x in maps.maps] for maps in (q, k, v))
     if dout.numel() == 0:
-        for x in (*grads.q, *grads.k, *grads.v, grads.weights):
+        for x in (*dq, *dk, *dv):
             x.zero_()
-        return grads
+        return Gradients(dq, dk, dv, [results.lse.new_empty(0)] * options.num_levels)
     with torch.cuda.device_of(dout):
         levels = make_levels(q, k, v, results.pooled, options, fill=False)
         buffers = [torch.empty_like(buffer) for buffer in results.pooled]
         rows = [
             levels_of(Maps(part, x.shown), buffer, len(levels), fill=False)
-            for part, x, buffer in zip(grads[:3], (q, k, v), buffers, strict=True)
+            for part, x, buffer in zip((dq, dk, dv), (q, k, v), buffers, strict=True)
         ]
         dweights = _level_gradients(
             dout, levels, rows, results, hides(k, options), deterministic, options
@@ -158,9 +152,7 @@ def backward(
         for maps, part, buffer in zip((q, k, v), rows, buffers, strict=True):
             if buffer.numel() > 0:
                 launch.unpool(part[-1], maps.grids(len(levels)), maps.shown, buffer)
-    if options.weights is None:
-        return grads
-    return grads._replace(weights=torch.stack([part.sum() for part in dweights]))
+    return Gradients(dq, dk, dv, dweights)
 
 
 def _level_gradients(
