@@ -134,13 +134,16 @@ def is_noting() -> bool:
 
 
 def note(run: Run | None, arguments: list[Any]) -> None:
-    """Tells of a launch that just happened."""
+    """Tells of a launch that just happened; None: it could not be repeated."""
     assert _here.noted is not None
     _here.noted.append(Noted(run, arguments))
 
 
 def noted(function: Callable[..., object], *tensors: Tensor) -> None:
-    """Runs a function between launches, and tells of it; it takes tensors as rows of entries."""
+    """Runs a function between launches, and tells of it.
+
+    When it is repeated, tensors that are neither inputs nor results come as a single axis.
+    """
     function(*tensors)
     if is_noting():
         note(function, list(tensors))

@@ -45,7 +45,7 @@ class Kernel:
             compiled = self.jit  # the interpreter compiles nothing
         rest = self.parameters[len(arguments) :]
         values = [*arguments, *(constants[name] for name in rest)]
-        ready = hasattr(compiled, "__getitem__")  # Triton can be told to compile later
+        ready = hasattr(type(compiled), "__getitem__")  # Triton can be told to compile later
         replay.note(compiled[(*grid, 1, 1)[:3]] if ready else None, values)
 
 
