@@ -25,7 +25,7 @@ from benchmarks.attention_runs import (
     run_jobs,
     working_folder,
 )
-from benchmarks.measure import Call, measure, step_peak_mib
+from benchmarks.measure import Call, cuda_peak_mib, measure
 from benchmarks.program import (
     at_least_one,
     describe_run,
@@ -178,7 +178,7 @@ def measure_step(
         cuda = options.device == "cuda"
         before = torch.cuda.memory_allocated() if cuda else 0
         step, params = prepare()
-        peak = step_peak_mib(step, before) if cuda else None
+        peak = cuda_peak_mib(step, before) if cuda else None
         timing = measure(step, options.device, seconds=options.seconds_per_row)
         return {"recipe": recipe.name, "params": params} | asdict(timing) | {"peak_mib": peak}
     except Exception as error:  # whatever happens to one row, the others are still wanted

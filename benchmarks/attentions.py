@@ -32,7 +32,7 @@ from benchmarks.attention_program import (
 )
 from benchmarks.attention_runs import Recipe, ResultFile, Suite, hide_paths
 from benchmarks.attention_tables import METRICS, ORDER, check_result, empty_result
-from benchmarks.measure import Call, measure, step_peak_mib, use_threads
+from benchmarks.measure import Call, cuda_peak_mib, measure, use_threads
 from benchmarks.models import SEED, count
 from benchmarks.program import OneLineParser, at_least_one, one_line_of, release_memory
 from benchmarks.tables import ATTENTIONS, ROOT, number
@@ -137,7 +137,7 @@ def add_memory(options: Namespace, about: dict[str, Any]) -> int:
     for recipe in options.recipes:
         release_memory(options.device)
         before = torch.cuda.memory_allocated()
-        rows[recipe.name]["peak_mib"] = step_peak_mib(training_step(recipe, options)[0], before)
+        rows[recipe.name]["peak_mib"] = cuda_peak_mib(training_step(recipe, options)[0], before)
         results.set(measurement=measurement | {"memory": about})
         print(one_line(rows[recipe.name], options.batch), file=sys.stderr, flush=True)
     return 0
@@ -154,7 +154,7 @@ def measure_recipe(recipe: Recipe, options: Namespace) -> dict[str, Any]:
         step, record = training_step(recipe, options)
         peak = None
         if options.device == "cuda":
-            peak = step_peak_mib(step, before)
+            peak = cuda_peak_mib(step, before)
             if recipe.content["model"].get("cuda_graph", False):
                 record()
         timing = measure(step, options.device, seconds=options.seconds_per_row)

@@ -140,25 +140,20 @@ def _cuda_times(call: Call, repeats: int) -> list[float]:
     return [begin.elapsed_time(end) for begin, end in pairs]
 
 
-def cuda_peak_mib(call: Call) -> float:
-    """Most memory that one call held beyond what was there before it."""
-    call()  # what libraries keep for good is no part of a call
+def cuda_peak_mib(call: Call, before: int | None = None) -> float:
+    """Most memory that one call held beyond what was there before it.
+
+    Args:
+        call: What is called.
+        before: Bytes that were there before what counts; None: before the call itself. Of a
+            training step, model and optimizer count, too.
+    """
+    call()  # what libraries keep for good is no part of a call, the optimizer's state is made here
     torch.cuda.synchronize()
     gc.collect()
     torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
+    before = torch.cuda.memory_allocated() if before is None else before
     call()
-    torch.cuda.synchronize()
-    return (torch.cuda.max_memory_allocated() - before) / MIB
-
-
-def step_peak_mib(step: Call, before: int) -> float:
-    """Most memory of a step: model, optimizer, images and all that was not there before them."""
-    step()  # the state of the optimizer is made in the first
-    torch.cuda.synchronize()
-    gc.collect()
-    torch.cuda.reset_peak_memory_stats()
-    step()
     torch.cuda.synchronize()
     return (torch.cuda.max_memory_allocated() - before) / MIB
 

@@ -48,9 +48,8 @@ def _forward(
         maps = Maps(q, query_shown), Maps(k, key_shown), Maps(v, key_shown)
         return _packed(forward(*maps, options))
 
-    others = [*query_shown, *key_shown, *([] if weights is None else [weights])]
-    numbers = len(q), len(k), len(v), len(query_shown), len(key_shown), *topk, scale
-    return _replayed(run, [*q, *k, *v], others, ("forward", *numbers, variant, with_scores))
+    others = query_shown, key_shown, [] if weights is None else [weights]
+    return _replayed(run, (q, k, v), others, ("forward", *topk, scale, variant, with_scores))
 
 
 @_forward.register_fake
@@ -110,9 +109,8 @@ def _backward(
     if deterministic:  # sorts, which is no launch
         grads = run()
     else:
-        others = [*query_shown, *key_shown, *([] if weights is None else [weights]), *results]
-        numbers = len(q), len(k), len(v), len(query_shown), len(key_shown), *topk, scale
-        grads = _replayed(run, [dout, *q, *k, *v], others, ("backward", *numbers, variant))
+        others = query_shown, key_shown, [] if weights is None else [weights], results
+        grads = _replayed(run, ([dout], q, k, v), others, ("backward", *topk, scale, variant))
     count = len(q) + len(k) + len(v)
     dweights = grads[count:]
     if weights is None:
@@ -132,15 +130,20 @@ def _(  # type: ignore[no-untyped-def]
 
 
 def _replayed(
-    run: Callable[[], list[Tensor]], maps: list[Tensor], others: list[Tensor], options: Hashable
+    run: Callable[[], list[Tensor]],
+    maps: Sequence[list[Tensor]],
+    others: Sequence[list[Tensor]],
+    options: tuple[Hashable, ...],
 ) -> list[Tensor]:
     """What `run` gives, by launches that were noted if that is switched on and there are some."""
     from quadtree_attention.ops.backends.triton import replay
     from quadtree_attention.ops.backends.triton.launch import lies_in_rows
 
-    if not (replay.SWITCHED_ON and all(map(lies_in_rows, maps))):
+    if not (replay.SWITCHED_ON and all(lies_in_rows(x) for part in maps for x in part)):
         return run()
-    return replay.replayed(run, [*maps, *others], options)
+    parts = [*maps, *others]
+    inputs = [x for part in parts for x in part]
+    return replay.replayed(run, inputs, (*options, *map(len, parts)))
 
 
 def _packed(results: "Results") -> list[Tensor]:
