@@ -74,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     use_threads(options.threads)
     return measure_rows(
         options.plan(options),
-        lambda arguments: options.row(*arguments, options),
+        lambda arguments: [options.row(*arguments, options)],
         describe(argv, options),
         options,
         check=check_result,

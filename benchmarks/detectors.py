@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from benchmarks.detector_tables import ATTENTIONS, KIND, PARTS, PRECISIONS, check_result, text_table
 from benchmarks.matchers import sizes
-from benchmarks.measure import cuda_peak_mib, measure, scores_held, use_threads
+from benchmarks.measure import capture, cuda_peak_mib, measure_in_turns, scores_held, use_threads
 from benchmarks.program import (
     OneLineParser,
     at_least_one,
@@ -86,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     use_threads(options.threads)
     return measure_rows(
         plan(options),
-        lambda work: measured(work, options),
+        lambda works: measured(works, options),
         describe(argv, options),
         options,
         check=check_result,
@@ -125,31 +125,37 @@ def describe(argv: Sequence[str], options: Namespace) -> dict[str, Any]:
     return about
 
 
-def plan(options: Namespace) -> Iterator[Work]:
-    """Every call to measure; those that are compared with each other come together."""
+def plan(options: Namespace) -> Iterator[list[Work]]:
+    """Every call to measure, together with those that it is compared with."""
     for image in options.images:
         for part in options.parts:
             for precision in options.precisions:
                 for mode in options.modes if part == PARTS[0] else MODES[:1]:
-                    for attention in options.attentions:
-                        yield Work(
-                            options.model, attention, part, image, precision, mode, options.device
-                        )
+                    yield [
+                        Work(options.model, attention, part, image, precision, mode, options.device)
+                        for attention in options.attentions
+                    ]
 
 
-def measured(work: Work, options: Namespace) -> dict[str, Any]:
-    """Measures one row; one that fails says so instead."""
-    row = asdict(work) | {"image": list(work.image)}
-    del row["device"]
-    try:
-        call = prepare(work)
-        peak = cuda_peak_mib(call) if work.device == "cuda" else None
-        graph = "graph" in work.mode
-        seconds = options.seconds_per_row
-        timing = measure(call, work.device, seconds=seconds, graph=graph)
-        return row | asdict(timing) | {"peak_mib": peak}
-    except Exception as error:  # whatever happens to one row, the others are still wanted
-        return row | {"error": OUT_OF_MEMORY if out_of_memory(error) else one_line_of(error)}
+def measured(works: Sequence[Work], options: Namespace) -> list[dict[str, Any]]:
+    """Measures rows in turns; one that fails says so instead."""
+    torch._dynamo.reset()
+    rows, calls = [], []
+    for work in works:
+        row = asdict(work) | {"image": list(work.image)}
+        del row["device"]
+        rows.append(row)
+        try:
+            call = prepare(work)
+            row["peak_mib"] = cuda_peak_mib(call) if work.device == "cuda" else None
+            calls.append((row, capture(call) if "graph" in work.mode else call))
+        except Exception as error:  # whatever happens to one row, the others are still wanted
+            row["error"] = OUT_OF_MEMORY if out_of_memory(error) else one_line_of(error)
+    timed = [call for _, call in calls]
+    timings = measure_in_turns(timed, options.device, seconds=options.seconds_per_row)
+    for (row, _), timing in zip(calls, timings, strict=True):
+        row |= asdict(timing)
+    return rows
 
 
 def prepare(work: Work) -> Callable[[], object]:
@@ -170,13 +176,15 @@ def prepare(work: Work) -> Callable[[], object]:
 
 
 def compiled(network: nn.Module) -> Any:
-    """The network, compiled apart from all before it.
+    """The network, compiled apart from all others.
 
     Which kernel attention takes is no part of what the compiler tells graphs apart by, neither in
-    memory nor on disk: it would give out the network with scores held for the fused one. So it does
-    without the cache on disk from now on, as long as this program runs.
+    memory nor on disk: it would give out the network with scores held for the fused one. So each
+    network gets a class of its own, which it does look at, and there is no cache on disk from now
+    on, as long as this program runs.
     """
-    torch._dynamo.reset()
+    kind = type(network)
+    network.__class__ = type(kind.__name__, (kind,), {})
     torch._functorch.config.enable_autograd_cache = False
     return torch.compile(network, dynamic=False, options=INDUCTOR)
 

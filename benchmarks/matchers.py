@@ -84,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         torch.cuda.set_per_process_memory_fraction(min(1.0, options.memory * 2**30 / whole))
     return measure_rows(
         plan(options),
-        lambda work: measured(work, options),
+        lambda work: [measured(work, options)],
         describe(argv, options),
         options,
         check=check_result,

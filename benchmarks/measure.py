@@ -6,7 +6,7 @@ import gc
 import multiprocessing
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -21,6 +21,8 @@ Call = Callable[[], object]
 MIB = 2**20
 WARM_UP_CALLS = 3
 M_MMAP_THRESHOLD = -3  # as malloc.h has it
+MAX_REPEATS = 200
+TURNS = 8  # of calls that are timed in turns
 LONGEST_BATCH = 16  # calls in a row before the clock is looked at
 
 
@@ -52,7 +54,12 @@ class Timing:
 
 
 def measure(
-    call: Call, device: str, *, seconds: float = 2.0, max_repeats: int = 200, graph: bool = False
+    call: Call,
+    device: str,
+    *,
+    seconds: float = 2.0,
+    max_repeats: int = MAX_REPEATS,
+    graph: bool = False,
 ) -> Timing:
     """Times a call.
 
@@ -66,13 +73,38 @@ def measure(
     if graph:
         call = capture(call)
     _warm_up(call, seconds)
+    return summarise(_times(call, device, seconds, max_repeats))
+
+
+def measure_in_turns(calls: Sequence[Call], device: str, *, seconds: float) -> list[Timing]:
+    """Times calls that are compared with each other, a part of each at a time.
+
+    So all of them see the same moods of the machine: work of the host takes twice as long at one
+    moment as at another.
+
+    Args:
+        calls: What is timed.
+        device: "cpu" or "cuda".
+        seconds: Time for the repeats of each, after the warm-up.
+    """
+    for call in calls:
+        _warm_up(call, seconds)
+    times: list[list[float]] = [[] for _ in calls]
+    for _ in range(TURNS):
+        for call, found in zip(calls, times, strict=True):
+            found += _times(call, device, seconds / TURNS, MAX_REPEATS // TURNS)
+    return [summarise(found) for found in times]
+
+
+def _times(call: Call, device: str, seconds: float, max_repeats: int) -> list[float]:
+    """Milliseconds of repeats, at least of one."""
     time_calls = _cuda_times if device == "cuda" else _cpu_times
     times: list[float] = []
     count, end = 1, time.perf_counter() + seconds
     while len(times) < max_repeats and (not times or time.perf_counter() < end):
         times += time_calls(call, min(count, max_repeats - len(times)))
         count = min(2 * count, LONGEST_BATCH)
-    return summarise(times)
+    return times
 
 
 def summarise(times: list[float]) -> Timing:

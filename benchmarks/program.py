@@ -72,7 +72,7 @@ def describe_kind(
 
 def measure_rows(
     planned: Iterable[Any],
-    measured: Callable[[Any], dict[str, Any]],
+    measured: Callable[[Any], list[dict[str, Any]]],
     about: dict[str, Any],
     options: argparse.Namespace,
     *,
@@ -80,11 +80,11 @@ def measure_rows(
     one_line: Callable[[dict[str, Any]], str],
     text_table: Callable[[list[dict[str, Any]]], str] | None = None,
 ) -> int:
-    """Measures row by row, and writes what there is after each; the exit code.
+    """Measures one thing after the other, and writes what there is after each; the exit code.
 
     Args:
         planned: What to measure.
-        measured: Makes a row of it.
+        measured: Makes rows of it: one, or several that are compared with each other.
         about: All fields of the result but its rows.
         options: Those with `device` and `out`.
         check: Raises for what is no result.
@@ -92,13 +92,15 @@ def measure_rows(
         text_table: All rows, to print at the end; None: nothing.
     """
     planned, rows = list(planned), []
-    for work in planned:
-        rows.append(measured(work))
+    for done, work in enumerate(planned, start=1):
+        found = measured(work)
+        rows += found
         release_memory(options.device)
-        result = about | {"complete": len(rows) == len(planned), "rows": rows}
+        result = about | {"complete": done == len(planned), "rows": rows}
         check(result)
         write(options.out, result)
-        print(f"[{len(rows)}/{len(planned)}] {one_line(rows[-1])}", file=sys.stderr, flush=True)
+        for row in found:
+            print(f"[{done}/{len(planned)}] {one_line(row)}", file=sys.stderr, flush=True)
     if text_table is not None:
         print(text_table(rows))
     print(f"written: {options.out}")

@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     use_threads(options.threads)
     return measure_rows(
         plan(options),
-        lambda work: measured(work, options),
+        lambda work: [measured(work, options)],
         describe(argv, options),
         options,
         check=check_result,

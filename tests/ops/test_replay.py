@@ -2,15 +2,18 @@
 """Launches that are repeated give what launching anew gives: in the interpreter, and on a GPU."""
 
 import os
+import random
 import subprocess
 import sys
 from functools import partial
+from itertools import combinations
 
 import pytest
 import torch
 
 from quadtree_attention import OptionError, quadtree_attention, quadtree_attention_pyramid
-from quadtree_attention.ops.norms import map_norm
+from quadtree_attention.ops.norms import layer_norm, map_norm
+from quadtree_attention.ops.position import add_positions
 from tests.conftest import ROOT
 
 pytest.importorskip("triton", reason="triton comes with the CUDA builds of torch for Linux")
@@ -58,8 +61,18 @@ def pyramids(draw):
     return quadtree_attention_pyramid(qs, ks, vs, topk=2, backend="triton")
 
 
-def norm_of_maps(draw, *, eps=1e-5, activation="relu", by_parent=True):
-    return map_norm(draw(2, 4, 6, 8), draw(8), draw(8), eps, activation, by_parent=by_parent)
+def norm_of_maps(draw, *, grid=(4, 6), eps=1e-5, activation="relu", by_parent=True):
+    return map_norm(draw(2, *grid, 8), draw(8), draw(8), eps, activation, by_parent=by_parent)
+
+
+def norm_of_tokens(draw, *, eps=1e-5, dtype=torch.float32):
+    return layer_norm(draw(2, 5, 8), draw(8), draw(8), eps, dtype).float()
+
+
+def positions(draw, *, levels=2):
+    values = [draw(1, 2 << i, 3 << i, 8) for i in range(levels)]
+    weights, biases = [draw(8, 1, 3, 3) for _ in values], [draw(8) for _ in values]
+    return add_positions(draw(*values[-1].shape), values, weights, biases, draw(levels))
 
 
 def gradients(draw, **options):
@@ -94,6 +107,12 @@ REPEATED = (
     partial(norm_of_maps, eps=0.5),
     partial(norm_of_maps, activation="gelu"),
     partial(norm_of_maps, by_parent=False),
+    partial(norm_of_maps, grid=(3, 5)),  # zeros past the edge
+    positions,
+    partial(positions, levels=3),
+    norm_of_tokens,
+    partial(norm_of_tokens, eps=0.5),
+    partial(norm_of_tokens, dtype=torch.bfloat16),
 )
 # Two plans each, of forward and of backward
 DIFFERENTIATED = (gradients, partial(gradients, variant="A"), gradients_with_mask)
@@ -122,7 +141,7 @@ def _check_call(call, seed, device):
 
 
 def check_what_is_not_repeated(device: str) -> None:
-    """Copies and zeros are no launches of ours, and nothing has nothing to launch."""
+    """Copies are no launches of ours, and nothing has nothing to launch."""
     replay.SWITCHED_ON = True
     replay._plans.clear()
     x = torch.randn(1, 5, 3, 1, 8, device=device).transpose(1, 2)
@@ -131,9 +150,7 @@ def check_what_is_not_repeated(device: str) -> None:
     torch.testing.assert_close(quadtree_attention(x, x, x, **OPTIONS), expected)
     empty = x[:0].contiguous()
     assert quadtree_attention(empty, empty, empty, **OPTIONS).shape == empty.shape
-    weight = torch.ones(8, device=device)
-    map_norm(x[..., 0, :], weight, weight, 1e-5, "relu", by_parent=True)  # zeros past the edge
-    assert not replay._plans
+    assert list(replay._plans.values()) == [None, None]
 
 
 def check_too_many(device: str) -> None:
@@ -167,7 +184,7 @@ def test_in_the_interpreter():
 
 @pytest.fixture
 def _as_before(monkeypatch):
-    monkeypatch.setattr(replay, "SWITCHED_ON", False)
+    monkeypatch.setattr(replay, "SWITCHED_ON", True)
     monkeypatch.setattr(replay, "MOST_PLANS", replay.MOST_PLANS)
     monkeypatch.setattr(replay, "_plans", {})
 
@@ -206,30 +223,47 @@ def test_a_call_that_fails_is_not_noted():
 
 
 @pytest.mark.usefixtures("_as_before")
-def test_between_tensors_are_there_no_longer_than_needed():
+@pytest.mark.parametrize("by_address", [False, True])
+def test_between_tensors_share_memory_where_they_can(by_address):
     """And what a kernel gets is what it got the first time."""
-    x, out, a, b = torch.zeros(3), torch.zeros(2, 2), torch.zeros(8), torch.zeros(5)
+    x, out = torch.zeros(3), torch.zeros(2, 2)
+    a, b, c = torch.zeros(80), torch.zeros(5), torch.zeros(70)
     seen = []
-    launches = [[x, a[4:], None], [a, b, 7], [b, out, x]]
+    launches = [[x, a[4:], None], [a, b, 7], [b, c], [c, out, x]]
+
+    def run(*got, stream=None):
+        seen.append([getattr(y, "data_ptr", lambda y=y: y)() for y in got])
 
     def call():
         for arguments in launches:
-            replay.note(lambda *got: seen.append(got), arguments)
+            replay.note(run, arguments, by_address=by_address)
         return [out]
 
     replay.replayed(call, [x], ())
     other = torch.ones(3)
     (result,) = replay.replayed(call, [other], ())
     (plan,) = replay._plans.values()
-    assert [(launch.first, launch.last) for launch in plan.launches] == [
-        ([2], []),
-        ([3], [2]),
-        ([], [3]),
-    ]
-    (x1, a1, none), (a2, b1, seven), (b2, out1, x2) = seen
-    assert x1 is other and x2 is other and out1 is result and (none, seven) == (None, 7)
-    assert a1.data_ptr() == a2.data_ptr() + 16 and b1 is b2
+    # a is not needed any more when c is: b lies behind both
+    assert plan.offsets == [0, 512, 0] and plan.nbytes == 512 + 5 * 4
+    (x1, a1, none), (a2, b1, seven), (b2, c1), (c2, out1, x2) = seen
+    assert x1 == x2 == other.data_ptr() and out1 == result.data_ptr()
+    assert (none, seven) == (None, 7)
+    assert a1 == a2 + 16 and b1 == b2 == a2 + 512 and c1 == c2 == a2
     assert result.shape == out.shape and result is not out
+
+
+def test_memory_of_tensors_that_are_needed_at_once_does_not_overlap():
+    rng = random.Random(0)
+    for _ in range(200):
+        sizes = [rng.randint(1, 2000) for _ in range(rng.randint(1, 9))]
+        spans = [tuple(sorted((rng.randint(0, 5), rng.randint(0, 5)))) for _ in sizes]
+        offsets = replay._offsets(sizes, spans)
+        assert min(offsets) == 0
+        assert all(offset % replay.ALIGNMENT == 0 for offset in offsets)
+        for (i, one), (j, two) in combinations(enumerate(zip(sizes, spans, strict=True)), 2):
+            if one[1][0] <= two[1][1] and two[1][0] <= one[1][1]:
+                first, second = sorted([(offsets[i], one[0]), (offsets[j], two[0])])
+                assert first[0] + first[1] <= second[0]
 
 
 @pytest.mark.usefixtures("_as_before")
@@ -249,7 +283,9 @@ def test_what_a_plan_cannot_hold_is_made_anew(spoil):
     def call():
         calls.append(replay.is_noting())
         if replay.is_noting():
-            replay.note(None if spoil == "not compiled" else (lambda *got: None), given)
+            replay.note(
+                None if spoil == "not compiled" else (lambda *got: None), given, by_address=False
+            )
         return [out]
 
     for _ in range(3):
@@ -264,7 +300,7 @@ def test_part_of_a_row_that_comes_in():
     seen, out = [], torch.zeros(2)
 
     def call(row):
-        replay.note(lambda *got: seen.append(got), [row[4:], out])
+        replay.note(lambda *got: seen.append(got), [row[4:], out], by_address=False)
         return [out]
 
     for row in (torch.arange(6.0), torch.arange(6.0) + 10):
@@ -274,7 +310,7 @@ def test_part_of_a_row_that_comes_in():
 
 
 def test_a_switch_has_two_positions(monkeypatch):
-    for value, expected in (("", False), ("0", False), ("1", True)):
+    for value, expected in (("", True), ("0", False), ("1", True)):
         monkeypatch.setenv("QUADTREE_REPLAY", value)
         assert replay.is_asked_for() == expected
     monkeypatch.setenv("QUADTREE_REPLAY", "yes")

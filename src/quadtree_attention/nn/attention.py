@@ -17,6 +17,7 @@ from quadtree_attention.nn.value_pyramid import (
     visible_levels,
 )
 from quadtree_attention.ops.attend import attend
+from quadtree_attention.ops.position import add_positions, can_fuse
 from quadtree_attention.ops.problem import (
     Problem,
     Variant,
@@ -160,7 +161,7 @@ class QuadtreeAttention(nn.Module):
         )
         out = out.flatten(-2)  # (B, *grid, C)
         if self.lepe:
-            out = out + self._position(values, shown)
+            out = self._plus_position(out, values, shown)
         return self.proj_drop(self.proj(out))
 
     def extra_repr(self) -> str:
@@ -186,16 +187,25 @@ class QuadtreeAttention(nn.Module):
                 levels.append(branch(levels[-1], parents, shown[i + 1], shown[i]))
         return list(reversed(levels))
 
-    def _position(self, values: list[Tensor], shown: list[Tensor | None]) -> Tensor:
-        """LePE of all levels, merged like their messages: (B, *grid, C)."""
-        assert self.level_logits is not None
-        weights = self.level_logits.softmax(dim=0)
+    def _plus_position(
+        self, out: Tensor, values: list[Tensor], shown: list[Tensor | None]
+    ) -> Tensor:
+        """LePE of all levels, merged like their messages, and the message (B, *grid, C)."""
+        logits = self.level_logits
+        assert logits is not None
+        if all(visible is None for visible in shown):
+            convs: list[Any] = [layer.conv for layer in self.lepe]
+            weights, biases = [conv.weight for conv in convs], [conv.bias for conv in convs]
+            if can_fuse(out, values, *weights, *biases, logits):
+                return add_positions(out, values, weights, biases, logits)
         total: Tensor | None = None
-        for conv, level, visible, weight in zip(self.lepe, values, shown, weights, strict=True):
+        for conv, level, visible, weight in zip(
+            self.lepe, values, shown, logits.softmax(dim=0), strict=True
+        ):
             local = conv(hide(level, visible), weight)
             total = local if total is None else plus_parents(local, total)
         assert total is not None
-        return total
+        return out + total
 
     def _problem(self, q: Tensor, query_tree: Tree, key_tree: Tree) -> Problem:
         head_dim = self.dim // self.num_heads

@@ -47,4 +47,6 @@ def attend(
 
 def _without_autocast(device: str) -> AbstractContextManager[object]:
     """Inside the op the dtypes are ours to choose: sums are kept in float32."""
-    return torch.autocast(device, enabled=False) if device in AUTOCAST_DEVICES else nullcontext()
+    if device in AUTOCAST_DEVICES and torch.is_autocast_enabled(device):
+        return torch.autocast(device, enabled=False)
+    return nullcontext()

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quadtree_attention.ops.dispatch import nobody_listens
 from quadtree_attention.ops.fused import runs_kernels
 from quadtree_attention.ops.tree import rows_by_parent
 
@@ -24,7 +25,8 @@ def can_fuse(x: Tensor) -> bool:
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
     """Layer norm over the last axis, statistics in float32, the result in `dtype`."""
-    return _layer_norm(x.contiguous(), weight, bias, eps, dtype)
+    run = _run_layer_norm if nobody_listens(x, weight, bias) else _layer_norm
+    return run(x.contiguous(), weight, bias, eps, dtype)
 
 
 def map_norm(
@@ -47,17 +49,24 @@ def map_norm(
     columns = grid[1] if by_parent else 0
     flat = x.reshape(batch, -1, channels).contiguous()
     act = ACTIVATIONS.index(activation) + 1
-    out, _ = _map_norm(flat, weight, bias, eps, act, columns)
+    run = _run_map_norm if nobody_listens(x, weight, bias) else _map_norm
+    out, _ = run(flat, weight, bias, eps, act, columns)
     if not by_parent:
         return out.view(x.shape)
     return out.view(batch, *((size + 1) // 2 for size in grid), 4 * channels)
 
 
-@torch.library.custom_op("quadtree_attention::layer_norm", mutates_args=())
-def _layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
+def _run_layer_norm(
+    x: Tensor, weight: Tensor, bias: Tensor, eps: float, dtype: torch.dtype
+) -> Tensor:
     from quadtree_attention.ops.backends.triton import norms
 
     return norms.layer_norm(x, weight, bias, eps, dtype)
+
+
+_layer_norm = torch.library.custom_op(
+    "quadtree_attention::layer_norm", _run_layer_norm, mutates_args=()
+)
 
 
 @_layer_norm.register_fake
@@ -94,13 +103,15 @@ def _layer_norm_gradient(ctx: Any, dy: Tensor) -> Any:
 _layer_norm.register_autograd(_layer_norm_gradient, setup_context=_save_layer_norm)
 
 
-@torch.library.custom_op("quadtree_attention::map_norm", mutates_args=())
-def _map_norm(
+def _run_map_norm(
     x: Tensor, weight: Tensor, bias: Tensor, eps: float, act: int, columns: int
 ) -> tuple[Tensor, Tensor]:
     from quadtree_attention.ops.backends.triton import norms
 
     return norms.map_norm(x, weight, bias, eps, act, columns)
+
+
+_map_norm = torch.library.custom_op("quadtree_attention::map_norm", _run_map_norm, mutates_args=())
 
 
 @_map_norm.register_fake

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from quadtree_attention.ops.backends.base import Backend, Kept, installed, level_shares
 from quadtree_attention.ops.backends.flop_counter import register_formulas
+from quadtree_attention.ops.dispatch import nobody_listens
 from quadtree_attention.ops.flops import attention_flops, backward_flops
-from quadtree_attention.ops.problem import Problem
+from quadtree_attention.ops.problem import Problem, needs_grad
 from quadtree_attention.ops.tree import Tree, is_exporting
 
 if TYPE_CHECKING:
@@ -26,8 +27,7 @@ LARGEST_SIDE = {1: 2**31, 2: 2**16, 3: 2**11}  # places of cells are packed into
 TRITON_INSTALLED = installed("triton")
 
 
-@torch.library.custom_op("quadtree_attention::triton", mutates_args=())
-def _forward(
+def _run(
     q: list[Tensor],
     k: list[Tensor],
     v: list[Tensor],
@@ -38,23 +38,29 @@ def _forward(
     scale: float,
     variant: str,
     with_scores: bool,
+    with_rest: bool,
 ) -> list[Tensor]:
-    """The result and all that backward needs, see `_packed`."""
+    """The result, and with the rest all that backward needs, see `_packed`."""
     from quadtree_attention.ops.backends.triton.launch import Options
     from quadtree_attention.ops.backends.triton.walk import Maps, forward
 
     def run() -> list[Tensor]:
         options = Options(tuple(topk), scale, variant, with_scores, weights)
         maps = Maps(q, query_shown), Maps(k, key_shown), Maps(v, key_shown)
-        return _packed(forward(*maps, options))
+        results = forward(*maps, options)
+        return _packed(results) if with_rest else [results.out]
 
     others = query_shown, key_shown, [] if weights is None else [weights]
-    return _replayed(run, (q, k, v), others, ("forward", *topk, scale, variant, with_scores))
+    options = ("forward", *topk, scale, variant, with_scores, with_rest)
+    return _replayed(run, (q, k, v), others, options)
+
+
+_forward = torch.library.custom_op("quadtree_attention::triton", _run, mutates_args=())
 
 
 @_forward.register_fake
 def _(  # type: ignore[no-untyped-def]
-    q, k, v, query_shown, key_shown, weights, topk, scale, variant, with_scores
+    q, k, v, query_shown, key_shown, weights, topk, scale, variant, with_scores, with_rest
 ):
     finest, num_levels = q[-1], len(topk) + 1
     tree = Tree(tuple(finest.shape[1:-2]), num_levels)
@@ -71,8 +77,11 @@ def _(  # type: ignore[no-untyped-def]
         rows = sum(prod(above.grid_at(i)) for i in range(num_levels - 1))
         return finest.new_empty(prod(lead) * rows * maps[0].shape[-1])
 
+    out = finest.new_empty(*finest.shape[:-1], value_dim)
+    if not with_rest:
+        return [out]
     return [
-        finest.new_empty(*finest.shape[:-1], value_dim),
+        out,
         f32(*lead, cells[0], value_dim) if topk else f32(0),
         f32(*lead, cells[0]),
         *(pooled(maps) for maps in (q, k, v)),
@@ -135,15 +144,16 @@ def _replayed(
     others: Sequence[list[Tensor]],
     options: tuple[Hashable, ...],
 ) -> list[Tensor]:
-    """What `run` gives, by launches that were noted if that is switched on and there are some."""
+    """What `run` gives, by launches that were noted if it comes to nothing else."""
     from quadtree_attention.ops.backends.triton import replay
     from quadtree_attention.ops.backends.triton.launch import lies_in_rows
 
-    if not (replay.SWITCHED_ON and all(lies_in_rows(x) for part in maps for x in part)):
-        return run()
+    def only_launches() -> bool:
+        return all(lies_in_rows(x) for part in maps for x in part)
+
     parts = [*maps, *others]
     inputs = [x for part in parts for x in part]
-    return replay.replayed(run, inputs, (*options, *map(len, parts)))
+    return replay.replayed(run, inputs, (*options, *map(len, parts)), only_launches)
 
 
 def _packed(results: "Results") -> list[Tensor]:
@@ -160,7 +170,7 @@ def _unpacked(tensors: list[Tensor]) -> "Results":
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    *lists, weights, ctx.topk, ctx.scale, ctx.variant, _ = inputs
+    *lists, weights, ctx.topk, ctx.scale, ctx.variant, _, _ = inputs
     ctx.counts = [len(part) for part in lists]
     ctx.save_for_backward(weights, *output, *(x for part in lists for x in part))
     ctx.num_results = len(output)
@@ -177,7 +187,7 @@ def _gradient(ctx: Any, grads: list[Tensor | None]) -> Any:
         rest = rest[count:]
     dout = grads[0]
     if dout is None:
-        return (None,) * 10
+        return (None,) * 11
     *dmaps, dweights = _backward(
         dout, *lists, weights, results, ctx.topk, ctx.scale, ctx.variant,
         torch.are_deterministic_algorithms_enabled(),
@@ -186,7 +196,7 @@ def _gradient(ctx: Any, grads: list[Tensor | None]) -> Any:
     nothing = [[None] * count for count in ctx.counts[3:]]
     dweights = None if weights is None else dweights.to(weights.dtype)
     no_topk: list[None] | None = None if ctx.topk else []  # an empty list is answered by one
-    return dq, dk, dv, *nothing, dweights, no_topk, None, None, None
+    return dq, dk, dv, *nothing, dweights, no_topk, None, None, None, None
 
 
 _forward.register_autograd(_gradient, setup_context=_setup)
@@ -233,10 +243,12 @@ def attend(
         register_formulas({"triton": _forward_flops, "triton_backward": _backward_flops})
     query_tree, key_tree = problem.query_tree, problem.key_tree
     weights = None if level_weights is None else level_shares(problem, level_weights)
-    out, *rest = _forward(
+    tensors = [*q, *k, *v, *([] if weights is None else [weights])]
+    run = _run if nobody_listens(*tensors) else _forward
+    out, *rest = run(
         list(q), list(k), list(v), _shown(query_tree, query_mask), _shown(key_tree, key_mask),
         weights, list(problem.topk), problem.scale, problem.variant,
-        with_selection or problem.variant == "A",
+        with_selection or problem.variant == "A", with_selection or needs_grad(*tensors),
     )  # fmt: skip
     if not with_selection:
         return out, []

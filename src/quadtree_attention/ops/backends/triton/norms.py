@@ -231,12 +231,23 @@ def map_norm_bwd_kernel(
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
     """(..., C) contiguous -> the same in `dtype`."""
+    if x.numel() == 0:
+        return torch.empty_like(x, dtype=dtype)
+    (y,) = replay.replayed(
+        lambda: [_layer_norm(x, weight, bias, eps, dtype)],
+        [x, weight, bias],
+        ("layer_norm", eps, dtype),
+    )
+    return y
+
+
+def _layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
     y = torch.empty_like(x, dtype=dtype)
-    if x.numel():
-        rows, tile = x.numel() // x.shape[-1], _tile(x.shape[-1])
-        grid = (parts_of(rows, tile["BLOCK_R"]),)
-        with torch.cuda.device_of(x):
-            layer_norm_fwd_kernel[grid](x, y, weight, bias, rows, eps, **tile)
+    rows, tile = x.numel() // x.shape[-1], _tile(x.shape[-1])
+    with torch.cuda.device_of(x):
+        layer_norm_fwd_kernel[(parts_of(rows, tile["BLOCK_R"]),)](
+            x, y, weight, bias, rows, eps, **tile
+        )
     return y
 
 
@@ -271,8 +282,7 @@ def map_norm(
     Returns:
         The result, and mean and reciprocal deviation of each map (B, 2).
     """
-    padded = rows_by_parent(x.shape[1], columns) != x.shape[1]  # with zeros: not by launches alone
-    if padded or x.numel() == 0 or not replay.SWITCHED_ON:
+    if x.numel() == 0:
         return _map_norm(x, weight, bias, eps, act, columns)
     y, stats = replay.replayed(
         lambda: list(_map_norm(x, weight, bias, eps, act, columns)),
@@ -288,7 +298,9 @@ def _map_norm(
     batch, rows, channels = x.shape
     tile, spans, per_span = _spans(batch, rows, channels)
     rows_out = rows_by_parent(rows, columns)
-    y = (x.new_empty if rows_out == rows else x.new_zeros)(batch, rows_out, channels)
+    y = x.new_empty(batch, rows_out, channels)
+    if rows_out > rows:
+        replay.noted(Tensor.zero_, y)
     stats = x.new_empty(batch, 2, dtype=torch.float32)
     if batch == 0:
         return y, stats

@@ -16,11 +16,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from triton.runtime import driver
 
 from quadtree_attention.errors import OptionError
 
 Run = Callable[..., object]
 ENVIRONMENT_VARIABLE = "QUADTREE_REPLAY"
+ALIGNMENT = 256  # of tensors in memory, in bytes
 MOST_PLANS = 512  # then all are forgotten: sizes that change all the time are not worth keeping
 
 
@@ -32,17 +34,24 @@ def is_asked_for() -> bool:
             f"the environment variable {ENVIRONMENT_VARIABLE} must be 0 or 1, got {value!r}; "
             "1 repeats kernel launches, 0 makes them anew"
         )
-    return value == "1"
+    return value != "0"
 
 
 SWITCHED_ON = is_asked_for()
 
 
 class Noted(NamedTuple):
-    """A launch as it happened: a compiled kernel with its grid, if there is one, and arguments."""
+    """A launch as it happened.
+
+    Attributes:
+        run: A compiled kernel with its grid, or a function; None: it could not be repeated.
+        arguments: What it got.
+        by_address: Whether it takes addresses in place of tensors, and a stream.
+    """
 
     run: Run | None
     arguments: list[Any]
+    by_address: bool
 
 
 class Slot(NamedTuple):
@@ -51,7 +60,7 @@ class Slot(NamedTuple):
     Attributes:
         argument: Its number.
         tensor: Number of the tensor: of those that come in, go out and lie between, in this order.
-        offset: Entries before the first one that the kernel gets.
+        offset: Entries before the first one that is given, or bytes where it is given by address.
     """
 
     argument: int
@@ -65,53 +74,85 @@ class Made(NamedTuple):
     shape: torch.Size
     dtype: torch.dtype
 
+    @property
+    def nbytes(self) -> int:
+        return self.shape.numel() * self.dtype.itemsize
 
-@dataclass(frozen=True)
-class Launch:
+
+class Launch(NamedTuple):
     """A launch as it can be repeated.
 
     Attributes:
-        run: The compiled kernel with its grid.
+        run: The compiled kernel with its grid, or a function.
+        by_address: Whether it gets addresses in place of tensors: a kernel takes longer to ask
+            each tensor for its address than to be launched.
         arguments: What it gets, with room for tensors.
         slots: What goes there.
-        first: Tensors between that it is the first to get.
-        last: Those that it is the last to get.
     """
 
     run: Run
+    by_address: bool
     arguments: list[Any]
     slots: list[Slot]
-    first: list[int]
-    last: list[int]
-
-    def __call__(self, tensors: Sequence[Any]) -> None:
-        arguments = self.arguments.copy()
-        for number, i, offset in self.slots:
-            arguments[number] = tensors[i][offset:] if offset else tensors[i]
-        self.run(*arguments)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """All launches of a call, and the tensors to make for them."""
+    """All launches of a call, and the tensors to make for them.
 
-    made: list[Made]
-    outputs: int  # the first of those that are made
+    Attributes:
+        outputs: The results.
+        between: Tensors that are neither inputs nor results, each with a single axis.
+        offsets: Where these lie in one piece of memory, in bytes. Two share a place if one is no
+            longer needed when the other is first given.
+        nbytes: How large that is.
+        launches: In their order.
+    """
+
+    outputs: list[Made]
+    between: list[Made]
+    offsets: list[int]
+    nbytes: int
     launches: list[Launch]
 
-    def __call__(self, inputs: Sequence[Tensor]) -> list[Tensor]:
-        new_empty, start = inputs[0].new_empty, len(inputs)
-        outputs = [new_empty(shape, dtype=dtype) for shape, dtype in self.made[: self.outputs]]
-        tensors: list[Any] = [*inputs, *outputs, *self.made[self.outputs :]]
+    def __call__(self, inputs: Sequence[Tensor], addresses: Sequence[int]) -> list[Tensor]:
+        """The results for inputs that lie at these addresses."""
+        new_empty = inputs[0].new_empty
+        outputs = [new_empty(shape, dtype=dtype) for shape, dtype in self.outputs]
+        memory = new_empty(self.nbytes, dtype=torch.uint8) if self.nbytes else None
+        start = 0 if memory is None else memory.data_ptr()
+        addresses = [
+            *addresses,
+            *[x.data_ptr() for x in outputs],
+            *[start + offset for offset in self.offsets],
+        ]
         with torch.cuda.device_of(inputs[0]):
-            for launch in self.launches:
-                for i in launch.first:
-                    shape, dtype = self.made[i - start]
-                    tensors[i] = new_empty(shape, dtype=dtype)
-                launch(tensors)
-                for i in launch.last:
-                    tensors[i] = None
+            stream = _stream_of(inputs[0])
+            for run, by_address, arguments, slots in self.launches:
+                arguments = arguments.copy()
+                if by_address:
+                    for number, i, offset in slots:
+                        arguments[number] = addresses[i] + offset
+                    run(*arguments, stream=stream)
+                else:
+                    for number, i, offset in slots:
+                        whole = self._tensor(i, [*inputs, *outputs], memory)
+                        arguments[number] = whole[offset:] if offset else whole
+                    run(*arguments)
         return outputs
+
+    def _tensor(self, i: int, others: Sequence[Tensor], memory: Tensor | None) -> Tensor:
+        """The tensor with this number, which may lie between."""
+        if i < len(others):
+            return others[i]
+        assert memory is not None
+        offset, made = self.offsets[i - len(others)], self.between[i - len(others)]
+        return memory[offset : offset + made.nbytes].view(made.dtype)
+
+
+def _stream_of(x: Tensor) -> Any:
+    """The stream that kernels are launched on at the moment."""
+    return driver.active.get_current_stream(x.get_device()) if x.is_cuda else None
 
 
 class _Here(threading.local):
@@ -133,10 +174,10 @@ def is_noting() -> bool:
     return _here.noted is not None
 
 
-def note(run: Run | None, arguments: list[Any]) -> None:
-    """Tells of a launch that just happened; None: it could not be repeated."""
+def note(run: Run | None, arguments: list[Any], *, by_address: bool) -> None:
+    """Tells of a launch that just happened, see `Noted`."""
     assert _here.noted is not None
-    _here.noted.append(Noted(run, arguments))
+    _here.noted.append(Noted(run, arguments, by_address))
 
 
 def noted(function: Callable[..., object], *tensors: Tensor) -> None:
@@ -146,25 +187,37 @@ def noted(function: Callable[..., object], *tensors: Tensor) -> None:
     """
     function(*tensors)
     if is_noting():
-        note(function, list(tensors))
+        note(function, list(tensors), by_address=False)
 
 
 def replayed(
-    call: Callable[[], list[Tensor]], inputs: Sequence[Tensor], options: Hashable
+    call: Callable[[], list[Tensor]],
+    inputs: Sequence[Tensor],
+    options: Hashable,
+    only_launches: Callable[[], bool] = lambda: True,
 ) -> list[Tensor]:
-    """What `call` gives, by repeating its launches if one like it was seen before.
+    """What `call` gives, by repeating its launches if that is on, and one like it was seen before.
 
     Args:
-        call: Launches kernels, and runs nothing else on the device without telling, which nobody
-            can check. Its results are dense.
+        call: Launches kernels. Its results are dense.
         inputs: All tensors that it reads. Of these and of the results, kernels get parts only where
             they have a single axis.
         options: Whatever else it depends on.
+        only_launches: Whether it runs nothing else on the device without telling, which nobody can
+            check; asked once of all calls that look the same.
     """
-    key = (_looks_of(inputs), options)
+    if not SWITCHED_ON:
+        return call()
+    addresses = [x.data_ptr() for x in inputs]
+    key = (_looks_of(inputs, addresses), options)
     if key in _plans:
         plan = _plans[key]
-        return call() if plan is None else plan(inputs)
+        return call() if plan is None else plan(inputs, addresses)
+    if len(_plans) >= MOST_PLANS:
+        _plans.clear()
+    if not only_launches():
+        _plans[key] = None
+        return call()
     assert not is_noting(), "a call inside of one that is noted"
     launches: list[Noted] = []
     _here.noted = launches
@@ -172,8 +225,6 @@ def replayed(
         outputs = call()
     finally:
         _here.noted = None
-    if len(_plans) >= MOST_PLANS:
-        _plans.clear()
     try:
         _plans[key] = _Planner(inputs, outputs).plan(launches)
     except CannotRepeatError:
@@ -181,15 +232,14 @@ def replayed(
     return outputs
 
 
-def _looks_of(inputs: Sequence[Tensor]) -> Hashable:
+def _looks_of(inputs: Sequence[Tensor], addresses: Sequence[int]) -> Hashable:
     """What kernels are compiled for and launched by, but the addresses themselves.
 
     Of those it counts whether they are multiples of 16, and which are the same.
     """
-    addresses = [x.data_ptr() for x in inputs]
-    looks = tuple((x.shape, x.stride(), x.dtype) for x in inputs)
-    same = tuple(addresses.index(address) for address in addresses)
-    return inputs[0].device, looks, same, tuple(address % 16 == 0 for address in addresses)
+    looks = tuple([(x.shape, x.stride(), x.dtype) for x in inputs])
+    same = tuple(map(addresses.index, addresses))
+    return inputs[0].device, looks, same, tuple([address % 16 == 0 for address in addresses])
 
 
 class _Planner:
@@ -203,29 +253,29 @@ class _Planner:
         _check(all(x.is_contiguous() for x in outputs))
 
     def plan(self, launches: Sequence[Noted]) -> Plan:
-        parts = [self._launch(launch) for launch in launches]
+        repeated = [self._launch(launch) for launch in launches]
+        start, count = len(self.inputs), len(self.outputs)
         users: dict[int, list[int]] = {}  # by tensor, the launches that get it
-        for n, (_, _, slots) in enumerate(parts):
-            for slot in slots:
-                users.setdefault(slot.tensor, []).append(n)
-        _check(all(len(self.inputs) + i in users for i in self.storages.values()))
-        between = range(len(self.inputs) + len(self.outputs), len(self.inputs) + len(self.made))
-        repeated = []
-        for n, part in enumerate(parts):
-            first = [i for i in between if users[i][0] == n]
-            last = [i for i in between if users[i][-1] == n]
-            repeated.append(Launch(*part, first, last))
-        return Plan(self.made, len(self.outputs), repeated)
+        for n, launch in enumerate(repeated):
+            for slot in launch.slots:
+                users.setdefault(slot.tensor - start, []).append(n)
+        _check(all(i in users for i in self.storages.values()))
+        between = self.made[count:]
+        spans = [(users[i][0], users[i][-1]) for i in range(count, len(self.made))]
+        offsets = _offsets([made.nbytes for made in between], spans)
+        ends = [offset + made.nbytes for offset, made in zip(offsets, between, strict=True)]
+        return Plan(self.made[:count], between, offsets, max(ends, default=0), repeated)
 
-    def _launch(self, launch: Noted) -> tuple[Run, list[Any], list[Slot]]:
+    def _launch(self, launch: Noted) -> Launch:
         if launch.run is None:
             raise CannotRepeatError
         arguments, slots = list(launch.arguments), []
         for i, x in enumerate(launch.arguments):
             if isinstance(x, Tensor) and x.numel() > 0:
                 arguments[i] = None
-                slots.append(Slot(i, *self._origin(x)))
-        return launch.run, arguments, slots
+                tensor, entries = self._origin(x)
+                slots.append(Slot(i, tensor, entries * (x.itemsize if launch.by_address else 1)))
+        return Launch(launch.run, launch.by_address, arguments, slots)
 
     def _origin(self, x: Tensor) -> tuple[int, int]:
         """The number of the tensor that x is, or is a part of; and where the part begins."""
@@ -250,6 +300,21 @@ class _Planner:
         _check(whole.ndim == 1 and whole.is_contiguous() and whole.dtype == x.dtype)
         _check(0 <= offset < len(whole))
         return offset
+
+
+def _offsets(sizes: Sequence[int], spans: Sequence[tuple[int, int]]) -> list[int]:
+    """Where tensors of these sizes go, if each is needed from one launch to another.
+
+    Each goes to the first place that is free all the while.
+    """
+    placed: list[tuple[int, int, int, int]] = []  # begin, end, first launch, last launch
+    for size, (first, last) in zip(sizes, spans, strict=True):
+        begin = 0
+        for other_begin, end, since, until in sorted(placed):
+            if since <= last and until >= first and begin + size > other_begin:
+                begin = max(begin, -(-end // ALIGNMENT) * ALIGNMENT)
+        placed.append((begin, begin + size, first, last))
+    return [begin for begin, *_ in placed]
 
 
 def _check(condition: bool) -> None:

@@ -21,9 +21,10 @@ from quadtree_attention.ops.backends.triton import replay
 
 # Numbers that differ from map to map: kernels are not compiled anew for multiples of 16 and for 1.
 SIZES = {
-    "above_0", "above_1", "above_2", "added_row", "batch_heads", "cells", "entries", "heads",
-    "iterations", "key_0", "key_1", "key_2", "keys", "level", "new_row", "per_head", "per_span",
-    "query_1", "query_2", "rows", "rows_out", "size_0", "size_1", "size_2", "spans",
+    "above_0", "above_1", "above_2", "added_row", "batch_heads", "cells", "cells_above",
+    "entries", "heads", "iterations", "key_0", "key_1", "key_2", "keys", "level", "new_row",
+    "per_head", "per_span", "query_1", "query_2", "rows", "rows_out", "size_0", "size_1",
+    "size_2", "spans",
 }  # fmt: skip
 
 
@@ -41,12 +42,14 @@ class Kernel:
 
     def _launch_and_tell(self, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
         compiled = self.jit[grid](*arguments, **constants)
-        if not isinstance(self.jit, triton.JITFunction):
-            compiled = self.jit  # the interpreter compiles nothing
+        compiles = isinstance(self.jit, triton.JITFunction)  # the interpreter does not
+        if not compiles:
+            compiled = self.jit
         rest = self.parameters[len(arguments) :]
         values = [*arguments, *(constants[name] for name in rest)]
         ready = hasattr(type(compiled), "__getitem__")  # Triton can be told to compile later
-        replay.note(compiled[(*grid, 1, 1)[:3]] if ready else None, values)
+        run = compiled[(*grid, 1, 1)[:3]] if ready else None
+        replay.note(run, values, by_address=compiles)
 
 
 def kernel(function: Callable[..., None]) -> Any:

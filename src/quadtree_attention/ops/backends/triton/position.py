@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kernel of position encodings, and its launches.
+
+Torch takes five kernels for a level: two that weigh the convolution, the convolution itself, its
+bias, and the sum with what comes from above. Here it is one, from coarse to fine.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quadtree_attention.ops.backends.triton import replay
+from quadtree_attention.ops.backends.triton.launch import parts_of, power_of_two
+from quadtree_attention.ops.backends.triton.shared import kernel, quotient
+
+TILE = 2048  # numbers of a tile
+LARGEST_BLOCK = 128  # channels of a tile
+
+
+@triton.jit
+def entries(p_x, o_row, o_c, C: tl.constexpr):
+    return p_x + o_row.to(tl.int64)[:, None] * C + o_c[None, :]
+
+
+@kernel
+def position_kernel(
+    p_value, p_weight, p_bias, p_logits, p_above, p_message, p_out,
+    size_0, size_1, cells_above, above_1, level,
+    C: tl.constexpr, LEVELS: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_L: tl.constexpr, HAS_ABOVE: tl.constexpr, HAS_MESSAGE: tl.constexpr,
+):  # fmt: skip
+    """One level: its share of the convolution, what its parents have, and the message."""
+    o_row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+    o_c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    i_batch = tl.program_id(2).to(tl.int64)
+    cells = size_0 * size_1
+    m_row, m_c = o_row < cells, o_c < C
+    i_0 = quotient(o_row, size_1)
+    i_1 = o_row - i_0 * size_1
+
+    p_value += i_batch * cells * C
+    b_out = tl.zeros((BLOCK_R, BLOCK_C), tl.float32)
+    b_out += tl.load(p_bias + o_c, mask=m_c, other=0.0).to(tl.float32)[None, :]
+    for i_tap in tl.static_range(9):
+        i_y, i_x = i_0 + (i_tap // 3 - 1), i_1 + (i_tap % 3 - 1)
+        m_tap = m_row & (i_y >= 0) & (i_y < size_0) & (i_x >= 0) & (i_x < size_1)
+        p_tap = entries(p_value, i_y * size_1 + i_x, o_c, C)
+        b_value = tl.load(p_tap, mask=m_tap[:, None] & m_c[None, :], other=0.0).to(tl.float32)
+        b_weight = tl.load(p_weight + o_c * 9 + i_tap, mask=m_c, other=0.0).to(tl.float32)
+        b_out += b_value * b_weight[None, :]
+
+    o_l = tl.arange(0, BLOCK_L)
+    b_logits = tl.load(p_logits + o_l, mask=o_l < LEVELS, other=float("-inf")).to(tl.float32)
+    b_shares = tl.exp(b_logits - tl.max(b_logits, axis=0))
+    b_out *= tl.sum(tl.where(o_l == level, b_shares, 0.0), axis=0) / tl.sum(b_shares, axis=0)
+
+    m_out = m_row[:, None] & m_c[None, :]
+    if HAS_ABOVE:
+        o_above = (i_0 >> 1) * above_1 + (i_1 >> 1)
+        p_above = entries(p_above + i_batch * cells_above * C, o_above, o_c, C)
+        b_out += tl.load(p_above, mask=m_out, other=0.0)
+    if HAS_MESSAGE:
+        p_message = entries(p_message + i_batch * cells * C, o_row, o_c, C)
+        b_out += tl.load(p_message, mask=m_out, other=0.0).to(tl.float32)
+    p_out = entries(p_out + i_batch * cells * C, o_row, o_c, C)
+    tl.store(p_out, b_out.to(p_out.dtype.element_ty), mask=m_out)
+
+
+def add_positions(
+    message: Tensor,
+    values: list[Tensor],
+    weights: list[Tensor],
+    biases: list[Tensor],
+    logits: Tensor,
+) -> Tensor:
+    """(B, Y, X, C), see the operator. All maps are contiguous."""
+    (out,) = replay.replayed(
+        lambda: [_add_positions(message, values, weights, biases, logits)],
+        [message, *values, *weights, *biases, logits],
+        ("add_positions", len(values)),
+    )
+    return out
+
+
+def _add_positions(
+    message: Tensor,
+    values: list[Tensor],
+    weights: list[Tensor],
+    biases: list[Tensor],
+    logits: Tensor,
+) -> Tensor:
+    above, finest = message, len(values) - 1
+    with torch.cuda.device_of(message):
+        for level, (value, weight, bias) in enumerate(zip(values, weights, biases, strict=True)):
+            batch, size_0, size_1, channels = value.shape
+            dtype = message.dtype if level == finest else torch.float32
+            out = torch.empty_like(value, dtype=dtype)
+            tile = _tile(channels)
+            blocks = parts_of(channels, tile["BLOCK_C"])
+            position_kernel[(parts_of(size_0 * size_1, tile["BLOCK_R"]), blocks, batch)](
+                value, weight, bias, logits, above, message, out,
+                size_0, size_1, above.shape[1] * above.shape[2], above.shape[2], level,
+                C=channels, LEVELS=len(values), BLOCK_L=power_of_two(len(values)),
+                HAS_ABOVE=level > 0, HAS_MESSAGE=level == finest, **tile,
+            )  # fmt: skip
+            above = out
+    return above
+
+
+def _tile(channels: int) -> dict[str, int]:
+    block = min(power_of_two(channels, least=4), LARGEST_BLOCK)
+    return {"BLOCK_C": block, "BLOCK_R": TILE // block}

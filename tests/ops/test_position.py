@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The fused position encoding against convolutions, in Triton's interpreter and on a GPU."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from quadtree_attention import use_backend
+from quadtree_attention.nn import QuadtreeAttention
+from quadtree_attention.ops.position import add_positions, can_fuse
+from tests.conftest import ROOT
+
+# batch, grid, channels, levels
+CASES = ((1, (4, 6), 8, 2), (2, (5, 3), 12, 3), (1, (1, 1), 5, 1), (1, (3, 4), 136, 2))
+LARGE_CASES = (*CASES, (2, (201, 335), 32, 4), (1, (100, 167), 64, 3), (8, (14, 14), 320, 2))
+INTERPRET = """
+from tests.ops import test_position
+for case in test_position.CASES:
+    test_position.check(*case, "cpu")
+test_position.check_module("cpu")
+print("all right")
+"""
+
+
+def numbers(batch, grid, channels, levels, device):
+    rng = torch.Generator().manual_seed(0)
+
+    def draw(*shape):
+        return torch.randn(shape, generator=rng).to(device)
+
+    grids = [grid]
+    for _ in range(levels - 1):
+        grids.insert(0, tuple((side + 1) // 2 for side in grids[0]))
+    values = [draw(batch, *size, channels) for size in grids]
+    weights = [draw(channels, 1, 3, 3) for _ in grids]
+    biases = [draw(channels) for _ in grids]
+    return draw(batch, *grid, channels), values, weights, biases, draw(levels)
+
+
+def truth(message, values, weights, biases, logits):
+    """In float64, every cell of every level copied to all cells below it."""
+    total = message.double()
+    for i, share in enumerate(logits.double().softmax(dim=0)):
+        maps = values[i].double().movedim(-1, 1)
+        local = torch.nn.functional.conv2d(
+            maps, weights[i].double(), biases[i].double(), padding=1, groups=maps.shape[1]
+        ).movedim(1, -1)
+        for axis in (1, 2):
+            local = local.repeat_interleave(2 ** (len(values) - 1 - i), dim=axis)
+            local = local.narrow(axis, 0, message.shape[axis])
+        total = total + share * local
+    return total
+
+
+def check(batch, grid, channels, levels, device):
+    message, values, *rest = numbers(batch, grid, channels, levels, device)
+    assert can_fuse(message, values)
+    expected = truth(message, values, *rest)
+    got = add_positions(message, values, *rest)
+    torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=1e-5)
+    half, halves = message.bfloat16(), [x.bfloat16() for x in values]  # weights stay in float32
+    got = add_positions(half, halves, *rest)
+    assert got.dtype == torch.bfloat16
+    rounding = 2**-8 if message.is_cuda else 2**-7  # the interpreter cuts off
+    torch.testing.assert_close(
+        got.double(), truth(half, halves, *rest), rtol=rounding, atol=rounding
+    )
+
+
+def check_module(device):
+    """The attention without gradients, and where the kernel is not taken: the same numbers."""
+    torch.manual_seed(0)
+    options = {"num_levels": 3, "topk": 2, "value_pyramid": "conv", "lepe": True}
+    module = QuadtreeAttention(16, 2, **options).to(device)
+    x = torch.randn(2, 5, 6, 16, device=device)
+    differentiated = module(x)
+    with torch.no_grad():
+        fused = module(x)
+        compiled = torch.compile(module, fullgraph=True, backend="aot_eager")(x)
+        masked = module(x, mask=torch.ones(2, 5, 6, dtype=torch.bool, device=device))
+        with use_backend("reference"):
+            expected = module.double()(x.double())
+    for got in (differentiated, fused, compiled, masked):
+        torch.testing.assert_close(got.double(), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_kernel_in_the_interpreter():
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", INTERPRET], env=environment, capture_output=True, text=True
+    )
+    assert done.stdout.strip() == "all right", done.stderr
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", LARGE_CASES)
+def test_on_a_gpu(case):
+    check(*case, "cuda")
+
+
+@pytest.mark.gpu
+def test_module_on_a_gpu():
+    check_module("cuda")
+
+
+def test_who_does_without(monkeypatch):
+    message, values, weights, biases, logits = numbers(1, (4, 6), 8, 2, "cpu")
+    assert not can_fuse(message, values)  # on a CPU
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert can_fuse(message, values, *weights, *biases, logits)
+    logits.requires_grad_()
+    assert not can_fuse(message, values, *weights, *biases, logits)
+    with torch.no_grad():
+        assert can_fuse(message, values, *weights, *biases, logits)
+    assert not can_fuse(message[:, 0], values)  # rows
+    assert not can_fuse(message.double(), values)
+    assert not can_fuse(message.transpose(1, 2), values)
+    assert not can_fuse(message[:0], values)
+    with use_backend("reference"):
+        assert not can_fuse(message, values)
