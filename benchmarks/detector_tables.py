@@ -49,9 +49,10 @@ _RESULT_FIELDS = {
     "kind": str, "schema": int, "command": str, "date": str, "commit": str | None, "device": str,
     "machine": dict, "versions": dict, "complete": bool, "rows": list,
 }  # fmt: skip
-_LABELS = ("image", "part", "precision", "mode")
+_LABELS = ("images", "part", "precision", "mode")
 _ROW_FIELDS = {
-    "model": str, "attention": str, "part": str, "image": list, "precision": str, "mode": str,
+    "model": str, "attention": str, "part": str, "image": list, "batch": int, "precision": str,
+    "mode": str,
 }  # fmt: skip
 
 
@@ -99,13 +100,17 @@ def _table(rows: Sequence[Result]) -> tuple[list[str], list[list[str]]]:
 
 
 def _case(row: Result) -> tuple[Any, ...]:
-    return (row["model"], *(str(row[name]) for name in _LABELS))
+    return (row["model"], *_circumstances(row))
 
 
 def _labels(row: Result) -> list[str]:
+    return [*_circumstances(row), ATTENTIONS[row["attention"]].words]
+
+
+def _circumstances(row: Result) -> list[str]:
     width, height = row["image"]
-    words = ATTENTIONS[row["attention"]].words
-    return [f"{width}x{height}", row["part"], row["precision"], row["mode"], words]
+    images = f"{row['batch']} of {width}x{height}"
+    return [images, row["part"], row["precision"], row["mode"]]
 
 
 def _cells(row: Result, bases: Sequence[Result | None]) -> list[str]:

@@ -54,6 +54,7 @@ class Work:
         attention: Key of `ATTENTIONS`.
         part: "network" or "detector".
         image: (width, height).
+        batch: How many images.
         precision: "float32" or "bfloat16".
         mode: One of `MODES`.
         device: "cpu" or "cuda".
@@ -63,6 +64,7 @@ class Work:
     attention: str
     part: str
     image: tuple[int, int]
+    batch: int
     precision: str
     mode: str
     device: str
@@ -106,6 +108,7 @@ def parse(argv: Sequence[str]) -> Namespace:
     add("--attentions", type=list_of(list(ATTENTIONS)), default=",".join(ATTENTIONS))
     add("--parts", type=list_of(PARTS), default=",".join(PARTS))
     add("--images", type=sizes, default="1333x800", help="WIDTHxHEIGHT, several with commas")
+    add("--batch", type=at_least_one, default=1, help="images at a time")
     add("--precisions", type=list_of(PRECISIONS), default=",".join(PRECISIONS))
     add("--modes", type=list_of(MODES), default=graphs, help="of the network; detectors are eager")
     add("--seconds-per-row", type=positive, default=1.0, help="time for the repeats of a row")
@@ -132,9 +135,12 @@ def plan(options: Namespace) -> Iterator[list[Work]]:
             for precision in options.precisions:
                 for mode in options.modes if part == PARTS[0] else MODES[:1]:
                     yield [
-                        Work(options.model, attention, part, image, precision, mode, options.device)
+                        Work(
+                            options.model, attention, part, image, options.batch, precision, mode,
+                            options.device,
+                        )
                         for attention in options.attentions
-                    ]
+                    ]  # fmt: skip
 
 
 def measured(works: Sequence[Work], options: Namespace) -> list[dict[str, Any]]:
@@ -166,13 +172,13 @@ def prepare(work: Work) -> Callable[[], object]:
     limits = {"min_size": min(work.image), "max_size": max(work.image)}
     whole = detector(work.model, CLASSES, **limits, **ATTENTIONS[work.attention].options)
     whole = whole.to(work.device, dtype).eval()
-    image = torch.rand(1, 3, height, width).to(work.device, dtype)
+    images = torch.rand(work.batch, 3, height, width).to(work.device, dtype)
     if work.part == PARTS[0]:
         network = Network(whole)
         if "compile" in work.mode:
             network = compiled(network)
-        return partial(_forward, network, image, work)
-    return partial(_forward, whole, [image[0]], work)
+        return partial(_forward, network, images, work)
+    return partial(_forward, whole, list(images), work)
 
 
 def compiled(network: nn.Module) -> Any:

@@ -125,7 +125,11 @@ def capture(call: Call) -> Call:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         call()
-    return graph.replay
+
+    def replay(kept: Call = call) -> None:  # what the call reads must not go while this is there
+        graph.replay()
+
+    return replay
 
 
 def use_threads(threads: int) -> None:

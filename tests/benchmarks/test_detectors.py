@@ -21,7 +21,7 @@ def test_run_on_a_cpu(tmp_path, capsys):
 
     out = tmp_path / "result.json"
     options = "--device cpu --model retinanet_test_quadtree --images 96x64 --modes eager"
-    options += " --precisions float32 --threads 1 --seconds-per-row 0.01"
+    options += " --batch 2 --precisions float32 --threads 1 --seconds-per-row 0.01"
     assert main([*options.split(), "--out", str(out)]) == 0
     result = json.loads(out.read_text())
     check_result(result)
