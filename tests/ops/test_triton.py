@@ -310,11 +310,12 @@ def test_opcheck(variant):
     q, k, v = ([draw(1, 9, 14, 2, 16, seed=i, requires_grad=True)] for i in range(3))
     shown = [torch.rand(1, n, device="cuda") > 0.3 for n in (12, 35, 126)]
     weights = None if variant == "A" else torch.rand(3, device="cuda", requires_grad=True)
+    op = torch.ops.quadtree_attention.triton.default
     for masks in ([], shown):
-        torch.library.opcheck(
-            torch.ops.quadtree_attention.triton.default,
-            (q, k, v, masks, masks, weights, [3, 2], 0.25, variant, variant == "A"),
-        )
+        arguments = (q, k, v, masks, masks, weights, [3, 2], 0.25, variant, variant == "A")
+        torch.library.opcheck(op, (*arguments, True))
+        with torch.no_grad():
+            torch.library.opcheck(op, (*arguments, False))
 
 
 @pytest.mark.gpu
