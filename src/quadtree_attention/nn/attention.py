@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from quadtree_attention.errors import OptionError, ShapeError
 from quadtree_attention.nn.position import DepthwiseConv
 from quadtree_attention.nn.value_pyramid import (
+    NORM_EPS,
     Activation,
     ValueBranch,
     mean_over_children,
@@ -30,6 +31,7 @@ from quadtree_attention.ops.problem import (
     needs_grad,
 )
 from quadtree_attention.ops.tree import Tree, grid_of, hide
+from quadtree_attention.ops.whole import attend_whole, can_attend_whole
 
 ValuePyramid = Literal["mean", "conv"]
 
@@ -97,6 +99,7 @@ class QuadtreeAttention(nn.Module):
         self.ndim = ndim
         self.scale = check_scale(scale, dim // num_heads)
         self.value_pyramid = value_pyramid
+        self.value_act: Activation = value_act or "gelu"
         self.backend = backend
         dd = {"device": device, "dtype": dtype}
         self.q_proj = nn.Linear(dim, dim, bias=qkv_bias, **dd)
@@ -104,7 +107,7 @@ class QuadtreeAttention(nn.Module):
         self.v_proj = nn.Linear(dim, dim, bias=qkv_bias, **dd)
         self.level_logits = nn.Parameter(torch.randn(num_levels, **dd)) if variant == "B" else None
         self.value_branches = nn.ModuleList(  # entry i makes level i from level i + 1
-            ValueBranch(dim, 2**ndim, value_act or "gelu", **dd)
+            ValueBranch(dim, 2**ndim, self.value_act, **dd)
             for _ in range(num_levels - 1 if value_pyramid == "conv" else 0)
         )
         self.lepe = nn.ModuleList(
@@ -143,13 +146,29 @@ class QuadtreeAttention(nn.Module):
         q = self._heads(self.q_proj(x))
         k = self._heads(self.k_proj(context))
         v = self.v_proj(context)
+        problem = self._problem(q, query_tree, key_tree)
+        out = self._at_once(problem, q, k, v) if context_mask is None else None
+        if out is None:
+            out = self._step_by_step(problem, q, k, v, mask, context_mask)
+        return self.proj_drop(self.proj(out))
+
+    def _step_by_step(
+        self,
+        problem: Problem,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        context_mask: Tensor | None,
+    ) -> Tensor:
+        """The attention between its projections, (B, *grid, C)."""
         values = [v]
         shown: list[Tensor | None] = []
         if self.value_pyramid != "mean" or self.lepe:  # plain means are left to the backend
-            shown = visible_levels(key_tree, context_mask)
-            values = self._value_levels(v, key_tree, shown)
+            shown = visible_levels(problem.key_tree, context_mask)
+            values = self._value_levels(v, problem.key_tree, shown)
         out, _ = attend(
-            self._problem(q, query_tree, key_tree),
+            problem,
             [q],
             [k],
             [self._heads(x) for x in values],
@@ -159,10 +178,22 @@ class QuadtreeAttention(nn.Module):
             backend=self.backend,
             with_selection=False,
         )
-        out = out.flatten(-2)  # (B, *grid, C)
-        if self.lepe:
-            out = self._plus_position(out, values, shown)
-        return self.proj_drop(self.proj(out))
+        out = out.flatten(-2)
+        return self._plus_position(out, values, shown) if self.lepe else out
+
+    def _at_once(self, problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
+        """The same without masks by one operator; None where it cannot be taken."""
+        logits = self.level_logits
+        if not self.value_branches or not self.lepe or problem.needs_grad or logits is None:
+            return None
+        branches, positions = _parameters(self.value_branches), _parameters(self.lepe)
+        if branches is None or positions is None:
+            return None
+        if any(branch.activation != self.value_act for branch in self.value_branches):
+            return None
+        if not can_attend_whole(problem, self.backend, [q, k, v, *branches, *positions, logits]):
+            return None
+        return attend_whole(problem, q, k, v, branches, positions, logits, NORM_EPS, self.value_act)
 
     def extra_repr(self) -> str:
         return (
@@ -193,11 +224,9 @@ class QuadtreeAttention(nn.Module):
         """LePE of all levels, merged like their messages, and the message (B, *grid, C)."""
         logits = self.level_logits
         assert logits is not None
-        if all(visible is None for visible in shown):
-            convs: list[Any] = [layer.conv for layer in self.lepe]
-            weights, biases = [conv.weight for conv in convs], [conv.bias for conv in convs]
-            if can_fuse(out, values, *weights, *biases, logits):
-                return add_positions(out, values, weights, biases, logits)
+        parameters = _parameters(self.lepe) if all(part is None for part in shown) else None
+        if parameters is not None and can_fuse(out, values, *parameters, logits):
+            return add_positions(out, values, parameters[0::2], parameters[1::2], logits)
         total: Tensor | None = None
         for conv, level, visible, weight in zip(
             self.lepe, values, shown, logits.softmax(dim=0), strict=True
@@ -260,6 +289,14 @@ class QuadtreeAttention(nn.Module):
                 f"with at least one cell, got {name}.shape={tuple(x.shape)}; "
                 "images in (batch, channels, y, x) need x.permute(0, 2, 3, 1)"
             )
+
+
+def _parameters(layers: nn.ModuleList) -> list[Tensor] | None:
+    """All parameters of layers, one after the other; None if one is not to be taken for them."""
+    parts: list[Any] = [layer.parameters_if_untouched() for layer in layers]  # type: ignore[operator]
+    if any(part is None for part in parts):
+        return None
+    return [x for part in parts for x in part]
 
 
 def _check_options(

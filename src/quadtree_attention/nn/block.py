@@ -11,6 +11,7 @@ from torch.autograd.function import once_differentiable
 from quadtree_attention.nn.attention import QuadtreeAttention
 from quadtree_attention.nn.norm import TokenNorm
 from quadtree_attention.nn.position import DepthwiseConv
+from quadtree_attention.nn.untouched import is_untouched
 from quadtree_attention.ops.tree import hide
 
 
@@ -56,23 +57,12 @@ class ConvMlp(nn.Module):
         """Whether nothing but `linear(gelu(x))` follows: layers may be replaced, or have hooks."""
         act, fc2, drop = self.act, self.fc2, self.drop
         return (
-            _is_untouched(act, nn.GELU)
-            and _is_untouched(fc2, nn.Linear)
-            and _is_untouched(drop, nn.Dropout)
+            is_untouched(act, nn.GELU)
+            and is_untouched(fc2, nn.Linear)
+            and is_untouched(drop, nn.Dropout)
             and (act.approximate, drop.p) == ("none", 0)
             and fc2.bias is not None
         )
-
-
-def _is_untouched(layer: nn.Module, kind: type[nn.Module]) -> bool:
-    """Whether a layer is of this very kind, and calling it runs nothing that others have added."""
-    hooks = (
-        layer._forward_pre_hooks,
-        layer._forward_hooks,
-        layer._backward_pre_hooks,
-        layer._backward_hooks,
-    )
-    return type(layer) is kind and "forward" not in vars(layer) and not any(hooks)
 
 
 class _GeluLinear(torch.autograd.Function):

@@ -6,6 +6,8 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from quadtree_attention.nn.untouched import is_untouched
+
 _CONVOLUTIONS: dict[int, tuple[Any, Any]] = {
     1: (nn.Conv1d, F.conv1d),
     2: (nn.Conv2d, F.conv2d),
@@ -30,6 +32,12 @@ class DepthwiseConv(nn.Module):
         self.conv = module(
             dim, dim, kernel_size=3, padding=1, groups=dim, device=device, dtype=dtype
         )
+
+    def parameters_if_untouched(self) -> list[Tensor] | None:
+        """Weight and bias; None where the layer was replaced or is watched."""
+        if not is_untouched(self, DepthwiseConv) or not is_untouched(self.conv, nn.Conv2d):
+            return None
+        return [self.conv.weight, self.conv.bias]
 
     def forward(self, x: Tensor, gain: Tensor | None = None) -> Tensor:
         """(B, *grid, C) -> (B, *grid, C), times a number `gain`."""

@@ -14,10 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quadtree_attention.errors import OptionError
+from quadtree_attention.nn.untouched import is_untouched
 from quadtree_attention.ops.norms import can_fuse, map_norm
 from quadtree_attention.ops.tree import Tree, accumulation_dtype, hide, is_known
 
 Activation = Literal["gelu", "relu"]
+NORM_EPS = 1e-5
 _ACTIVATIONS: dict[str, type[nn.Module]] = {"gelu": nn.GELU, "relu": nn.ReLU}
 
 
@@ -78,7 +80,7 @@ class VisibleNorm(nn.Module):
     """
 
     def __init__(
-        self, dim: int, eps: float = 1e-5, *, device: Any = None, dtype: Any = None
+        self, dim: int, eps: float = NORM_EPS, *, device: Any = None, dtype: Any = None
     ) -> None:
         super().__init__()
         self.eps = eps
@@ -149,6 +151,21 @@ class ValueBranch(nn.Module):
         x = self.reduce(by_parent(x, parents).flatten(-2))
         x = self.mix(self.act(self.norm2(x, visible_above)))
         return hide(x, visible_above)
+
+    def parameters_if_untouched(self) -> list[Tensor] | None:
+        """Weight and bias of its layers in order; None where one was changed or is watched."""
+        norm1, reduce, norm2, mix = self.norm1, self.reduce, self.norm2, self.mix
+        if not (
+            is_untouched(self, ValueBranch)
+            and is_untouched(norm1, VisibleNorm)
+            and is_untouched(reduce, nn.Linear)
+            and is_untouched(norm2, VisibleNorm)
+            and is_untouched(mix, nn.Linear)
+            and is_untouched(self.act, _ACTIVATIONS[self.activation])
+            and norm1.eps == norm2.eps == NORM_EPS
+        ):
+            return None
+        return [x for layer in (norm1, reduce, norm2, mix) for x in (layer.weight, layer.bias)]
 
     def _fused(self, norm: VisibleNorm, x: Tensor, *, by_parent: bool) -> Tensor:
         return map_norm(x, norm.weight, norm.bias, norm.eps, self.activation, by_parent=by_parent)

@@ -12,14 +12,22 @@ def nobody_listens(*tensors: Tensor) -> bool:
     """Whether a torch operator on these tensors comes to nothing but running its kernels.
 
     Then it is quicker to run them at once: handing a call through the dispatcher to an operator
-    written in Python takes longer than a kernel does. Those who listen are gradients, compilers,
-    tracers, transforms, modes, subclasses of tensors and profilers.
+    written in Python takes longer than a kernel does.
+    """
+    return is_plain(*tensors) and not profiler._is_profiler_enabled
+
+
+def is_plain(*tensors: Tensor) -> bool:
+    """Whether what an operator does with these tensors concerns nobody else.
+
+    It does concern gradients, compilers, tracers, transforms, modes and subclasses of tensors;
+    profilers only want to know its name.
     """
     if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
-        return False
-    if profiler._is_profiler_enabled or forward_ad._current_level >= 0:
         return False
     if torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active():
         return False
     differentiates = torch.is_grad_enabled()
-    return all(type(x) in _PLAIN and not (differentiates and x.requires_grad) for x in tensors)
+    return forward_ad._current_level < 0 and all(
+        type(x) in _PLAIN and not (differentiates and x.requires_grad) for x in tensors
+    )

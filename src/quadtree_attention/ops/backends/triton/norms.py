@@ -139,6 +139,16 @@ def map_sums_kernel(
     tl.store(p_sums + 1, tl.sum(tl.sum(b_square, axis=1), axis=0))
 
 
+@triton.jit
+def statistics(p_x, p_sums, count, spans, eps, BLOCK_S: tl.constexpr):
+    """Mean and reciprocal deviation of a map, from the sums of its parts."""
+    o_s = tl.arange(0, BLOCK_S)
+    shift = tl.sum(tl.load(p_sums + o_s * 2, mask=o_s < spans, other=0.0), axis=0) / count
+    square = tl.sum(tl.load(p_sums + o_s * 2 + 1, mask=o_s < spans, other=0.0), axis=0) / count
+    mean = tl.load(p_x).to(tl.float32) + shift
+    return mean, 1.0 / tl.sqrt(tl.maximum(square - shift * shift, 0.0) + eps)
+
+
 @kernel
 def map_norm_fwd_kernel(
     p_x, p_y, p_weight, p_bias, p_sums, p_stats, rows, rows_out, size_1, spans, eps,
@@ -147,15 +157,10 @@ def map_norm_fwd_kernel(
 ):  # fmt: skip
     i_map = tl.program_id(0)
     o_row = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
-    o_c, o_s = tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_S)
+    o_c = tl.arange(0, BLOCK_C)
     m_row, m_c = o_row < rows, o_c < C
     p_x += i_map.to(tl.int64) * rows * C
-    p_sums += i_map * spans * 2 + o_s * 2
-    count = rows * C
-    shift = tl.sum(tl.load(p_sums, mask=o_s < spans, other=0.0), axis=0) / count
-    square = tl.sum(tl.load(p_sums + 1, mask=o_s < spans, other=0.0), axis=0) / count
-    mean = tl.load(p_x).to(tl.float32) + shift
-    rstd = 1.0 / tl.sqrt(tl.maximum(square - shift * shift, 0.0) + eps)
+    mean, rstd = statistics(p_x, p_sums + i_map * spans * 2, rows * C, spans, eps, BLOCK_S)
     if tl.program_id(1) == 0:
         tl.store(p_stats + i_map * 2, mean)
         tl.store(p_stats + i_map * 2 + 1, rstd)
@@ -243,7 +248,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, dtype: torch
 
 def _layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
     y = torch.empty_like(x, dtype=dtype)
-    rows, tile = x.numel() // x.shape[-1], _tile(x.shape[-1])
+    rows, tile = x.numel() // x.shape[-1], tile_of(x.shape[-1])
     with torch.cuda.device_of(x):
         layer_norm_fwd_kernel[(parts_of(rows, tile["BLOCK_R"]),)](
             x, y, weight, bias, rows, eps, **tile
@@ -255,7 +260,7 @@ def layer_norm_backward(dy: Tensor, x: Tensor, weight: Tensor, eps: float) -> tu
     """Gradients of x, and of weight and bias together, (2, C) float32."""
     dx = torch.empty_like(x)
     channels = x.shape[-1]
-    rows, tile = x.numel() // channels, _tile(channels, BACKWARD_TILE)
+    rows, tile = x.numel() // channels, tile_of(channels, BACKWARD_TILE)
     programs = max(1, min(PROGRAMS, parts_of(rows, tile["BLOCK_R"])))
     if rows == 0:
         return dx, x.new_zeros(2, channels, dtype=torch.float32)
@@ -296,7 +301,7 @@ def _map_norm(
     x: Tensor, weight: Tensor, bias: Tensor, eps: float, act: int, columns: int
 ) -> tuple[Tensor, Tensor]:
     batch, rows, channels = x.shape
-    tile, spans, per_span = _spans(batch, rows, channels)
+    tile, spans, per_span = spans_of(batch, rows, channels)
     rows_out = rows_by_parent(rows, columns)
     y = x.new_empty(batch, rows_out, channels)
     if rows_out > rows:
@@ -320,7 +325,7 @@ def map_norm_backward(
 ) -> tuple[Tensor, Tensor]:
     """Gradients of x, and of weight and bias together, (2, C) float32."""
     batch, rows, channels = x.shape
-    tile, spans, per_span = _spans(batch, rows, channels, BACKWARD_TILE)
+    tile, spans, per_span = spans_of(batch, rows, channels, BACKWARD_TILE)
     dx = torch.empty_like(x)
     if batch == 0:
         return dx, x.new_zeros(2, channels, dtype=torch.float32)
@@ -337,16 +342,16 @@ def map_norm_backward(
     return dx, by_map.sum(dim=0)
 
 
-def _tile(channels: int, numbers: int = TILE) -> dict[str, int]:
+def tile_of(channels: int, numbers: int = TILE) -> dict[str, int]:
     block = power_of_two(channels, least=4)
     return {"C": channels, "BLOCK_C": block, "BLOCK_R": max(1, numbers // block)}
 
 
-def _spans(
+def spans_of(
     batch: int, rows: int, channels: int, numbers: int = TILE
 ) -> tuple[dict[str, int], int, int]:
     """The tile, the parts that a map is cut into, and the rows of a part."""
-    tile = _tile(channels, numbers)
+    tile = tile_of(channels, numbers)
     blocks = parts_of(rows, tile["BLOCK_R"])
     spans = max(1, min(PROGRAMS // max(1, batch), LARGEST_SPANS, blocks))
     per_span = parts_of(blocks, spans) * tile["BLOCK_R"]

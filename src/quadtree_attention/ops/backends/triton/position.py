@@ -12,7 +12,7 @@ from torch import Tensor
 
 from quadtree_attention.ops.backends.triton import replay
 from quadtree_attention.ops.backends.triton.launch import parts_of, power_of_two
-from quadtree_attention.ops.backends.triton.shared import kernel, quotient
+from quadtree_attention.ops.backends.triton.shared import kernel, quotient, share_of_levels
 
 TILE = 2048  # numbers of a tile
 LARGEST_BLOCK = 128  # channels of a tile
@@ -50,10 +50,8 @@ def position_kernel(
         b_weight = tl.load(p_weight + o_c * 9 + i_tap, mask=m_c, other=0.0).to(tl.float32)
         b_out += b_value * b_weight[None, :]
 
-    o_l = tl.arange(0, BLOCK_L)
-    b_logits = tl.load(p_logits + o_l, mask=o_l < LEVELS, other=float("-inf")).to(tl.float32)
-    b_shares = tl.exp(b_logits - tl.max(b_logits, axis=0))
-    b_out *= tl.sum(tl.where(o_l == level, b_shares, 0.0), axis=0) / tl.sum(b_shares, axis=0)
+    b_shares = share_of_levels(p_logits, LEVELS, BLOCK_L)
+    b_out *= tl.sum(tl.where(tl.arange(0, BLOCK_L) == level, b_shares, 0.0), axis=0)
 
     m_out = m_row[:, None] & m_c[None, :]
     if HAS_ABOVE:
@@ -76,14 +74,14 @@ def add_positions(
 ) -> Tensor:
     """(B, Y, X, C), see the operator. All maps are contiguous."""
     (out,) = replay.replayed(
-        lambda: [_add_positions(message, values, weights, biases, logits)],
+        lambda: [add_level_positions(message, values, weights, biases, logits)],
         [message, *values, *weights, *biases, logits],
         ("add_positions", len(values)),
     )
     return out
 
 
-def _add_positions(
+def add_level_positions(
     message: Tensor,
     values: list[Tensor],
     weights: list[Tensor],

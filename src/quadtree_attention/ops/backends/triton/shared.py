@@ -131,6 +131,15 @@ def store_rows(p_x, b_x, o_row, m_row, s_t, D: tl.constexpr):
 
 
 @triton.jit
+def share_of_levels(p_logits, LEVELS: tl.constexpr, BLOCK_L: tl.constexpr):
+    """Softmax of the logits of all levels."""
+    o_l = tl.arange(0, BLOCK_L)
+    b_logits = tl.load(p_logits + o_l, mask=o_l < LEVELS, other=float("-inf")).to(tl.float32)
+    b_shares = tl.exp(b_logits - tl.max(b_logits, axis=0))
+    return b_shares / tl.sum(b_shares, axis=0)
+
+
+@triton.jit
 def finite_max(b_score, AXIS: tl.constexpr):
     """Maximum along an axis; 0 where nothing is shown, so that exp(score - max) stays 0."""
     b_max = tl.max(b_score, axis=AXIS, keep_dims=True)

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kernel of a learned value pyramid, and its launches: norm, activation and linear layer."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quadtree_attention.ops.backends.triton.launch import parts_of, power_of_two, precision
+from quadtree_attention.ops.backends.triton.norms import (
+    activated,
+    map_sums_kernel,
+    spans_of,
+    statistics,
+)
+from quadtree_attention.ops.backends.triton.shared import kernel, quotient
+
+ROWS = 64  # of a tile
+CHANNELS = 64  # of a tile of results
+STEP = 32  # channels that are read at a time
+
+
+@triton.jit
+def rows_of_child(o_row, m_row, i_child, size_0, size_1, above_1, CHILDREN: tl.constexpr):
+    """Where a child of each parent lies, and which of them are on the grid."""
+    o_from, m_from = o_row, m_row
+    if CHILDREN > 1:
+        i_0 = quotient(o_row, above_1)
+        i_y = i_0 * 2 + (i_child >> 1)
+        i_x = (o_row - i_0 * above_1) * 2 + (i_child & 1)
+        o_from = i_y * size_1 + i_x
+        m_from = m_row & (i_y < size_0) & (i_x < size_1)
+    return o_from, m_from
+
+
+@kernel
+def norm_linear_kernel(
+    p_x, p_y, p_weight, p_bias, p_sums, p_matrix, p_offset,
+    rows_out, size_0, size_1, above_1, spans, eps,
+    C: tl.constexpr, CHILDREN: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr, ACT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """`linear(activation(norm(x)))` of cells, or of all children of a cell side by side."""
+    o_row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+    o_n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    i_map = tl.program_id(2)
+    m_row, m_n = o_row < rows_out, o_n < C
+    cells = size_0 * size_1
+    p_x += i_map.to(tl.int64) * cells * C
+    mean, rstd = statistics(p_x, p_sums + i_map * spans * 2, cells * C, spans, eps, BLOCK_S)
+    b_y = tl.zeros((BLOCK_R, BLOCK_N), tl.float32)
+    for i_child in range(CHILDREN):
+        o_from, m_from = rows_of_child(o_row, m_row, i_child, size_0, size_1, above_1, CHILDREN)
+        for i_k in range(0, C, BLOCK_K):
+            o_k = i_k + tl.arange(0, BLOCK_K)
+            m_k = o_k < C
+            m_x = m_from[:, None] & m_k[None, :]
+            p_rows = p_x + o_from.to(tl.int64)[:, None] * C + o_k[None, :]
+            b_x = tl.load(p_rows, mask=m_x, other=0.0).to(tl.float32)
+            b_weight = tl.load(p_weight + o_k, mask=m_k, other=0.0).to(tl.float32)
+            b_bias = tl.load(p_bias + o_k, mask=m_k, other=0.0).to(tl.float32)
+            b_x = activated((b_x - mean) * rstd * b_weight[None, :] + b_bias[None, :], ACT)
+            b_x = tl.where(m_x, b_x, 0.0).to(p_x.dtype.element_ty)  # nothing past the edge
+            p_part = p_matrix + o_n[None, :] * (CHILDREN * C) + (i_child * C + o_k)[:, None]
+            b_matrix = tl.load(p_part, mask=m_k[:, None] & m_n[None, :], other=0.0)
+            b_y = tl.dot(b_x, b_matrix.to(b_x.dtype), b_y, input_precision=PRECISION)
+    b_y += tl.load(p_offset + o_n, mask=m_n, other=0.0).to(tl.float32)[None, :]
+    p_y += i_map.to(tl.int64) * rows_out * C
+    p_rows = p_y + o_row.to(tl.int64)[:, None] * C + o_n[None, :]
+    tl.store(p_rows, b_y.to(p_y.dtype.element_ty), mask=m_row[:, None] & m_n[None, :])
+
+
+def norm_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    matrix: Tensor,
+    offset: Tensor,
+    eps: float,
+    act: int,
+    *,
+    by_parent: bool,
+) -> Tensor:
+    """`linear(activation(norm(x)))` with the norm over all of each map.
+
+    Args:
+        x: Maps (B, Y, X, C), contiguous, with at least one cell.
+        weight: Of the norm, (C,).
+        bias: Of the norm, (C,).
+        matrix: Of the linear layer, (C, C), or (C, 4 * C) by parent.
+        offset: Of the linear layer, (C,).
+        eps: Added to the variance.
+        act: `norms.GELU` or `norms.RELU`.
+        by_parent: Take all children of a cell, zeros past the edge.
+
+    Returns:
+        (B, Y, X, C), or (B, (Y + 1) // 2, (X + 1) // 2, C) by parent.
+    """
+    batch, size_0, size_1, channels = x.shape
+    tile, spans, per_span = spans_of(batch, size_0 * size_1, channels)
+    sums = x.new_empty(batch, spans, 2, dtype=torch.float32)
+    map_sums_kernel[(batch, spans)](x, sums, size_0 * size_1, per_span, **tile)
+    above = ((size_0 + 1) // 2, (size_1 + 1) // 2) if by_parent else (size_0, size_1)
+    y = x.new_empty(batch, *above, channels)
+    rows_out, block = above[0] * above[1], min(power_of_two(channels, 16), CHANNELS)
+    norm_linear_kernel[(parts_of(rows_out, ROWS), parts_of(channels, block), batch)](
+        x, y, weight, bias, sums, matrix, offset,
+        rows_out, size_0, size_1, above[1], spans, eps,
+        C=channels, CHILDREN=4 if by_parent else 1, BLOCK_R=ROWS, BLOCK_K=min(STEP, block),
+        BLOCK_N=block, BLOCK_S=power_of_two(spans), ACT=act, PRECISION=precision(x.dtype),
+        num_stages=2,  # so that a tile of float32 fits into any GPU's shared memory
+    )  # fmt: skip
+    return y

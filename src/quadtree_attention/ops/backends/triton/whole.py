@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All of an attention between its projections, in one row of launches."""
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from quadtree_attention.ops.backends.triton import replay
+from quadtree_attention.ops.backends.triton.launch import Options, power_of_two
+from quadtree_attention.ops.backends.triton.norms import GELU, RELU
+from quadtree_attention.ops.backends.triton.position import add_level_positions
+from quadtree_attention.ops.backends.triton.shared import kernel, share_of_levels
+from quadtree_attention.ops.backends.triton.values import norm_linear
+from quadtree_attention.ops.backends.triton.walk import Maps, forward
+
+ACTIVATIONS = {"gelu": GELU, "relu": RELU}
+
+
+@kernel
+def shares_kernel(p_logits, p_shares, LEVELS: tl.constexpr, BLOCK_L: tl.constexpr):
+    """Softmax of a few logits."""
+    o_l = tl.arange(0, BLOCK_L)
+    tl.store(p_shares + o_l, share_of_levels(p_logits, LEVELS, BLOCK_L), mask=o_l < LEVELS)
+
+
+def attend_whole(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    branches: list[Tensor],
+    positions: list[Tensor],
+    logits: Tensor,
+    topk: list[int],
+    scale: float,
+    eps: float,
+    activation: str,
+) -> Tensor:
+    """See the operator."""
+    tensors = [q, k, v, *branches, *positions, logits]
+
+    def run() -> list[Tensor]:
+        q, k, v, *parameters, logits = [x.contiguous() for x in tensors]
+        options = Options(tuple(topk), scale, "B", False, shares_of(logits))
+        with torch.cuda.device_of(v):
+            values = value_levels(v, parameters[: len(branches)], eps, ACTIVATIONS[activation])
+            heads = [x.unflatten(-1, q.shape[-2:]) for x in values]
+            results = forward(Maps([q], []), Maps([k], []), Maps(heads, []), options)
+            weights, biases = parameters[len(branches) :: 2], parameters[len(branches) + 1 :: 2]
+            message = results.out.flatten(-2)
+            return [add_level_positions(message, values, weights, biases, logits)]
+
+    (out,) = replay.replayed(
+        run,
+        tensors,
+        ("whole", *topk, scale, eps, activation),
+        lambda: all(x.is_contiguous() for x in tensors),
+    )
+    return out
+
+
+def shares_of(logits: Tensor) -> Tensor:
+    """Softmax of the logits of levels (L,), float32."""
+    levels = len(logits)
+    shares = logits.new_empty(levels, dtype=torch.float32)
+    with torch.cuda.device_of(logits):
+        shares_kernel[(1,)](logits, shares, LEVELS=levels, BLOCK_L=power_of_two(levels))
+    return shares
+
+
+def value_levels(v: Tensor, branches: list[Tensor], eps: float, act: int) -> list[Tensor]:
+    """Value maps (B, Y_l, X_l, C), coarse -> fine, from the finest and parameters of the others."""
+    values = [v]
+    for start in range(len(branches) - 8, -1, -8):
+        first, second = branches[start : start + 4], branches[start + 4 : start + 8]
+        reduced = norm_linear(values[0], *first, eps, act, by_parent=True)
+        values.insert(0, norm_linear(reduced, *second, eps, act, by_parent=False))
+    return values

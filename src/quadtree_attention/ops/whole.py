@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All of an attention between its projections as one torch operator, where nobody differentiates.
+
+A step of a value pyramid, the attention and its position encodings are a dozen small operators. On
+one image the host takes longer for each of them than the GPU does.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from quadtree_attention.ops.backends import choose_backend
+from quadtree_attention.ops.dispatch import is_plain, nobody_listens
+from quadtree_attention.ops.norms import LARGEST_DIM
+from quadtree_attention.ops.problem import Problem
+
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def can_attend_whole(problem: Problem, backend: str, tensors: Sequence[Tensor]) -> bool:
+    """Whether the operator takes a problem with these maps and parameters."""
+    return (
+        problem.query_tree.ndim == 2
+        and problem.batch > 0
+        and problem.dtype in _DTYPES
+        and problem.num_heads * problem.head_dim <= LARGEST_DIM
+        and (torch.compiler.is_compiling() or is_plain(*tensors))
+        and not (torch.is_grad_enabled() and any(x.requires_grad for x in tensors))
+        and choose_backend(backend, problem).name == "triton"
+    )
+
+
+def attend_whole(
+    problem: Problem,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    branches: Sequence[Tensor],
+    positions: Sequence[Tensor],
+    logits: Tensor,
+    eps: float,
+    activation: str,
+) -> Tensor:
+    """Attention to a learned value pyramid, plus position encodings of all its levels.
+
+    Args:
+        problem: Of variant B, without masks.
+        q: (B, Y, X, N, D).
+        k: (B, Y, X, N, D).
+        v: (B, Y, X, C).
+        branches: Parameters of every level but the finest, coarse -> fine, eight of each: weight
+            and bias of the first norm, of the layer that reduces, of the second norm, and of the
+            layer that mixes.
+        positions: Weight (C, 1, 3, 3) and bias (C,) of the convolution at every level.
+        logits: (L,), whose softmax weighs the levels.
+        eps: Added to variances.
+        activation: "gelu" or "relu".
+
+    Returns:
+        (B, Y, X, C)
+    """
+    run = _run if nobody_listens(q, k, v, *branches, *positions, logits) else _whole
+    return run(
+        q, k, v, list(branches), list(positions), logits, list(problem.topk), problem.scale, eps,
+        activation,
+    )  # fmt: skip
+
+
+def _run(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    branches: list[Tensor],
+    positions: list[Tensor],
+    logits: Tensor,
+    topk: list[int],
+    scale: float,
+    eps: float,
+    activation: str,
+) -> Tensor:
+    from quadtree_attention.ops.backends.triton import whole
+
+    return whole.attend_whole(q, k, v, branches, positions, logits, topk, scale, eps, activation)
+
+
+_whole = torch.library.custom_op("quadtree_attention::whole", _run, mutates_args=())
+
+
+@_whole.register_fake
+def _(q, k, v, *others):  # type: ignore[no-untyped-def]
+    return v.new_empty(v.shape)

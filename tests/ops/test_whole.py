@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All of an attention in one operator against the same step by step, and when it is taken."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+import quadtree_attention.nn.attention as attention_module
+from quadtree_attention import use_backend
+from quadtree_attention.nn import QuadtreeAttention
+from tests.conftest import ROOT
+
+# batch, grid, channels, heads, levels, activation
+CASES = (
+    (2, (5, 6), 16, 2, 3, "relu"),
+    (1, (4, 4), 80, 1, 2, "gelu"),
+    (1, (9, 7), 24, 3, 4, "gelu"),
+    (1, (1, 1), 8, 1, 2, "relu"),
+)
+LARGE_CASES = (
+    *CASES,
+    (1, (200, 334), 32, 1, 4, "relu"),
+    (2, (100, 167), 64, 2, 3, "relu"),
+    (8, (14, 14), 320, 5, 2, "gelu"),
+    (1, (25, 42), 256, 8, 2, "relu"),
+)
+INTERPRET = """
+from tests.ops import test_whole
+for case in test_whole.CASES:
+    test_whole.check(*case, "cpu")
+test_whole.check_compiled("cpu")
+test_whole.check_fallbacks("cpu")
+print("all right")
+"""
+
+
+def module(channels, heads, levels, activation, device, **options):
+    torch.manual_seed(0)
+    options = {"topk": 3, "value_pyramid": "conv", "value_act": activation, "lepe": True} | options
+    built = QuadtreeAttention(channels, heads, num_levels=levels, **options)
+    for parameter in built.parameters():
+        if parameter.ndim == 1:  # norms that do something
+            nn.init.normal_(parameter, mean=0.5)
+    return built.to(device).requires_grad_(False)
+
+
+def truth(built, x):
+    with use_backend("reference"):
+        exact = built.double()(x.double())
+    built.float()
+    return exact
+
+
+class Taken:
+    """Counts how often the operator is taken."""
+
+    def __enter__(self):
+        self.count, self.before = 0, attention_module.attend_whole
+        attention_module.attend_whole = self.attend
+        return self
+
+    def attend(self, *arguments):
+        self.count += 1
+        return self.before(*arguments)
+
+    def __exit__(self, *error):
+        attention_module.attend_whole = self.before
+
+
+def check(batch, grid, channels, heads, levels, activation, device):
+    built = module(channels, heads, levels, activation, device)
+    for seed in range(3):  # the first call is noted, later ones repeat it
+        rng = torch.Generator().manual_seed(seed)
+        x = (torch.randn(batch, *grid, channels, generator=rng) + seed).to(device)
+        with Taken() as taken:
+            got = built(x)
+        assert taken.count == 1
+        torch.testing.assert_close(got.double(), truth(built, x), rtol=1e-4, atol=1e-4)
+
+
+def check_compiled(device):
+    built = module(16, 2, 3, "relu", device)
+    x = torch.randn(2, 5, 6, 16, device=device)
+    compiled = torch.compile(built, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x), built(x))
+    with torch.profiler.profile() as events:
+        profiled = built(x)
+    torch.testing.assert_close(profiled, built(x))
+    assert "quadtree_attention::whole" in {event.key for event in events.key_averages()}
+
+
+def check_fallbacks(device):
+    """Every one gives the same numbers, step by step."""
+    x = torch.randn(2, 5, 6, 16, device=device)
+    for change in CHANGES:
+        built = module(16, 2, 3, "relu", device)
+        arguments = change(built, x) or {}
+        with Taken() as taken:
+            got = built(x, **arguments)
+        assert taken.count == 0, change
+        with use_backend("reference"):
+            expected = built.double()(x.double(), **arguments)
+        torch.testing.assert_close(got.double(), expected, rtol=1e-4, atol=1e-4)
+
+
+def with_mask(built, x):
+    return {"mask": torch.arange(6, device=x.device).expand(2, 5, 6) > 1}
+
+
+def with_gradients(built, x):
+    built.requires_grad_(True)
+
+
+def with_a_hook(built, x):
+    built.value_branches[1].mix.register_forward_hook(lambda layer, inputs, out: out + 1)
+
+
+def with_a_hook_on_positions(built, x):
+    built.lepe[0].register_forward_hook(lambda layer, inputs, out: out + 1)
+
+
+def with_another_layer(built, x):
+    plain = built.value_branches[0].reduce
+
+    class Shifted(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) + 1
+
+    shifted = Shifted(plain.in_features, plain.out_features).to(x.device)
+    shifted.load_state_dict(plain.state_dict())
+    built.value_branches[0].reduce = shifted
+
+
+def with_another_activation(built, x):
+    built.value_branches[0].act = nn.GELU()
+    built.value_branches[0].activation = "gelu"
+
+
+def with_another_epsilon(built, x):
+    built.value_branches[0].norm1.eps = 0.5
+
+
+CHANGES = (
+    with_mask,
+    with_gradients,
+    with_a_hook,
+    with_a_hook_on_positions,
+    with_another_layer,
+    with_another_activation,
+    with_another_epsilon,
+)
+
+
+def test_in_the_interpreter():
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", INTERPRET], env=environment, capture_output=True, text=True
+    )
+    assert done.stdout.strip() == "all right", done.stderr[-3000:]
+
+
+def test_a_cpu_does_without():
+    built = module(16, 2, 3, "relu", "cpu")
+    with Taken() as taken:
+        built(torch.randn(1, 4, 4, 16))
+    assert taken.count == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", LARGE_CASES)
+def test_on_a_gpu(case):
+    check(*case, "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("check", [check_compiled, check_fallbacks])
+def test_when_it_is_taken_on_a_gpu(check):
+    check("cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision(dtype):
+    built = module(64, 2, 3, "relu", "cuda")
+    x = torch.randn(2, 50, 84, 64, device="cuda")
+    expected = truth(built, x)
+    with torch.autocast("cuda", dtype=dtype):
+        cast = built(x)
+    got = built.to(dtype)(x.to(dtype))
+    for out in (cast, got):
+        assert out.dtype == dtype
+        # queries choose other cells here and there: most cells agree, not all
+        error = (out.double() - expected).norm() / expected.norm()
+        assert error < 0.05
