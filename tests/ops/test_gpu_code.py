@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All kernels compile to machine code of a GPU, on machines without one.
+
+Triton needs no GPU to compile for one. What comes out is run by the tests marked `gpu`.
+"""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from tests.conftest import ROOT
+
+pytest.importorskip("triton", reason="triton comes with the CUDA builds of torch for Linux")
+
+HOPPER = ("cuda", 90, 32)
+SHARED_MEMORY = 64 * 1024  # bytes of the smallest GPU that Triton runs on
+
+
+class Hopper:
+    """As much of a driver as compiling needs."""
+
+    def get_current_target(self):
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget(*HOPPER)
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device):
+        return 0
+
+
+def compile_all() -> None:
+    """Every kernel, by calls whose launches compile and do no more."""
+    from triton.runtime import driver
+
+    from quadtree_attention.ops.backends.triton import replay, shared
+
+    compiled: dict[str, int] = {}
+
+    def compile_only(kernel, grid):
+        def launch(*arguments, **constants):
+            code = kernel.jit.warmup(*arguments, grid=grid, **constants)
+            assert "cubin" in code.asm
+            name = kernel.__name__
+            compiled[name] = max(compiled.get(name, 0), code.metadata.shared)
+
+        return launch
+
+    driver.set_active(Hopper())
+    shared.Kernel.__getitem__ = compile_only
+    replay.SWITCHED_ON = False
+    for dtype in (torch.float32, torch.bfloat16):
+        calls(dtype)
+    assert set(compiled) == set(all_kernels())
+    print("too much shared memory:", [k for k, size in compiled.items() if size > SHARED_MEMORY])
+
+
+def all_kernels() -> list[str]:
+    from quadtree_attention.ops.backends.triton import (
+        coarse,
+        fine,
+        norms,
+        position,
+        pyramid,
+        transport,
+        values,
+        whole,
+    )
+    from quadtree_attention.ops.backends.triton.shared import Kernel
+
+    modules = coarse, fine, norms, position, pyramid, transport, values, whole
+    return [
+        name for part in modules for name, item in vars(part).items() if isinstance(item, Kernel)
+    ]
+
+
+def calls(dtype: torch.dtype) -> None:
+    """Calls that launch every kernel; their numbers mean nothing."""
+    from quadtree_attention.ops.backends.triton import norms, transport, whole
+    from quadtree_attention.ops.backends.triton.backend import _backward, _run
+
+    def zeros(*shape):
+        return torch.zeros(shape, dtype=dtype)
+
+    channels, levels = 64, 3
+    maps, x = zeros(1, 12, 20, 2, 32), zeros(1, 12, 20, channels)
+    weight, logits = zeros(channels), zeros(levels)
+    branch = [weight, weight, zeros(channels, 4 * channels), weight]
+    branch += [weight, weight, zeros(channels, channels), weight]
+    position = [zeros(channels, 1, 3, 3), weight]
+    whole.attend_whole(
+        maps, maps.clone(), x, branch * (levels - 1), position * levels, logits, [8, 8], 0.1, 1e-5,
+        "relu",
+    )  # fmt: skip
+    for variant in ("A", "B"):
+        weights = torch.zeros(levels) if variant == "B" else None
+        lists = [maps], [maps], [maps], [], [], weights
+        results = _run(*lists, [8, 8], 0.1, variant, variant == "A", True)
+        for found in results:
+            found.zero_()
+        _backward(maps, *lists, results, [8, 8], 0.1, variant, False)
+    norms.layer_norm(x, weight, weight, 1e-5, dtype)
+    norms.layer_norm_backward(x, x, weight, 1e-5)
+    flat = x.flatten(1, 2)
+    _, stats = norms.map_norm(flat, weight, weight, 1e-5, norms.GELU, 20)
+    norms.map_norm_backward(flat, flat, weight, weight, stats, norms.GELU, 20)
+    if dtype == torch.float32:
+        scores, dustbin = torch.zeros(2, 40, 50), torch.zeros(())
+        sides = transport.sinkhorn(scores, dustbin, 3)
+        dlast = torch.zeros(2, 40), torch.zeros(2, 50), torch.zeros(2, 1)
+        transport.sinkhorn_backward(scores, dustbin, *sides, dlast)
+
+
+def test_all_kernels_compile():
+    done = subprocess.run(
+        [sys.executable, "-c", "from tests.ops.test_gpu_code import compile_all; compile_all()"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.strip() == "too much shared memory: []"
