@@ -13,7 +13,6 @@ import torch
 
 from quadtree_attention import OptionError, quadtree_attention, quadtree_attention_pyramid
 from quadtree_attention.ops.norms import layer_norm, map_norm
-from quadtree_attention.ops.position import add_positions
 from tests.conftest import ROOT
 
 pytest.importorskip("triton", reason="triton comes with the CUDA builds of torch for Linux")
@@ -69,12 +68,6 @@ def norm_of_tokens(draw, *, eps=1e-5, dtype=torch.float32):
     return layer_norm(draw(2, 5, 8), draw(8), draw(8), eps, dtype).float()
 
 
-def positions(draw, *, levels=2):
-    values = [draw(1, 2 << i, 3 << i, 8) for i in range(levels)]
-    weights, biases = [draw(8, 1, 3, 3) for _ in values], [draw(8) for _ in values]
-    return add_positions(draw(*values[-1].shape), values, weights, biases, draw(levels))
-
-
 def gradients(draw, **options):
     q, k, v = (draw(1, 2, 3, 1, 8).requires_grad_() for _ in range(3))
     loss = quadtree_attention(q, k, v, **OPTIONS | {"num_levels": 3} | options).square().sum()
@@ -108,8 +101,6 @@ REPEATED = (
     partial(norm_of_maps, activation="gelu"),
     partial(norm_of_maps, by_parent=False),
     partial(norm_of_maps, grid=(3, 5)),  # zeros past the edge
-    positions,
-    partial(positions, levels=3),
     norm_of_tokens,
     partial(norm_of_tokens, eps=0.5),
     partial(norm_of_tokens, dtype=torch.bfloat16),

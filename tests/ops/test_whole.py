@@ -32,6 +32,7 @@ INTERPRET = """
 from tests.ops import test_whole
 for case in test_whole.CASES:
     test_whole.check(*case, "cpu")
+test_whole.check(*test_whole.CASES[0], "cpu", lepe=False)
 test_whole.check_compiled("cpu")
 test_whole.check_fallbacks("cpu")
 print("all right")
@@ -71,8 +72,8 @@ class Taken:
         attention_module.attend_whole = self.before
 
 
-def check(batch, grid, channels, heads, levels, activation, device):
-    built = module(channels, heads, levels, activation, device)
+def check(batch, grid, channels, heads, levels, activation, device, *, lepe=True):
+    built = module(channels, heads, levels, activation, device, lepe=lepe)
     for seed in range(3):  # the first call is noted, later ones repeat it
         rng = torch.Generator().manual_seed(seed)
         x = (torch.randn(batch, *grid, channels, generator=rng) + seed).to(device)
@@ -171,9 +172,10 @@ def test_a_cpu_does_without():
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("lepe", [True, False])
 @pytest.mark.parametrize("case", LARGE_CASES)
-def test_on_a_gpu(case):
-    check(*case, "cuda")
+def test_on_a_gpu(case, lepe):
+    check(*case, "cuda", lepe=lepe)
 
 
 @pytest.mark.gpu

@@ -18,7 +18,6 @@ from quadtree_attention.nn.value_pyramid import (
     visible_levels,
 )
 from quadtree_attention.ops.attend import attend
-from quadtree_attention.ops.position import add_positions, can_fuse
 from quadtree_attention.ops.problem import (
     Problem,
     Variant,
@@ -184,7 +183,7 @@ class QuadtreeAttention(nn.Module):
     def _at_once(self, problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
         """The same without masks by one operator; None where it cannot be taken."""
         logits = self.level_logits
-        if not self.value_branches or not self.lepe or problem.needs_grad or logits is None:
+        if not self.value_branches or logits is None or problem.needs_grad:
             return None
         branches, positions = _parameters(self.value_branches), _parameters(self.lepe)
         if branches is None or positions is None:
@@ -222,15 +221,10 @@ class QuadtreeAttention(nn.Module):
         self, out: Tensor, values: list[Tensor], shown: list[Tensor | None]
     ) -> Tensor:
         """LePE of all levels, merged like their messages, and the message (B, *grid, C)."""
-        logits = self.level_logits
-        assert logits is not None
-        parameters = _parameters(self.lepe) if all(part is None for part in shown) else None
-        if parameters is not None and can_fuse(out, values, *parameters, logits):
-            return add_positions(out, values, parameters[0::2], parameters[1::2], logits)
+        assert self.level_logits is not None
+        weights = self.level_logits.softmax(dim=0)
         total: Tensor | None = None
-        for conv, level, visible, weight in zip(
-            self.lepe, values, shown, logits.softmax(dim=0), strict=True
-        ):
+        for conv, level, visible, weight in zip(self.lepe, values, shown, weights, strict=True):
             local = conv(hide(level, visible), weight)
             total = local if total is None else plus_parents(local, total)
         assert total is not None

@@ -11,18 +11,15 @@ from quadtree_attention.ops.backends.triton.backend import TRITON_INSTALLED
 from quadtree_attention.ops.tree import is_exporting
 
 
-def runs_kernels(x: Tensor, *, compiled: bool = False) -> bool:
+def runs_kernels(x: Tensor) -> bool:
     """Whether Triton's kernels run where this tensor is, and nobody has asked to do without.
 
-    Args:
-        x: The tensor.
-        compiled: In compiled models, too. Most do without there: the compiler knows what comes
-            before and after.
+    A compiled model does without: the compiler knows what comes before and after.
     """
     return (
         TRITON_INSTALLED
         and (x.is_cuda or os.environ.get("TRITON_INTERPRET", "0") == "1")
-        and (compiled or not torch.compiler.is_compiling())
+        and not torch.compiler.is_compiling()
         and not is_exporting()
         and default_backend() in ("auto", "triton")
     )

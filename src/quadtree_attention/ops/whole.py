@@ -42,7 +42,7 @@ def attend_whole(
     eps: float,
     activation: str,
 ) -> Tensor:
-    """Attention to a learned value pyramid, plus position encodings of all its levels.
+    """Attention to a learned value pyramid, plus position encodings of its levels if there are any.
 
     Args:
         problem: Of variant B, without masks.
@@ -52,7 +52,7 @@ def attend_whole(
         branches: Parameters of every level but the finest, coarse -> fine, eight of each: weight
             and bias of the first norm, of the layer that reduces, of the second norm, and of the
             layer that mixes.
-        positions: Weight (C, 1, 3, 3) and bias (C,) of the convolution at every level.
+        positions: Weight (C, 1, 3, 3) and bias (C,) of the convolution at every level; or nothing.
         logits: (L,), whose softmax weighs the levels.
         eps: Added to variances.
         activation: "gelu" or "relu".

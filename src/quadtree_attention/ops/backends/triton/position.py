@@ -10,7 +10,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quadtree_attention.ops.backends.triton import replay
 from quadtree_attention.ops.backends.triton.launch import parts_of, power_of_two
 from quadtree_attention.ops.backends.triton.shared import kernel, quotient, share_of_levels
 
@@ -72,22 +71,18 @@ def add_positions(
     biases: list[Tensor],
     logits: Tensor,
 ) -> Tensor:
-    """(B, Y, X, C), see the operator. All maps are contiguous."""
-    (out,) = replay.replayed(
-        lambda: [add_level_positions(message, values, weights, biases, logits)],
-        [message, *values, *weights, *biases, logits],
-        ("add_positions", len(values)),
-    )
-    return out
+    """Adds to every cell of a message a depthwise convolution at it and at all cells above it.
 
+    Args:
+        message: (B, Y, X, C), contiguous, as all maps are.
+        values: What is convolved, (B, Y_l, X_l, C) coarse -> fine.
+        weights: Of the convolution at each level, (C, 1, 3, 3).
+        biases: (C,) each.
+        logits: (L,), whose softmax weighs the levels.
 
-def add_level_positions(
-    message: Tensor,
-    values: list[Tensor],
-    weights: list[Tensor],
-    biases: list[Tensor],
-    logits: Tensor,
-) -> Tensor:
+    Returns:
+        (B, Y, X, C)
+    """
     above, finest = message, len(values) - 1
     with torch.cuda.device_of(message):
         for level, (value, weight, bias) in enumerate(zip(values, weights, biases, strict=True)):

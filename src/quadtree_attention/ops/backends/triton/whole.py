@@ -8,7 +8,7 @@ from torch import Tensor
 from quadtree_attention.ops.backends.triton import replay
 from quadtree_attention.ops.backends.triton.launch import Options, power_of_two
 from quadtree_attention.ops.backends.triton.norms import GELU, RELU
-from quadtree_attention.ops.backends.triton.position import add_level_positions
+from quadtree_attention.ops.backends.triton.position import add_positions
 from quadtree_attention.ops.backends.triton.shared import kernel, share_of_levels
 from quadtree_attention.ops.backends.triton.values import norm_linear
 from quadtree_attention.ops.backends.triton.walk import Maps, forward
@@ -45,14 +45,16 @@ def attend_whole(
             values = value_levels(v, parameters[: len(branches)], eps, ACTIVATIONS[activation])
             heads = [x.unflatten(-1, q.shape[-2:]) for x in values]
             results = forward(Maps([q], []), Maps([k], []), Maps(heads, []), options)
-            weights, biases = parameters[len(branches) :: 2], parameters[len(branches) + 1 :: 2]
-            message = results.out.flatten(-2)
-            return [add_level_positions(message, values, weights, biases, logits)]
+            out = results.out.flatten(-2)
+            if positions:
+                weights, biases = parameters[len(branches) :: 2], parameters[len(branches) + 1 :: 2]
+                out = add_positions(out, values, weights, biases, logits)
+            return [out]
 
     (out,) = replay.replayed(
         run,
         tensors,
-        ("whole", *topk, scale, eps, activation),
+        ("whole", *topk, scale, eps, activation, len(positions)),
         lambda: all(x.is_contiguous() for x in tensors),
     )
     return out
