@@ -156,12 +156,22 @@ def measured(works: Sequence[Work], options: Namespace) -> list[dict[str, Any]]:
             row["peak_mib"] = cuda_peak_mib(call) if work.device == "cuda" else None
             calls.append((row, capture(call) if "graph" in work.mode else call))
         except Exception as error:  # whatever happens to one row, the others are still wanted
-            row["error"] = OUT_OF_MEMORY if out_of_memory(error) else one_line_of(error)
-    timed = [call for _, call in calls]
-    timings = measure_in_turns(timed, options.device, seconds=options.seconds_per_row)
-    for (row, _), timing in zip(calls, timings, strict=True):
-        row |= asdict(timing)
+            fail(row, error)
+    try:
+        timed = [call for _, call in calls]
+        timings = measure_in_turns(timed, options.device, seconds=options.seconds_per_row)
+        for (row, _), timing in zip(calls, timings, strict=True):
+            row |= asdict(timing)
+    except Exception as error:  # of one of them, which spoils all
+        for row, _ in calls:
+            fail(row, error)
     return rows
+
+
+def fail(row: dict[str, Any], error: Exception) -> None:
+    """Puts what happened in the place of numbers."""
+    row.pop("peak_mib", None)
+    row["error"] = OUT_OF_MEMORY if out_of_memory(error) else one_line_of(error)
 
 
 def prepare(work: Work) -> Callable[[], object]:

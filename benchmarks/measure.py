@@ -126,8 +126,9 @@ def capture(call: Call) -> Call:
     with torch.cuda.graph(graph):
         call()
 
-    def replay(kept: Call = call) -> None:  # what the call reads must not go while this is there
+    def replay() -> Call:
         graph.replay()
+        return call  # which so stays, with all that the graph reads
 
     return replay
 

@@ -12,7 +12,12 @@ from torch import nn
 import quadtree_attention.nn.attention as attention_module
 from quadtree_attention import use_backend
 from quadtree_attention.nn import QuadtreeAttention
+from quadtree_attention.nn.value_pyramid import VisibleNorm
 from tests.conftest import ROOT
+
+pytest.importorskip("triton", reason="triton comes with the CUDA builds of torch for Linux")
+
+from quadtree_attention.ops.backends.triton import replay
 
 # batch, grid, channels, heads, levels, activation
 CASES = (
@@ -34,6 +39,8 @@ for case in test_whole.CASES:
     test_whole.check(*case, "cpu")
 test_whole.check(*test_whole.CASES[0], "cpu", lepe=False)
 test_whole.check_compiled("cpu")
+test_whole.check_context("cpu")
+test_whole.check_strides("cpu")
 test_whole.check_fallbacks("cpu")
 print("all right")
 """
@@ -74,13 +81,42 @@ class Taken:
 
 def check(batch, grid, channels, heads, levels, activation, device, *, lepe=True):
     built = module(channels, heads, levels, activation, device, lepe=lepe)
-    for seed in range(3):  # the first call is noted, later ones repeat it
+    replay._plans.clear()
+    for seed in range(3):  # the second call is noted, the third repeats it
         rng = torch.Generator().manual_seed(seed)
         x = (torch.randn(batch, *grid, channels, generator=rng) + seed).to(device)
         with Taken() as taken:
             got = built(x)
         assert taken.count == 1
         torch.testing.assert_close(got.double(), truth(built, x), rtol=1e-4, atol=1e-4)
+    assert all(isinstance(plan, replay.Plan) for plan in replay._plans.values())
+
+
+def check_context(device):
+    """Attention to another map, of another size."""
+    built = module(16, 2, 3, "relu", device, lepe=False)
+    x, context = torch.randn(2, 5, 6, 16, device=device), torch.randn(2, 7, 3, 16, device=device)
+    with use_backend("reference"):
+        expected = built.double()(x.double(), context.double())
+    built.float()
+    with Taken() as taken, torch.inference_mode():
+        got = built(x, context)
+    assert taken.count == 1
+    torch.testing.assert_close(got.double(), expected, rtol=1e-4, atol=1e-4)
+    compiled = torch.compile(built, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x, context), got.clone())
+
+
+def check_strides(device):
+    built = module(16, 2, 3, "relu", device)
+    x = torch.randn(2, 5, 6, 16, device=device)
+    expected = built(x)
+    for parameter in built.parameters():
+        if parameter.ndim > 1:
+            parameter.data = parameter.data.transpose(0, -1).contiguous().transpose(0, -1)
+    with Taken() as taken:
+        torch.testing.assert_close(built(x), expected)
+    assert taken.count == 1
 
 
 def check_compiled(device):
@@ -100,12 +136,14 @@ def check_fallbacks(device):
     for change in CHANGES:
         built = module(16, 2, 3, "relu", device)
         arguments = change(built, x) or {}
+        built.to(device)
         with Taken() as taken:
             got = built(x, **arguments)
         assert taken.count == 0, change
         with use_backend("reference"):
-            expected = built.double()(x.double(), **arguments)
-        torch.testing.assert_close(got.double(), expected, rtol=1e-4, atol=1e-4)
+            exact = {k: y.double() if y.is_floating_point() else y for k, y in arguments.items()}
+            expected = built.double()(x.double(), **exact)
+        torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=1e-5)
 
 
 def with_mask(built, x):
@@ -145,8 +183,42 @@ def with_another_epsilon(built, x):
     built.value_branches[0].norm1.eps = 0.5
 
 
+def with_a_mask_and_a_context(built, x):
+    built.lepe = nn.ModuleList()
+    return {"context": x[:, 1:].clone()} | with_mask(built, x)
+
+
+def with_another_function(built, x):
+    built.value_branches[1].act = nn.SiLU()
+
+
+def with_an_approximation(built, x):
+    for branch in built.value_branches:
+        branch.activation, branch.act = "gelu", nn.GELU(approximate="tanh")
+
+
+def with_a_hook_on_a_norm(built, x):
+    built.value_branches[1].norm1.register_forward_hook(lambda layer, inputs, out: out + 1)
+
+
+def without_a_bias(built, x):
+    built.value_branches[0].mix = nn.Linear(16, 16, bias=False)
+
+
+def with_a_bottleneck(built, x):
+    branch = built.value_branches[0]
+    branch.reduce, branch.mix = nn.Linear(64, 8), nn.Linear(8, 16)
+    branch.norm2 = VisibleNorm(8)
+
+
 CHANGES = (
     with_mask,
+    with_a_mask_and_a_context,
+    with_another_function,
+    with_an_approximation,
+    with_a_hook_on_a_norm,
+    without_a_bias,
+    with_a_bottleneck,
     with_gradients,
     with_a_hook,
     with_a_hook_on_positions,
@@ -164,6 +236,20 @@ def test_in_the_interpreter():
     assert done.stdout.strip() == "all right", done.stderr[-3000:]
 
 
+def test_somebody_who_watches_all_layers():
+    seen, built = [], module(16, 2, 3, "relu", "cpu")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention_module, "can_attend_whole", lambda *arguments: True)
+        handle = nn.modules.module.register_module_forward_hook(
+            lambda layer, inputs, out: seen.append(type(layer))
+        )
+        try:
+            built(torch.randn(1, 4, 4, 16))
+        finally:
+            handle.remove()
+    assert VisibleNorm in seen
+
+
 def test_a_cpu_does_without():
     built = module(16, 2, 3, "relu", "cpu")
     with Taken() as taken:
@@ -179,7 +265,7 @@ def test_on_a_gpu(case, lepe):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("check", [check_compiled, check_fallbacks])
+@pytest.mark.parametrize("check", [check_compiled, check_context, check_strides, check_fallbacks])
 def test_when_it_is_taken_on_a_gpu(check):
     check("cuda")
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from quadtree_attention.errors import OptionError, ShapeError
 from quadtree_attention.nn.position import DepthwiseConv
+from quadtree_attention.nn.untouched import is_everything_watched
 from quadtree_attention.nn.value_pyramid import (
     NORM_EPS,
     Activation,
@@ -98,7 +99,6 @@ class QuadtreeAttention(nn.Module):
         self.ndim = ndim
         self.scale = check_scale(scale, dim // num_heads)
         self.value_pyramid = value_pyramid
-        self.value_act: Activation = value_act or "gelu"
         self.backend = backend
         dd = {"device": device, "dtype": dtype}
         self.q_proj = nn.Linear(dim, dim, bias=qkv_bias, **dd)
@@ -106,7 +106,7 @@ class QuadtreeAttention(nn.Module):
         self.v_proj = nn.Linear(dim, dim, bias=qkv_bias, **dd)
         self.level_logits = nn.Parameter(torch.randn(num_levels, **dd)) if variant == "B" else None
         self.value_branches = nn.ModuleList(  # entry i makes level i from level i + 1
-            ValueBranch(dim, 2**ndim, self.value_act, **dd)
+            ValueBranch(dim, 2**ndim, value_act or "gelu", **dd)
             for _ in range(num_levels - 1 if value_pyramid == "conv" else 0)
         )
         self.lepe = nn.ModuleList(
@@ -146,7 +146,9 @@ class QuadtreeAttention(nn.Module):
         k = self._heads(self.k_proj(context))
         v = self.v_proj(context)
         problem = self._problem(q, query_tree, key_tree)
-        out = self._at_once(problem, q, k, v) if context_mask is None else None
+        out = None
+        if mask is None and context_mask is None:
+            out = self._at_once(problem, q, k, v)
         if out is None:
             out = self._step_by_step(problem, q, k, v, mask, context_mask)
         return self.proj_drop(self.proj(out))
@@ -183,16 +185,17 @@ class QuadtreeAttention(nn.Module):
     def _at_once(self, problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
         """The same without masks by one operator; None where it cannot be taken."""
         logits = self.level_logits
-        if not self.value_branches or logits is None or problem.needs_grad:
+        activations: set[Any] = {branch.activation for branch in self.value_branches}
+        if len(activations) != 1 or logits is None or problem.needs_grad or is_everything_watched():
             return None
         branches, positions = _parameters(self.value_branches), _parameters(self.lepe)
         if branches is None or positions is None:
             return None
-        if any(branch.activation != self.value_act for branch in self.value_branches):
-            return None
         if not can_attend_whole(problem, self.backend, [q, k, v, *branches, *positions, logits]):
             return None
-        return attend_whole(problem, q, k, v, branches, positions, logits, NORM_EPS, self.value_act)
+        return attend_whole(
+            problem, q, k, v, branches, positions, logits, NORM_EPS, activations.pop()
+        )
 
     def extra_repr(self) -> str:
         return (

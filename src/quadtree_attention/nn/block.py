@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 from quadtree_attention.nn.attention import QuadtreeAttention
 from quadtree_attention.nn.norm import TokenNorm
 from quadtree_attention.nn.position import DepthwiseConv
-from quadtree_attention.nn.untouched import is_untouched
+from quadtree_attention.nn.untouched import is_everything_watched, is_untouched
 from quadtree_attention.ops.tree import hide
 
 
@@ -62,6 +62,7 @@ class ConvMlp(nn.Module):
             and is_untouched(drop, nn.Dropout)
             and (act.approximate, drop.p) == ("none", 0)
             and fc2.bias is not None
+            and not is_everything_watched()
         )
 
 

@@ -35,9 +35,13 @@ class DepthwiseConv(nn.Module):
 
     def parameters_if_untouched(self) -> list[Tensor] | None:
         """Weight and bias; None where the layer was replaced or is watched."""
-        if not is_untouched(self, DepthwiseConv) or not is_untouched(self.conv, nn.Conv2d):
+        conv = self.conv
+        if not is_untouched(self, DepthwiseConv) or not is_untouched(conv, nn.Conv2d):
             return None
-        return [self.conv.weight, self.conv.bias]
+        weight, bias = conv.weight, conv.bias
+        if bias is None or weight.shape[1:] != (1, 3, 3) or conv.padding != (1, 1):
+            return None
+        return [weight, bias]
 
     def forward(self, x: Tensor, gain: Tensor | None = None) -> Tensor:
         """(B, *grid, C) -> (B, *grid, C), times a number `gain`."""

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quadtree_attention.errors import OptionError
-from quadtree_attention.nn.untouched import is_untouched
+from quadtree_attention.nn.untouched import is_everything_watched, is_untouched
 from quadtree_attention.ops.norms import can_fuse, map_norm
 from quadtree_attention.ops.tree import Tree, accumulation_dtype, hide, is_known
 
@@ -135,6 +135,9 @@ class ValueBranch(nn.Module):
         self.norm2 = VisibleNorm(dim, device=device, dtype=dtype)
         self.mix = nn.Linear(dim, dim, device=device, dtype=dtype)
         self.act = _ACTIVATIONS[activation]()
+        vector, wide = torch.Size([dim]), torch.Size([dim, num_children * dim])
+        square = torch.Size([dim, dim])
+        self.shapes = [vector, vector, wide, vector, vector, vector, square, vector]
 
     def forward(
         self,
@@ -144,7 +147,8 @@ class ValueBranch(nn.Module):
         visible_above: Tensor | None,
     ) -> Tensor:
         """(B, *grid, C) -> (B, *parents, C); the masks are those of x and of the result."""
-        if visible is None and len(parents) == 2 and can_fuse(x):
+        plain = self._are_norms_plain() and not is_everything_watched()
+        if plain and visible is None and len(parents) == 2 and can_fuse(x):
             x = self.reduce(self._fused(self.norm1, x, by_parent=True))
             return self.mix(self._fused(self.norm2, x, by_parent=False))
         x = hide(self.act(self.norm1(x, visible)), visible)
@@ -154,18 +158,28 @@ class ValueBranch(nn.Module):
 
     def parameters_if_untouched(self) -> list[Tensor] | None:
         """Weight and bias of its layers in order; None where one was changed or is watched."""
-        norm1, reduce, norm2, mix = self.norm1, self.reduce, self.norm2, self.mix
         if not (
             is_untouched(self, ValueBranch)
-            and is_untouched(norm1, VisibleNorm)
-            and is_untouched(reduce, nn.Linear)
-            and is_untouched(norm2, VisibleNorm)
-            and is_untouched(mix, nn.Linear)
-            and is_untouched(self.act, _ACTIVATIONS[self.activation])
-            and norm1.eps == norm2.eps == NORM_EPS
+            and self._are_norms_plain()
+            and is_untouched(self.reduce, nn.Linear)
+            and is_untouched(self.mix, nn.Linear)
         ):
             return None
-        return [x for layer in (norm1, reduce, norm2, mix) for x in (layer.weight, layer.bias)]
+        layers = self.norm1, self.reduce, self.norm2, self.mix
+        parameters = [x for layer in layers for x in (layer.weight, layer.bias)]
+        if any(x is None for x in parameters) or [x.shape for x in parameters] != self.shapes:
+            return None
+        return parameters
+
+    def _are_norms_plain(self) -> bool:
+        """Whether norms and activation do what the fused kernels do."""
+        return (
+            is_untouched(self.norm1, VisibleNorm)
+            and is_untouched(self.norm2, VisibleNorm)
+            and is_untouched(self.act, _ACTIVATIONS[self.activation])
+            and getattr(self.act, "approximate", "none") == "none"
+            and self.norm1.eps == self.norm2.eps == NORM_EPS
+        )
 
     def _fused(self, norm: VisibleNorm, x: Tensor, *, by_parent: bool) -> Tensor:
         return map_norm(x, norm.weight, norm.bias, norm.eps, self.activation, by_parent=by_parent)

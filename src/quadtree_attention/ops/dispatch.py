@@ -1,9 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whether a call has to go through torch's dispatcher."""
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad, profiler
+
+from quadtree_attention.ops.problem import needs_grad
 
 _PLAIN = (Tensor, nn.Parameter)
 
@@ -20,14 +24,18 @@ def nobody_listens(*tensors: Tensor) -> bool:
 def is_plain(*tensors: Tensor) -> bool:
     """Whether what an operator does with these tensors concerns nobody else.
 
-    It does concern gradients, compilers, tracers, transforms, modes and subclasses of tensors;
-    profilers only want to know its name.
+    It does concern gradients, compilers, tracers, transforms, dispatch modes and subclasses of
+    tensors. Profilers only want to know its name.
     """
     if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
         return False
     if torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active():
         return False
-    differentiates = torch.is_grad_enabled()
-    return forward_ad._current_level < 0 and all(
-        type(x) in _PLAIN and not (differentiates and x.requires_grad) for x in tensors
-    )
+    if forward_ad._current_level >= 0 or needs_grad(*tensors):
+        return False
+    return are_plain_tensors(tensors)
+
+
+def are_plain_tensors(tensors: Iterable[Tensor]) -> bool:
+    """Whether none is of a subclass, which might have a mind of its own."""
+    return all(type(x) in _PLAIN for x in tensors)

@@ -23,6 +23,11 @@ def can_fuse(x: Tensor) -> bool:
     return x.dtype in _DTYPES and x.shape[-1] <= LARGEST_DIM and runs_kernels(x)
 
 
+def activation_code(activation: str) -> int:
+    """As kernels know it."""
+    return ACTIVATIONS.index(activation) + 1
+
+
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
     """Layer norm over the last axis, statistics in float32, the result in `dtype`."""
     run = _run_layer_norm if nobody_listens(x, weight, bias) else _layer_norm
@@ -48,7 +53,7 @@ def map_norm(
     batch, *grid, channels = x.shape
     columns = grid[1] if by_parent else 0
     flat = x.reshape(batch, -1, channels).contiguous()
-    act = ACTIVATIONS.index(activation) + 1
+    act = activation_code(activation)
     run = _run_map_norm if nobody_listens(x, weight, bias) else _map_norm
     out, _ = run(flat, weight, bias, eps, act, columns)
     if not by_parent:

@@ -11,22 +11,22 @@ import torch
 from torch import Tensor
 
 from quadtree_attention.ops.backends import choose_backend
-from quadtree_attention.ops.dispatch import is_plain, nobody_listens
-from quadtree_attention.ops.norms import LARGEST_DIM
-from quadtree_attention.ops.problem import Problem
+from quadtree_attention.ops.dispatch import are_plain_tensors, is_plain, nobody_listens
+from quadtree_attention.ops.norms import LARGEST_DIM, activation_code
+from quadtree_attention.ops.problem import Problem, needs_grad
 
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+LARGEST_BATCH = 2**16 - 1  # programs along an axis
 
 
 def can_attend_whole(problem: Problem, backend: str, tensors: Sequence[Tensor]) -> bool:
     """Whether the operator takes a problem with these maps and parameters."""
     return (
         problem.query_tree.ndim == 2
-        and problem.batch > 0
-        and problem.dtype in _DTYPES
+        and 0 < problem.batch <= LARGEST_BATCH
         and problem.num_heads * problem.head_dim <= LARGEST_DIM
         and (torch.compiler.is_compiling() or is_plain(*tensors))
-        and not (torch.is_grad_enabled() and any(x.requires_grad for x in tensors))
+        and are_plain_tensors(tensors)
+        and not needs_grad(*tensors)
         and choose_backend(backend, problem).name == "triton"
     )
 
@@ -47,8 +47,8 @@ def attend_whole(
     Args:
         problem: Of variant B, without masks.
         q: (B, Y, X, N, D).
-        k: (B, Y, X, N, D).
-        v: (B, Y, X, C).
+        k: (B, Y', X', N, D), of the same map or another.
+        v: (B, Y', X', C).
         branches: Parameters of every level but the finest, coarse -> fine, eight of each: weight
             and bias of the first norm, of the layer that reduces, of the second norm, and of the
             layer that mixes.
@@ -63,7 +63,7 @@ def attend_whole(
     run = _run if nobody_listens(q, k, v, *branches, *positions, logits) else _whole
     return run(
         q, k, v, list(branches), list(positions), logits, list(problem.topk), problem.scale, eps,
-        activation,
+        activation_code(activation),
     )  # fmt: skip
 
 
@@ -77,11 +77,11 @@ def _run(
     topk: list[int],
     scale: float,
     eps: float,
-    activation: str,
+    act: int,
 ) -> Tensor:
     from quadtree_attention.ops.backends.triton import whole
 
-    return whole.attend_whole(q, k, v, branches, positions, logits, topk, scale, eps, activation)
+    return whole.attend_whole(q, k, v, branches, positions, logits, topk, scale, eps, act)
 
 
 _whole = torch.library.custom_op("quadtree_attention::whole", _run, mutates_args=())
@@ -89,4 +89,4 @@ _whole = torch.library.custom_op("quadtree_attention::whole", _run, mutates_args
 
 @_whole.register_fake
 def _(q, k, v, *others):  # type: ignore[no-untyped-def]
-    return v.new_empty(v.shape)
+    return q.new_empty(*q.shape[:-2], v.shape[-1])

@@ -243,7 +243,7 @@ def attend(
         register_formulas({"triton": _forward_flops, "triton_backward": _backward_flops})
     query_tree, key_tree = problem.query_tree, problem.key_tree
     weights = None if level_weights is None else level_shares(problem, level_weights)
-    tensors = [*q, *k, *v, *([] if weights is None else [weights])]
+    tensors = [*q, *k, *v, *(x for x in (weights, query_mask, key_mask) if x is not None)]
     run = _run if nobody_listens(*tensors) else _forward
     out, *rest = run(
         list(q), list(k), list(v), _shown(query_tree, query_mask), _shown(key_tree, key_mask),

@@ -160,7 +160,7 @@ def map_norm_fwd_kernel(
     o_c = tl.arange(0, BLOCK_C)
     m_row, m_c = o_row < rows, o_c < C
     p_x += i_map.to(tl.int64) * rows * C
-    mean, rstd = statistics(p_x, p_sums + i_map * spans * 2, rows * C, spans, eps, BLOCK_S)
+    mean, rstd = statistics(p_x, p_sums + i_map * spans * 2, 1.0 * rows * C, spans, eps, BLOCK_S)
     if tl.program_id(1) == 0:
         tl.store(p_stats + i_map * 2, mean)
         tl.store(p_stats + i_map * 2 + 1, rstd)
@@ -223,7 +223,7 @@ def map_norm_bwd_kernel(
     b_bias = tl.load(p_bias + o_c, mask=m_c, other=0.0).to(tl.float32)[None, :]
     # The sums over all channels follow from the gradients of weight and bias of this map alone.
     p_sums += i_map * 2 * C + o_c
-    count = rows * C
+    count = 1.0 * rows * C  # more than 2**31, it may be
     along = tl.sum(tl.load(p_sums, mask=m_c, other=0.0) * b_weight, axis=0) / count
     level = tl.sum(tl.load(p_sums + C, mask=m_c, other=0.0) * b_weight, axis=0) / count
     b_x = (load_rows(p_x, o_row, m_row, C, C, BLOCK_C).to(tl.float32) - mean) * rstd

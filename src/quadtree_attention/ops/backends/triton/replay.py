@@ -166,7 +166,8 @@ class CannotRepeatError(Exception):
 
 
 _here = _Here()
-_plans: dict[Hashable, Plan | None] = {}  # None: of calls that cannot be repeated
+_NEVER_SEEN, _SEEN_ONCE = object(), object()
+_plans: dict[Hashable, Plan | object] = {}  # None: of calls that cannot be repeated
 
 
 def is_noting() -> bool:
@@ -196,7 +197,7 @@ def replayed(
     options: Hashable,
     only_launches: Callable[[], bool] = lambda: True,
 ) -> list[Tensor]:
-    """What `call` gives, by repeating its launches if that is on, and one like it was seen before.
+    """What `call` gives, by repeating its launches if that is on, and two like it were seen before.
 
     Args:
         call: Launches kernels. Its results are dense.
@@ -210,13 +211,14 @@ def replayed(
         return call()
     addresses = [x.data_ptr() for x in inputs]
     key = (_looks_of(inputs, addresses), options)
-    if key in _plans:
-        plan = _plans[key]
-        return call() if plan is None else plan(inputs, addresses)
-    if len(_plans) >= MOST_PLANS:
-        _plans.clear()
-    if not only_launches():
-        _plans[key] = None
+    plan = _plans.get(key, _NEVER_SEEN)
+    if isinstance(plan, Plan):
+        return plan(inputs, addresses)
+    if plan is _NEVER_SEEN:
+        if len(_plans) >= MOST_PLANS:
+            _plans.clear()
+        _plans[key] = _SEEN_ONCE if only_launches() else None
+    if plan is not _SEEN_ONCE:  # one that is made but once is not worth a plan
         return call()
     assert not is_noting(), "a call inside of one that is noted"
     launches: list[Noted] = []
@@ -237,9 +239,9 @@ def _looks_of(inputs: Sequence[Tensor], addresses: Sequence[int]) -> Hashable:
 
     Of those it counts whether they are multiples of 16, and which are the same.
     """
-    looks = tuple([(x.shape, x.stride(), x.dtype) for x in inputs])
+    looks = tuple([(x.shape, x.stride(), x.dtype, x.get_device()) for x in inputs])
     same = tuple(map(addresses.index, addresses))
-    return inputs[0].device, looks, same, tuple([address % 16 == 0 for address in addresses])
+    return looks, same, tuple([address % 16 == 0 for address in addresses])
 
 
 class _Planner:

@@ -47,7 +47,7 @@ def norm_linear_kernel(
     m_row, m_n = o_row < rows_out, o_n < C
     cells = size_0 * size_1
     p_x += i_map.to(tl.int64) * cells * C
-    mean, rstd = statistics(p_x, p_sums + i_map * spans * 2, cells * C, spans, eps, BLOCK_S)
+    mean, rstd = statistics(p_x, p_sums + i_map * spans * 2, 1.0 * cells * C, spans, eps, BLOCK_S)
     b_y = tl.zeros((BLOCK_R, BLOCK_N), tl.float32)
     for i_child in range(CHILDREN):
         o_from, m_from = rows_of_child(o_row, m_row, i_child, size_0, size_1, above_1, CHILDREN)

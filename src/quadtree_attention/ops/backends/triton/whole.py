@@ -7,13 +7,10 @@ from torch import Tensor
 
 from quadtree_attention.ops.backends.triton import replay
 from quadtree_attention.ops.backends.triton.launch import Options, power_of_two
-from quadtree_attention.ops.backends.triton.norms import GELU, RELU
 from quadtree_attention.ops.backends.triton.position import add_positions
 from quadtree_attention.ops.backends.triton.shared import kernel, share_of_levels
 from quadtree_attention.ops.backends.triton.values import norm_linear
 from quadtree_attention.ops.backends.triton.walk import Maps, forward
-
-ACTIVATIONS = {"gelu": GELU, "relu": RELU}
 
 
 @kernel
@@ -33,7 +30,7 @@ def attend_whole(
     topk: list[int],
     scale: float,
     eps: float,
-    activation: str,
+    act: int,
 ) -> Tensor:
     """See the operator."""
     tensors = [q, k, v, *branches, *positions, logits]
@@ -42,7 +39,7 @@ def attend_whole(
         q, k, v, *parameters, logits = [x.contiguous() for x in tensors]
         options = Options(tuple(topk), scale, "B", False, shares_of(logits))
         with torch.cuda.device_of(v):
-            values = value_levels(v, parameters[: len(branches)], eps, ACTIVATIONS[activation])
+            values = value_levels(v, parameters[: len(branches)], eps, act)
             heads = [x.unflatten(-1, q.shape[-2:]) for x in values]
             results = forward(Maps([q], []), Maps([k], []), Maps(heads, []), options)
             out = results.out.flatten(-2)
@@ -54,7 +51,7 @@ def attend_whole(
     (out,) = replay.replayed(
         run,
         tensors,
-        ("whole", *topk, scale, eps, activation, len(positions)),
+        ("whole", *topk, scale, eps, act, len(positions)),
         lambda: all(x.is_contiguous() for x in tensors),
     )
     return out
