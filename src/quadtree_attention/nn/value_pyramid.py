@@ -137,7 +137,7 @@ class ValueBranch(nn.Module):
         self.act = _ACTIVATIONS[activation]()
         vector, wide = torch.Size([dim]), torch.Size([dim, num_children * dim])
         square = torch.Size([dim, dim])
-        self.shapes = [vector, vector, wide, vector, vector, vector, square, vector]
+        self._shapes = [vector, vector, wide, vector, vector, vector, square, vector]
 
     def forward(
         self,
@@ -167,7 +167,7 @@ class ValueBranch(nn.Module):
             return None
         layers = self.norm1, self.reduce, self.norm2, self.mix
         parameters = [x for layer in layers for x in (layer.weight, layer.bias)]
-        if any(x is None for x in parameters) or [x.shape for x in parameters] != self.shapes:
+        if any(x is None for x in parameters) or [x.shape for x in parameters] != self._shapes:
             return None
         return parameters
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernel launches of a call, noted once and repeated for every later call that looks the same.
+"""Kernel launches of a call, noted when one like it comes again and repeated from then on.
 
 Everything about a launch follows from shapes, strides, dtypes and options of a call, but for the
 addresses of its tensors. What Python works out for each launch takes longer than most kernels run,
-so a call that was seen before only makes its tensors anew, and hands them to kernels that are
-compiled already. Triton's own settings (debugging, instrumentation, hooks of a function) are taken
+so a call that is repeated only makes its tensors anew, and hands them to kernels that are compiled
+already. Triton's own settings (debugging, instrumentation, hooks of a function) are taken
 to stay as they were.
 """
 
@@ -250,6 +250,9 @@ class _Planner:
     def __init__(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
         self.inputs, self.outputs = inputs, outputs
         self.places = {x.data_ptr(): i for i, x in reversed(list(enumerate(inputs)))}
+        self.wholes: dict[int, list[int]] = {}  # by storage, the inputs in it
+        for i, x in enumerate(inputs):
+            self.wholes.setdefault(_storage(x), []).append(i)
         self.made = [Made(x.shape, x.dtype) for x in outputs]
         self.storages = {_storage(x): i for i, x in enumerate(outputs) if x.numel()}
         _check(all(x.is_contiguous() for x in outputs))
@@ -283,8 +286,7 @@ class _Planner:
         """The number of the tensor that x is, or is a part of; and where the part begins."""
         if (number := self.places.get(x.data_ptr())) is not None:
             return number, 0
-        wholes = [i for i, whole in enumerate(self.inputs) if _storage(whole) == _storage(x)]
-        if wholes:
+        if wholes := self.wholes.get(_storage(x)):
             _check(len(wholes) == 1)  # which one it is of cannot be told
             return wholes[0], self._part_of_input(x, self.inputs[wholes[0]])
         number = self.storages.setdefault(_storage(x), len(self.made))
