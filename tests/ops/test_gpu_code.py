@@ -80,7 +80,7 @@ def all_kernels() -> list[str]:
 
 def calls(dtype: torch.dtype) -> None:
     """Calls that launch every kernel; their numbers mean nothing."""
-    from quadtree_attention.ops.backends.triton import norms, transport, whole
+    from quadtree_attention.ops.backends.triton import launch, norms, transport, whole
     from quadtree_attention.ops.backends.triton.backend import _backward, _run
 
     def zeros(*shape):
@@ -93,9 +93,14 @@ def calls(dtype: torch.dtype) -> None:
     branch += [weight, weight, zeros(channels, channels), weight]
     position = [zeros(channels, 1, 3, 3), weight]
     whole.attend_whole(
-        maps, maps.clone(), x, branch * (levels - 1), position * levels, logits, [8, 8], 0.1, 1e-5,
-        "relu",
-    )  # fmt: skip
+        (maps, maps.clone(), x),
+        branch * (levels - 1),
+        position * levels,
+        logits,
+        launch.Options((8, 8), 0.1, "B", False, None),
+        1e-5,
+        norms.RELU,
+    )
     for variant in ("A", "B"):
         weights = torch.zeros(levels) if variant == "B" else None
         lists = [maps], [maps], [maps], [], [], weights

@@ -18,7 +18,11 @@ def nobody_listens(*tensors: Tensor) -> bool:
     Then it is quicker to run them at once: handing a call through the dispatcher to an operator
     written in Python takes longer than a kernel does.
     """
-    return is_plain(*tensors) and not profiler._is_profiler_enabled
+    return is_plain(*tensors) and not is_profiled()
+
+
+def is_profiled() -> bool:
+    return profiler._is_profiler_enabled
 
 
 def is_plain(*tensors: Tensor) -> bool:

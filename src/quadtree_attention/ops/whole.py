@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from quadtree_attention.ops.backends import choose_backend
-from quadtree_attention.ops.dispatch import are_plain_tensors, is_plain, nobody_listens
+from quadtree_attention.ops.dispatch import are_plain_tensors, is_plain, is_profiled
 from quadtree_attention.ops.norms import LARGEST_DIM, activation_code
 from quadtree_attention.ops.problem import Problem, needs_grad
 
@@ -20,13 +20,15 @@ LARGEST_BATCH = 2**16 - 1  # programs along an axis
 
 def can_attend_whole(problem: Problem, backend: str, tensors: Sequence[Tensor]) -> bool:
     """Whether the operator takes a problem with these maps and parameters."""
+    if torch.compiler.is_compiling():
+        concerns_nobody = are_plain_tensors(tensors) and not needs_grad(*tensors)
+    else:
+        concerns_nobody = is_plain(*tensors)
     return (
-        problem.query_tree.ndim == 2
+        concerns_nobody
+        and problem.query_tree.ndim == 2
         and 0 < problem.batch <= LARGEST_BATCH
         and problem.num_heads * problem.head_dim <= LARGEST_DIM
-        and (torch.compiler.is_compiling() or is_plain(*tensors))
-        and are_plain_tensors(tensors)
-        and not needs_grad(*tensors)
         and choose_backend(backend, problem).name == "triton"
     )
 
@@ -44,6 +46,8 @@ def attend_whole(
 ) -> Tensor:
     """Attention to a learned value pyramid, plus position encodings of its levels if there are any.
 
+    Only where `can_attend_whole`.
+
     Args:
         problem: Of variant B, without masks.
         q: (B, Y, X, N, D).
@@ -60,7 +64,7 @@ def attend_whole(
     Returns:
         (B, Y, X, C)
     """
-    run = _run if nobody_listens(q, k, v, *branches, *positions, logits) else _whole
+    run = _whole if torch.compiler.is_compiling() or is_profiled() else _run
     return run(
         q, k, v, list(branches), list(positions), logits, list(problem.topk), problem.scale, eps,
         activation_code(activation),
@@ -79,9 +83,11 @@ def _run(
     eps: float,
     act: int,
 ) -> Tensor:
-    from quadtree_attention.ops.backends.triton import whole
+    from quadtree_attention.ops.backends.triton.launch import Options
+    from quadtree_attention.ops.backends.triton.whole import attend_whole
 
-    return whole.attend_whole(q, k, v, branches, positions, logits, topk, scale, eps, act)
+    options = Options(tuple(topk), scale, "B", False, None)
+    return attend_whole((q, k, v), branches, positions, logits, options, eps, act)
 
 
 _whole = torch.library.custom_op("quadtree_attention::whole", _run, mutates_args=())

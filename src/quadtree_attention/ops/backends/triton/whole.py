@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """All of an attention between its projections, in one row of launches."""
 
+from dataclasses import replace
+
 import torch
 import triton.language as tl
 from torch import Tensor
@@ -21,27 +23,24 @@ def shares_kernel(p_logits, p_shares, LEVELS: tl.constexpr, BLOCK_L: tl.constexp
 
 
 def attend_whole(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    maps: tuple[Tensor, Tensor, Tensor],
     branches: list[Tensor],
     positions: list[Tensor],
     logits: Tensor,
-    topk: list[int],
-    scale: float,
+    options: Options,
     eps: float,
     act: int,
 ) -> Tensor:
-    """See the operator."""
-    tensors = [q, k, v, *branches, *positions, logits]
+    """See the operator; maps are q, k and v, and options have no weights yet."""
+    tensors = [*maps, *branches, *positions, logits]
 
     def run() -> list[Tensor]:
         q, k, v, *parameters, logits = [x.contiguous() for x in tensors]
-        options = Options(tuple(topk), scale, "B", False, shares_of(logits))
+        weighted = replace(options, weights=shares_of(logits))
         with torch.cuda.device_of(v):
             values = value_levels(v, parameters[: len(branches)], eps, act)
             heads = [x.unflatten(-1, q.shape[-2:]) for x in values]
-            results = forward(Maps([q], []), Maps([k], []), Maps(heads, []), options)
+            results = forward(Maps([q], []), Maps([k], []), Maps(heads, []), weighted)
             out = results.out.flatten(-2)
             if positions:
                 weights, biases = parameters[len(branches) :: 2], parameters[len(branches) + 1 :: 2]
@@ -51,7 +50,7 @@ def attend_whole(
     (out,) = replay.replayed(
         run,
         tensors,
-        ("whole", *topk, scale, eps, act, len(positions)),
+        ("whole", *options.topk, options.scale, eps, act, len(positions)),
         lambda: all(x.is_contiguous() for x in tensors),
     )
     return out
