@@ -35,13 +35,14 @@ class DepthwiseConv(nn.Module):
 
     def parameters_if_untouched(self) -> list[Tensor] | None:
         """Weight and bias; None where the layer was replaced or is watched."""
-        conv = self.conv
+        conv: Any = self._modules["conv"]  # attributes of a module are slow to look up
         if not is_untouched(self, DepthwiseConv) or not is_untouched(conv, nn.Conv2d):
             return None
-        weight, bias = conv.weight, conv.bias
-        if bias is None or weight.shape[1:] != (1, 3, 3) or conv.padding != (1, 1):
+        weight, bias = conv._parameters.get("weight"), conv._parameters.get("bias")
+        if weight is None or bias is None:
             return None
-        return [weight, bias]
+        is_as_built = weight.shape[1:] == (1, 3, 3) and conv.padding == (1, 1)
+        return [weight, bias] if is_as_built else None
 
     def forward(self, x: Tensor, gain: Tensor | None = None) -> Tensor:
         """(B, *grid, C) -> (B, *grid, C), times a number `gain`."""

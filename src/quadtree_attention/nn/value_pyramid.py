@@ -158,27 +158,33 @@ class ValueBranch(nn.Module):
 
     def parameters_if_untouched(self) -> list[Tensor] | None:
         """Weight and bias of its layers in order; None where one was changed or is watched."""
+        layers: Any = self._modules  # attributes of a module are slow to look up
         if not (
             is_untouched(self, ValueBranch)
             and self._are_norms_plain()
-            and is_untouched(self.reduce, nn.Linear)
-            and is_untouched(self.mix, nn.Linear)
+            and is_untouched(layers["reduce"], nn.Linear)
+            and is_untouched(layers["mix"], nn.Linear)
         ):
             return None
-        layers = self.norm1, self.reduce, self.norm2, self.mix
-        parameters = [x for layer in layers for x in (layer.weight, layer.bias)]
+        parameters = [
+            layers[name]._parameters.get(kind)
+            for name in ("norm1", "reduce", "norm2", "mix")
+            for kind in ("weight", "bias")
+        ]
         if any(x is None for x in parameters) or [x.shape for x in parameters] != self._shapes:
             return None
         return parameters
 
     def _are_norms_plain(self) -> bool:
         """Whether norms and activation do what the fused kernels do."""
+        layers: Any = self._modules
+        norm1, norm2, act = layers["norm1"], layers["norm2"], layers["act"]
         return (
-            is_untouched(self.norm1, VisibleNorm)
-            and is_untouched(self.norm2, VisibleNorm)
-            and is_untouched(self.act, _ACTIVATIONS[self.activation])
-            and getattr(self.act, "approximate", "none") == "none"
-            and self.norm1.eps == self.norm2.eps == NORM_EPS
+            is_untouched(norm1, VisibleNorm)
+            and is_untouched(norm2, VisibleNorm)
+            and is_untouched(act, _ACTIVATIONS[self.activation])
+            and (self.activation == "relu" or act.approximate == "none")
+            and norm1.eps == norm2.eps == NORM_EPS
         )
 
     def _fused(self, norm: VisibleNorm, x: Tensor, *, by_parent: bool) -> Tensor:

@@ -240,7 +240,8 @@ def _looks_of(inputs: Sequence[Tensor], addresses: Sequence[int]) -> Hashable:
     Of those it counts whether they are multiples of 16, and which are the same.
     """
     looks = tuple([(x.shape, x.stride(), x.dtype, x.get_device()) for x in inputs])
-    same = tuple(map(addresses.index, addresses))
+    distinct = len(set(addresses)) == len(addresses)
+    same = () if distinct else tuple(map(addresses.index, addresses))
     return looks, same, tuple([address % 16 == 0 for address in addresses])
 
 
