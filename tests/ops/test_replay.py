@@ -17,6 +17,8 @@ from tests.conftest import ROOT
 
 pytest.importorskip("triton", reason="triton comes with the CUDA builds of torch for Linux")
 
+from triton import knobs
+
 from quadtree_attention.ops.backends.triton import replay
 
 OPTIONS = {"num_levels": 2, "topk": 2, "backend": "triton"}
@@ -218,6 +220,27 @@ def test_a_call_that_fails_is_not_noted():
 
 
 @pytest.mark.usefixtures("_as_before")
+@pytest.mark.parametrize("name", ["launch_enter_hook", "launch_exit_hook"])
+def test_nothing_is_repeated_while_somebody_listens(name):
+    x, hooks, calls = torch.zeros(3), getattr(knobs.runtime, name), []
+
+    def call():
+        calls.append(replay.is_noting())
+        return [x.clone()]
+
+    hooks.add(print)
+    try:
+        for _ in range(3):
+            replay.replayed(call, [x], ())
+    finally:
+        hooks.remove(print)
+    assert calls == [False, False, False] and not replay._plans
+    for _ in range(2):
+        replay.replayed(call, [x], ())
+    assert calls[3:] == [False, True]
+
+
+@pytest.mark.usefixtures("_as_before")
 @pytest.mark.parametrize("by_address", [False, True])
 def test_between_tensors_share_memory_where_they_can(by_address):
     """And what a kernel gets is what it got the first time."""
@@ -226,13 +249,15 @@ def test_between_tensors_share_memory_where_they_can(by_address):
     seen = []
     launches = [[x, a[4:], None], [a, b, 7], [b, c], [c, out, x]]
 
-    def run(*got, stream=None):
-        seen.append([getattr(y, "data_ptr", lambda y=y: y)() for y in got])
+    before = [None] * (replay.STREAM + 1) if by_address else []  # grid and stream
+
+    def run(*got):
+        seen.append([getattr(y, "data_ptr", lambda y=y: y)() for y in got[len(before) :]])
 
     def call():
         for arguments in launches:
             if replay.is_noting():
-                replay.note(run, arguments, by_address=by_address)
+                replay.note(run, before + arguments, by_address=by_address)
         return [out]
 
     for _ in range(2):

@@ -110,49 +110,63 @@ def slope(b_x, ACT: tl.constexpr):
     return b_slope
 
 
+@triton.jit
+def store_moments(p_moments, count, mean, square):
+    """How many numbers, their mean, and the sum of their squared distances to it."""
+    tl.store(p_moments, count)
+    tl.store(p_moments + 1, mean)
+    tl.store(p_moments + 2, square)
+
+
 @kernel
-def map_sums_kernel(
-    p_x, p_sums, rows, per_span,
+def map_moments_kernel(
+    p_x, p_moments, rows, per_span,
     C: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """Sums of a part of a map and of its squares, after taking off the map's first number.
+    """Moments of a part of a map.
 
-    The first number stands for the mean, which is not known yet: without it, squares of a map far
+    Its first number stands for the mean, which is not known yet: without it, squares of a map far
     from zero would swallow its variance.
     """
     i_map, i_span = tl.program_id(0), tl.program_id(1)
     o_c = tl.arange(0, BLOCK_C)
+    start, end = i_span * per_span, tl.minimum((i_span + 1) * per_span, rows)
     p_x += i_map.to(tl.int64) * rows * C
-    first = tl.load(p_x).to(tl.float32)
+    first = tl.load(p_x + start.to(tl.int64) * C).to(tl.float32)
     b_sum = tl.zeros((BLOCK_R, BLOCK_C), tl.float32)
     b_square = tl.zeros((BLOCK_R, BLOCK_C), tl.float32)
-    end = tl.minimum((i_span + 1) * per_span, rows)
-    for i_row in range(i_span * per_span, end, BLOCK_R):
+    for i_row in range(start, end, BLOCK_R):
         o_row = i_row + tl.arange(0, BLOCK_R)
         m_row = o_row < end
         b_x = load_rows(p_x, o_row, m_row, C, C, BLOCK_C).to(tl.float32) - first
         b_x = tl.where(m_row[:, None] & (o_c < C)[None, :], b_x, 0.0)
         b_sum += b_x
         b_square += b_x * b_x
-    p_sums += (i_map * tl.num_programs(1) + i_span) * 2
-    tl.store(p_sums, tl.sum(tl.sum(b_sum, axis=1), axis=0))
-    tl.store(p_sums + 1, tl.sum(tl.sum(b_square, axis=1), axis=0))
+    count = 1.0 * (end - start) * C
+    shift = tl.sum(tl.sum(b_sum, axis=1), axis=0) / count
+    square = tl.sum(tl.sum(b_square, axis=1), axis=0) - shift * shift * count
+    p_moments += (i_map * tl.num_programs(1) + i_span) * 3
+    store_moments(p_moments, count, first + shift, tl.maximum(square, 0.0))
 
 
 @triton.jit
-def statistics(p_x, p_sums, count, spans, eps, BLOCK_S: tl.constexpr):
-    """Mean and reciprocal deviation of a map, from the sums of its parts."""
-    o_s = tl.arange(0, BLOCK_S)
-    shift = tl.sum(tl.load(p_sums + o_s * 2, mask=o_s < spans, other=0.0), axis=0) / count
-    square = tl.sum(tl.load(p_sums + o_s * 2 + 1, mask=o_s < spans, other=0.0), axis=0) / count
-    mean = tl.load(p_x).to(tl.float32) + shift
-    return mean, 1.0 / tl.sqrt(tl.maximum(square - shift * shift, 0.0) + eps)
+def statistics(p_moments, parts, eps, BLOCK_P: tl.constexpr):
+    """Mean and reciprocal deviation of a map, from the moments of its parts."""
+    o_p = tl.arange(0, BLOCK_P)
+    m_p = o_p < parts
+    b_count = tl.load(p_moments + o_p * 3, mask=m_p, other=0.0)
+    b_mean = tl.load(p_moments + o_p * 3 + 1, mask=m_p, other=0.0)
+    b_square = tl.load(p_moments + o_p * 3 + 2, mask=m_p, other=0.0)
+    count = tl.sum(b_count, axis=0)
+    mean = tl.sum(b_count * b_mean, axis=0) / count
+    b_square += b_count * (b_mean - mean) * (b_mean - mean)
+    return mean, 1.0 / tl.sqrt(tl.sum(b_square, axis=0) / count + eps)
 
 
 @kernel
 def map_norm_fwd_kernel(
-    p_x, p_y, p_weight, p_bias, p_sums, p_stats, rows, rows_out, size_1, spans, eps,
-    C: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr,
+    p_x, p_y, p_weight, p_bias, p_moments, p_stats, rows, rows_out, size_1, parts, eps,
+    C: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr,
     ACT: tl.constexpr, BY_PARENT: tl.constexpr,
 ):  # fmt: skip
     i_map = tl.program_id(0)
@@ -160,7 +174,7 @@ def map_norm_fwd_kernel(
     o_c = tl.arange(0, BLOCK_C)
     m_row, m_c = o_row < rows, o_c < C
     p_x += i_map.to(tl.int64) * rows * C
-    mean, rstd = statistics(p_x, p_sums + i_map * spans * 2, 1.0 * rows * C, spans, eps, BLOCK_S)
+    mean, rstd = statistics(p_moments + i_map * parts * 3, parts, eps, BLOCK_P)
     if tl.program_id(1) == 0:
         tl.store(p_stats + i_map * 2, mean)
         tl.store(p_stats + i_map * 2 + 1, rstd)
@@ -301,7 +315,6 @@ def _map_norm(
     x: Tensor, weight: Tensor, bias: Tensor, eps: float, act: int, columns: int
 ) -> tuple[Tensor, Tensor]:
     batch, rows, channels = x.shape
-    tile, spans, per_span = spans_of(batch, rows, channels)
     rows_out = rows_by_parent(rows, columns)
     y = x.new_empty(batch, rows_out, channels)
     if rows_out > rows:
@@ -309,15 +322,24 @@ def _map_norm(
     stats = x.new_empty(batch, 2, dtype=torch.float32)
     if batch == 0:
         return y, stats
-    sums = x.new_empty(batch, spans, 2, dtype=torch.float32)
-    blocks = parts_of(rows, tile["BLOCK_R"])
+    tile = tile_of(channels)
     with torch.cuda.device_of(x):
-        map_sums_kernel[(batch, spans)](x, sums, rows, per_span, **tile)
-        map_norm_fwd_kernel[(batch, blocks)](
-            x, y, weight, bias, sums, stats, rows, rows_out, columns, spans, eps,
-            BLOCK_S=power_of_two(spans), ACT=act, BY_PARENT=columns > 0, **tile,
+        moments = moments_of(x)
+        parts = moments.shape[1]
+        map_norm_fwd_kernel[(batch, parts_of(rows, tile["BLOCK_R"]))](
+            x, y, weight, bias, moments, stats, rows, rows_out, columns, parts, eps,
+            BLOCK_P=power_of_two(parts), ACT=act, BY_PARENT=columns > 0, **tile,
         )  # fmt: skip
     return y, stats
+
+
+def moments_of(x: Tensor) -> Tensor:
+    """Moments of the parts of each map (B, T, C), see `store_moments`: (B, parts, 3) float32."""
+    batch, rows, channels = x.shape
+    tile, spans, per_span = spans_of(batch, rows, channels)
+    moments = x.new_empty(batch, spans, 3, dtype=torch.float32)
+    map_moments_kernel[(batch, spans)](x, moments, rows, per_span, **tile)
+    return moments
 
 
 def map_norm_backward(

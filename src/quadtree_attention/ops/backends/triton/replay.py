@@ -4,8 +4,8 @@
 Everything about a launch follows from shapes, strides, dtypes and options of a call, but for the
 addresses of its tensors. What Python works out for each launch takes longer than most kernels run,
 so a call that is repeated only makes its tensors anew, and hands them to kernels that are compiled
-already. Triton's own settings (debugging, instrumentation, hooks of a function) are taken
-to stay as they were.
+already. Triton's own settings (debugging, instrumentation, hooks of a function) are taken to stay
+as they were.
 """
 
 import os
@@ -16,12 +16,15 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from triton import knobs
+from triton.compiler import CompiledKernel
 from triton.runtime import driver
 
 from quadtree_attention.errors import OptionError
 
 Run = Callable[..., object]
 ENVIRONMENT_VARIABLE = "QUADTREE_REPLAY"
+STREAM = 3  # its number among the arguments of a launch
 ALIGNMENT = 256  # of tensors in memory, in bytes
 MOST_PLANS = 512  # then all are forgotten: sizes that change all the time are not worth keeping
 
@@ -44,9 +47,9 @@ class Noted(NamedTuple):
     """A launch as it happened.
 
     Attributes:
-        run: A compiled kernel with its grid, or a function; None: it could not be repeated.
+        run: Launches a compiled kernel, or a function; None: it could not be repeated.
         arguments: What it got.
-        by_address: Whether it takes addresses in place of tensors, and a stream.
+        by_address: Whether it takes addresses in place of tensors, and a stream at `STREAM`.
     """
 
     run: Run | None
@@ -83,9 +86,9 @@ class Launch(NamedTuple):
     """A launch as it can be repeated.
 
     Attributes:
-        run: The compiled kernel with its grid, or a function.
-        by_address: Whether it gets addresses in place of tensors: a kernel takes longer to ask
-            each tensor for its address than to be launched.
+        run: Launches the compiled kernel, or a function.
+        by_address: Whether it gets addresses in place of tensors, and a stream: a kernel takes
+            longer to ask each tensor for its address than to be launched.
         arguments: What it gets, with room for tensors.
         slots: What goes there.
     """
@@ -131,14 +134,14 @@ class Plan:
             for run, by_address, arguments, slots in self.launches:
                 arguments = arguments.copy()
                 if by_address:
+                    arguments[STREAM] = stream
                     for number, i, offset in slots:
                         arguments[number] = addresses[i] + offset
-                    run(*arguments, stream=stream)
                 else:
                     for number, i, offset in slots:
                         whole = self._tensor(i, [*inputs, *outputs], memory)
                         arguments[number] = whole[offset:] if offset else whole
-                    run(*arguments)
+                run(*arguments)
         return outputs
 
     def _tensor(self, i: int, others: Sequence[Tensor], memory: Tensor | None) -> Tensor:
@@ -181,6 +184,21 @@ def note(run: Run | None, arguments: list[Any], *, by_address: bool) -> None:
     _here.noted.append(Noted(run, arguments, by_address))
 
 
+def note_kernel(compiled: Any, grid: Sequence[int], arguments: list[Any]) -> None:
+    """Tells of the launch of a compiled kernel.
+
+    It is repeated the way Triton itself launches it, but for hooks: asking for them takes longer
+    than all the rest. While there are any, nothing is repeated.
+    """
+    if not isinstance(compiled, CompiledKernel):  # Triton can be told to compile later
+        note(None, arguments, by_address=True)
+        return
+    run = compiled.run  # loads the kernel
+    no_hooks = (None, None, None)
+    launch = [*grid, None, compiled.function, compiled.packed_metadata, *no_hooks, *arguments]
+    note(run, launch, by_address=True)
+
+
 def noted(function: Callable[..., object], *tensors: Tensor) -> None:
     """Runs a function between launches, and tells of it.
 
@@ -207,7 +225,7 @@ def replayed(
         only_launches: Whether it runs nothing else on the device without telling, which nobody can
             check; asked once of all calls that look the same.
     """
-    if not SWITCHED_ON:
+    if not SWITCHED_ON or _has_hooks():
         return call()
     addresses = [x.data_ptr() for x in inputs]
     key = (_looks_of(inputs, addresses), options)
@@ -232,6 +250,12 @@ def replayed(
     except CannotRepeatError:
         _plans[key] = None
     return outputs
+
+
+def _has_hooks() -> bool:
+    """Whether somebody wants to be told of all launches, as profilers do."""
+    hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    return any(getattr(hook, "calls", hook) for hook in hooks)
 
 
 def _looks_of(inputs: Sequence[Tensor], addresses: Sequence[int]) -> Hashable:

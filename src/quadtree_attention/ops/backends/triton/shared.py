@@ -42,14 +42,12 @@ class Kernel:
 
     def _launch_and_tell(self, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
         compiled = self.jit[grid](*arguments, **constants)
-        compiles = isinstance(self.jit, triton.JITFunction)  # the interpreter does not
-        if not compiles:
-            compiled = self.jit
         rest = self.parameters[len(arguments) :]
         values = [*arguments, *(constants[name] for name in rest)]
-        ready = hasattr(type(compiled), "__getitem__")  # Triton can be told to compile later
-        run = compiled[(*grid, 1, 1)[:3]] if ready else None
-        replay.note(run, values, by_address=compiles)
+        if not isinstance(self.jit, triton.JITFunction):  # the interpreter compiles nothing
+            replay.note(self.jit[grid], values, by_address=False)
+        else:
+            replay.note_kernel(compiled, (*grid, 1, 1)[:3], values)
 
 
 def kernel(function: Callable[..., None]) -> Any:

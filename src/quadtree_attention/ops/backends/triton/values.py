@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The kernel of a learned value pyramid, and its launches: norm, activation and linear layer."""
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -9,15 +8,16 @@ from torch import Tensor
 from quadtree_attention.ops.backends.triton.launch import parts_of, power_of_two, precision
 from quadtree_attention.ops.backends.triton.norms import (
     activated,
-    map_sums_kernel,
-    spans_of,
+    moments_of,
     statistics,
+    store_moments,
 )
 from quadtree_attention.ops.backends.triton.shared import kernel, quotient
 
 ROWS = 64  # of a tile
 CHANNELS = 64  # of a tile of results
 STEP = 32  # channels that are read at a time
+MOST_TILES = 1024  # of a map, whose moments the next step adds up
 
 
 @triton.jit
@@ -33,21 +33,33 @@ def rows_of_child(o_row, m_row, i_child, size_0, size_1, above_1, CHILDREN: tl.c
     return o_from, m_from
 
 
+@triton.jit
+def store_moments_of_tile(p_moments, b_x, m_x):
+    count = tl.sum(tl.sum(m_x.to(tl.float32), axis=1), axis=0)
+    mean = tl.sum(tl.sum(tl.where(m_x, b_x, 0.0), axis=1), axis=0) / count
+    b_x = tl.where(m_x, b_x - mean, 0.0)
+    store_moments(p_moments, count, mean, tl.sum(tl.sum(b_x * b_x, axis=1), axis=0))
+
+
 @kernel
 def norm_linear_kernel(
-    p_x, p_y, p_weight, p_bias, p_sums, p_matrix, p_offset,
-    rows_out, size_0, size_1, above_1, spans, eps,
+    p_x, p_y, p_weight, p_bias, p_moments, p_matrix, p_offset, p_new_moments,
+    rows_out, size_0, size_1, above_1, parts, eps,
     C: tl.constexpr, CHILDREN: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr, ACT: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr, ACT: tl.constexpr, PRECISION: tl.constexpr,
+    WITH_MOMENTS: tl.constexpr,
 ):  # fmt: skip
-    """`linear(activation(norm(x)))` of cells, or of all children of a cell side by side."""
+    """`linear(activation(norm(x)))` of cells, or of all children of a cell side by side.
+
+    If asked to, also the moments of this tile of the result.
+    """
     o_row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     o_n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     i_map = tl.program_id(2)
     m_row, m_n = o_row < rows_out, o_n < C
     cells = size_0 * size_1
     p_x += i_map.to(tl.int64) * cells * C
-    mean, rstd = statistics(p_x, p_sums + i_map * spans * 2, 1.0 * cells * C, spans, eps, BLOCK_S)
+    mean, rstd = statistics(p_moments + i_map * parts * 3, parts, eps, BLOCK_P)
     b_y = tl.zeros((BLOCK_R, BLOCK_N), tl.float32)
     for i_child in range(CHILDREN):
         o_from, m_from = rows_of_child(o_row, m_row, i_child, size_0, size_1, above_1, CHILDREN)
@@ -65,13 +77,19 @@ def norm_linear_kernel(
             b_matrix = tl.load(p_part, mask=m_k[:, None] & m_n[None, :], other=0.0)
             b_y = tl.dot(b_x, b_matrix.to(b_x.dtype), b_y, input_precision=PRECISION)
     b_y += tl.load(p_offset + o_n, mask=m_n, other=0.0).to(tl.float32)[None, :]
+    b_y = b_y.to(p_y.dtype.element_ty)
+    m_y = m_row[:, None] & m_n[None, :]
     p_y += i_map.to(tl.int64) * rows_out * C
-    p_rows = p_y + o_row.to(tl.int64)[:, None] * C + o_n[None, :]
-    tl.store(p_rows, b_y.to(p_y.dtype.element_ty), mask=m_row[:, None] & m_n[None, :])
+    tl.store(p_y + o_row.to(tl.int64)[:, None] * C + o_n[None, :], b_y, mask=m_y)
+    if WITH_MOMENTS:
+        i_tile = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
+        i_tile += i_map * tl.num_programs(0) * tl.num_programs(1)
+        store_moments_of_tile(p_new_moments + i_tile * 3, b_y.to(tl.float32), m_y)
 
 
 def norm_linear(
     x: Tensor,
+    moments: Tensor,
     weight: Tensor,
     bias: Tensor,
     matrix: Tensor,
@@ -80,11 +98,13 @@ def norm_linear(
     act: int,
     *,
     by_parent: bool,
-) -> Tensor:
+    with_moments: bool,
+) -> tuple[Tensor, Tensor]:
     """`linear(activation(norm(x)))` with the norm over all of each map.
 
     Args:
         x: Maps (B, Y, X, C), contiguous, with at least one cell.
+        moments: Of the parts of each map, (B, parts, 3).
         weight: Of the norm, (C,).
         bias: Of the norm, (C,).
         matrix: Of the linear layer, (C, C), or (C, 4 * C) by parent.
@@ -92,22 +112,28 @@ def norm_linear(
         eps: Added to the variance.
         act: `norms.GELU` or `norms.RELU`.
         by_parent: Take all children of a cell, zeros past the edge.
+        with_moments: Give the moments of the result, too.
 
     Returns:
-        (B, Y, X, C), or (B, (Y + 1) // 2, (X + 1) // 2, C) by parent.
+        (B, Y, X, C), or (B, (Y + 1) // 2, (X + 1) // 2, C) by parent; and its moments, empty where
+        nobody asked for them.
     """
     batch, size_0, size_1, channels = x.shape
-    tile, spans, per_span = spans_of(batch, size_0 * size_1, channels)
-    sums = x.new_empty(batch, spans, 2, dtype=torch.float32)
-    map_sums_kernel[(batch, spans)](x, sums, size_0 * size_1, per_span, **tile)
     above = ((size_0 + 1) // 2, (size_1 + 1) // 2) if by_parent else (size_0, size_1)
     y = x.new_empty(batch, *above, channels)
     rows_out, block = above[0] * above[1], min(power_of_two(channels, 16), CHANNELS)
-    norm_linear_kernel[(parts_of(rows_out, ROWS), parts_of(channels, block), batch)](
-        x, y, weight, bias, sums, matrix, offset,
-        rows_out, size_0, size_1, above[1], spans, eps,
+    grid = parts_of(rows_out, ROWS), parts_of(channels, block), batch
+    tiles, parts = grid[0] * grid[1], moments.shape[1]
+    by_tile = with_moments and tiles <= MOST_TILES
+    new_moments = moments.new_empty(batch, tiles if by_tile else 0, 3)
+    norm_linear_kernel[grid](
+        x, y, weight, bias, moments, matrix, offset, new_moments,
+        rows_out, size_0, size_1, above[1], parts, eps,
         C=channels, CHILDREN=4 if by_parent else 1, BLOCK_R=ROWS, BLOCK_K=min(STEP, block),
-        BLOCK_N=block, BLOCK_S=power_of_two(spans), ACT=act, PRECISION=precision(x.dtype),
+        BLOCK_N=block, BLOCK_P=power_of_two(parts), ACT=act, PRECISION=precision(x.dtype),
+        WITH_MOMENTS=by_tile,
         num_stages=2,  # so that a tile of float32 fits into any GPU's shared memory
     )  # fmt: skip
-    return y
+    if with_moments and not by_tile:
+        new_moments = moments_of(y.flatten(1, 2))
+    return y, new_moments

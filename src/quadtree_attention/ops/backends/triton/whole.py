@@ -9,6 +9,7 @@ from torch import Tensor
 
 from quadtree_attention.ops.backends.triton import replay
 from quadtree_attention.ops.backends.triton.launch import Options, power_of_two
+from quadtree_attention.ops.backends.triton.norms import moments_of
 from quadtree_attention.ops.backends.triton.position import add_positions
 from quadtree_attention.ops.backends.triton.shared import kernel, share_of_levels
 from quadtree_attention.ops.backends.triton.values import norm_linear
@@ -68,8 +69,16 @@ def shares_of(logits: Tensor) -> Tensor:
 def value_levels(v: Tensor, branches: list[Tensor], eps: float, act: int) -> list[Tensor]:
     """Value maps (B, Y_l, X_l, C), coarse -> fine, from the finest and parameters of the others."""
     values = [v]
+    if not branches:
+        return values
+    moments = moments_of(v.flatten(1, 2))
     for start in range(len(branches) - 8, -1, -8):
         first, second = branches[start : start + 4], branches[start + 4 : start + 8]
-        reduced = norm_linear(values[0], *first, eps, act, by_parent=True)
-        values.insert(0, norm_linear(reduced, *second, eps, act, by_parent=False))
+        reduced, moments = norm_linear(
+            values[0], moments, *first, eps, act, by_parent=True, with_moments=True
+        )
+        mixed, moments = norm_linear(
+            reduced, moments, *second, eps, act, by_parent=False, with_moments=start > 0
+        )
+        values.insert(0, mixed)
     return values
