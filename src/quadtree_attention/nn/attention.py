@@ -186,16 +186,16 @@ class QuadtreeAttention(nn.Module):
         """The same without masks by one operator; None where it cannot be taken."""
         logits = self.level_logits
         activations: set[Any] = {branch.activation for branch in self.value_branches}
-        if len(activations) != 1 or logits is None or problem.needs_grad or is_everything_watched():
+        learned = len(self.value_branches) == self.num_levels - 1 and len(activations) <= 1
+        if not learned or logits is None or problem.needs_grad or is_everything_watched():
             return None
         branches, positions = _parameters(self.value_branches), _parameters(self.lepe)
         if branches is None or positions is None:
             return None
         if not can_attend_whole(problem, self.backend, [q, k, v, *branches, *positions, logits]):
             return None
-        return attend_whole(
-            problem, q, k, v, branches, positions, logits, NORM_EPS, activations.pop()
-        )
+        activation = activations.pop() if activations else None
+        return attend_whole(problem, q, k, v, branches, positions, logits, NORM_EPS, activation)
 
     def extra_repr(self) -> str:
         return (

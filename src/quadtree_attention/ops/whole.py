@@ -42,7 +42,7 @@ def attend_whole(
     positions: Sequence[Tensor],
     logits: Tensor,
     eps: float,
-    activation: str,
+    activation: str | None,
 ) -> Tensor:
     """Attention to a learned value pyramid, plus position encodings of its levels if there are any.
 
@@ -59,7 +59,7 @@ def attend_whole(
         positions: Weight (C, 1, 3, 3) and bias (C,) of the convolution at every level; or nothing.
         logits: (L,), whose softmax weighs the levels.
         eps: Added to variances.
-        activation: "gelu" or "relu".
+        activation: "gelu" or "relu"; None where there are no branches.
 
     Returns:
         (B, Y, X, C)
@@ -67,7 +67,7 @@ def attend_whole(
     run = _whole if torch.compiler.is_compiling() or is_profiled() else _run
     return run(
         q, k, v, list(branches), list(positions), logits, list(problem.topk), problem.scale, eps,
-        activation_code(activation),
+        0 if activation is None else activation_code(activation),
     )  # fmt: skip
 
 
@@ -90,9 +90,17 @@ def _run(
     return attend_whole((q, k, v), branches, positions, logits, options, eps, act)
 
 
-_whole = torch.library.custom_op("quadtree_attention::whole", _run, mutates_args=())
+# Not by `torch.library.custom_op`, whose checks of every call take the host longer than a launch.
+_library = torch.library.Library("quadtree_attention", "FRAGMENT")
+_library.define(
+    "whole(Tensor q, Tensor k, Tensor v, Tensor[] branches, Tensor[] positions, Tensor logits, "
+    "SymInt[] topk, float scale, float eps, int act) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_library.impl("whole", _run, "CompositeExplicitAutograd")
+_whole = torch.ops.quadtree_attention.whole.default
 
 
-@_whole.register_fake
+@torch.library.register_fake("quadtree_attention::whole", lib=_library)
 def _(q, k, v, *others):  # type: ignore[no-untyped-def]
     return q.new_empty(*q.shape[:-2], v.shape[-1])

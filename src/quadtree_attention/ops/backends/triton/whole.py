@@ -37,7 +37,7 @@ def attend_whole(
 
     def run() -> list[Tensor]:
         q, k, v, *parameters, logits = [x.contiguous() for x in tensors]
-        weighted = replace(options, weights=shares_of(logits))
+        weighted = replace(options, weights=shares_of(logits) if branches else None)
         with torch.cuda.device_of(v):
             values = value_levels(v, parameters[: len(branches)], eps, act)
             heads = [x.unflatten(-1, q.shape[-2:]) for x in values]
