@@ -311,7 +311,7 @@ def test_half_precision(dtype):
     with torch.autocast("cuda", dtype=dtype):
         cast = built(x)
     got = built.to(dtype)(x.to(dtype))
-    tolerance = {torch.float16: 0.002, torch.bfloat16: 0.008}[dtype]  # rounding, about twice
+    tolerance = {torch.float16: 0.002, torch.bfloat16: 0.008}[dtype]  # 0.0014, 0.0049 measured
     for out in (cast, got):
         assert out.dtype == dtype
         # queries choose other cells here and there: most cells agree, not all
