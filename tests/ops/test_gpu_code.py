@@ -65,6 +65,7 @@ def all_kernels() -> list[str]:
         fine,
         norms,
         position,
+        project,
         pyramid,
         transport,
         values,
@@ -72,7 +73,7 @@ def all_kernels() -> list[str]:
     )
     from quadtree_attention.ops.backends.triton.shared import Kernel
 
-    modules = coarse, fine, norms, position, pyramid, transport, values, whole
+    modules = coarse, fine, norms, position, project, pyramid, transport, values, whole
     return [
         name for part in modules for name, item in vars(part).items() if isinstance(item, Kernel)
     ]
@@ -82,6 +83,7 @@ def calls(dtype: torch.dtype) -> None:
     """Calls that launch every kernel; their numbers mean nothing."""
     from quadtree_attention.ops.backends.triton import launch, norms, transport, whole
     from quadtree_attention.ops.backends.triton.backend import _backward, _run
+    from quadtree_attention.ops.whole import Parameters
 
     def zeros(*shape):
         return torch.zeros(shape, dtype=dtype)
@@ -92,15 +94,12 @@ def calls(dtype: torch.dtype) -> None:
     branch = [weight, weight, zeros(channels, 4 * channels), weight]
     branch += [weight, weight, zeros(channels, channels), weight]
     position = [zeros(channels, 1, 3, 3), weight]
-    whole.attend_whole(
-        (maps, maps.clone(), x),
-        branch * (levels - 1),
-        position * levels,
-        logits,
-        launch.Options((8, 8), 0.1, "B", False, None),
-        1e-5,
-        norms.RELU,
-    )
+    square = zeros(channels, channels)
+    layers = [square, square, square, square, weight, weight, weight, weight]
+    parameters = Parameters(layers, branch * (levels - 1), position * levels, logits)
+    options = launch.Options((8, 8), 0.1, "B", False, None)
+    for context in ([], [x.clone()]):
+        whole.attend_whole([x, *context], parameters, 2, options, 1e-5, norms.RELU, dtype)
     for variant in ("A", "B"):
         weights = torch.zeros(levels) if variant == "B" else None
         lists = [maps], [maps], [maps], [], [], weights

@@ -18,7 +18,7 @@ from tests.conftest import ROOT
 pytest.importorskip("triton", reason="triton comes with the CUDA builds of torch for Linux")
 
 from quadtree_attention.ops import whole
-from quadtree_attention.ops.backends.triton import replay, values
+from quadtree_attention.ops.backends.triton import project, replay, values
 
 # batch, grid, channels, heads, levels, activation
 CASES = (
@@ -49,6 +49,7 @@ print("all right")
 def module(channels, heads, levels, activation, device, **options):
     torch.manual_seed(0)
     options = {"topk": 3, "value_pyramid": "conv", "value_act": activation, "lepe": True} | options
+    options.setdefault("qkv_bias", heads != 2)
     built = QuadtreeAttention(channels, heads, num_levels=levels, **options)
     for parameter in built.parameters():
         if parameter.ndim == 1:  # norms that do something
@@ -126,13 +127,39 @@ def check_many_tiles(device):
         check(*CASES[0], device)
 
 
+def check_large_layers(device):
+    """Too large for kernels of our own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(project, "MOST_PRODUCTS", 0)
+        for heads in (1, 2):
+            built, x = module(16, heads, 2, "relu", device), torch.randn(1, 5, 6, 16, device=device)
+            for _ in range(3):
+                with Taken() as taken:
+                    got = built(x)
+                assert taken.count == 1
+            torch.testing.assert_close(got.double(), truth(built, x), rtol=1e-4, atol=1e-4)
+
+
+def check_dtypes(device):
+    """Layers that do not fit a map are refused as ever; autocast makes them fit."""
+    built, x = module(8, 1, 2, "relu", device), torch.randn(1, 3, 4, 8, device=device)
+    expected = built(x)
+    built.k_proj.half()
+    with Taken() as taken, pytest.raises(RuntimeError, match="dtype"):
+        built(x)
+    with taken, torch.autocast(device, dtype=torch.float16):
+        got = built(x)
+    assert taken.count == 1 and got.dtype == torch.float16
+    torch.testing.assert_close(got.float(), expected, rtol=0.01, atol=0.01)
+
+
 def check_operator(device):
     """What torch wants of one, for shapes that are not known yet, too."""
     with torch.no_grad():
         built, x = module(8, 1, 2, "relu", device), torch.randn(1, 3, 4, 8, device=device)
         arguments = []
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(whole, "_run", lambda *given: arguments.extend(given) or given[2])
+            patch.setattr(whole, "_run", lambda *given: arguments.extend(given) or given[0])
             built(x)
         torch.library.opcheck(torch.ops.quadtree_attention.whole, tuple(arguments))
         compiled = torch.compile(built, fullgraph=True, backend="aot_eager", dynamic=True)
@@ -174,6 +201,23 @@ def with_mask(built, x):
 
 def with_gradients(built, x):
     """All parameters get them."""
+
+
+def with_a_hook_on_keys(built, x):
+    built.k_proj.register_forward_hook(lambda layer, inputs, out: out + 1)
+
+
+def with_a_bias_for_queries_alone(built, x):
+    built.q_proj = nn.Linear(8, 8)
+    built.k_proj = nn.Linear(8, 8, bias=False)
+
+
+def with_no_last_bias(built, x):
+    built.proj = nn.Linear(8, 8, bias=False)
+
+
+def with_a_narrow_last_layer(built, x):
+    built.proj = nn.Linear(8, 6)
 
 
 def with_a_hook(built, x):
@@ -242,6 +286,10 @@ CHANGES = (
     without_a_bias,
     with_a_bottleneck,
     with_gradients,
+    with_a_hook_on_keys,
+    with_a_bias_for_queries_alone,
+    with_no_last_bias,
+    with_a_narrow_last_layer,
     with_a_hook,
     with_a_hook_on_positions,
     with_another_layer,
@@ -256,6 +304,8 @@ CHECKS = (
     check_context,
     check_strides,
     check_many_tiles,
+    check_large_layers,
+    check_dtypes,
     check_fallbacks,
 )
 

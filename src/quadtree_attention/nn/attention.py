@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from quadtree_attention.errors import OptionError, ShapeError
 from quadtree_attention.nn.position import DepthwiseConv
-from quadtree_attention.nn.untouched import is_everything_watched
+from quadtree_attention.nn.untouched import is_everything_watched, is_untouched
 from quadtree_attention.nn.value_pyramid import (
     NORM_EPS,
     Activation,
@@ -31,7 +31,12 @@ from quadtree_attention.ops.problem import (
     needs_grad,
 )
 from quadtree_attention.ops.tree import Tree, grid_of, hide
-from quadtree_attention.ops.whole import attend_whole, can_attend_whole
+from quadtree_attention.ops.whole import (
+    Parameters,
+    attend_whole,
+    can_attend_whole,
+    dtype_of_layers,
+)
 
 ValuePyramid = Literal["mean", "conv"]
 
@@ -135,34 +140,29 @@ class QuadtreeAttention(nn.Module):
             (B, *grid, C)
         """
         self._check_inputs(x, context, mask, context_mask)
-        query_tree = key_tree = Tree(grid_of(x.shape[1:-1]), self.num_levels)
+        out = None
+        if mask is None and context_mask is None:
+            out = self._at_once(x, context)
+        if out is None:
+            out = self._step_by_step(x, context, mask, context_mask)
+        return self.proj_drop(out)
+
+    def _step_by_step(
+        self,
+        x: Tensor,
+        context: Tensor | None,
+        mask: Tensor | None,
+        context_mask: Tensor | None,
+    ) -> Tensor:
+        """The attention (B, *grid, C), all but dropout."""
         x = hide(x, mask)
         if context is None:
             context, context_mask = x, mask
         else:
-            key_tree = Tree(grid_of(context.shape[1:-1]), self.num_levels)
             context = hide(context, context_mask)
-        q = self._heads(self.q_proj(x))
-        k = self._heads(self.k_proj(context))
+        q, k = self._heads(self.q_proj(x)), self._heads(self.k_proj(context))
         v = self.v_proj(context)
-        problem = self._problem(q, query_tree, key_tree)
-        out = None
-        if mask is None and context_mask is None:
-            out = self._at_once(problem, q, k, v)
-        if out is None:
-            out = self._step_by_step(problem, q, k, v, mask, context_mask)
-        return self.proj_drop(self.proj(out))
-
-    def _step_by_step(
-        self,
-        problem: Problem,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: Tensor | None,
-        context_mask: Tensor | None,
-    ) -> Tensor:
-        """The attention between its projections, (B, *grid, C)."""
+        problem = self._problem(x, context, q.dtype, needs_grad(q))
         values = [v]
         shown: list[Tensor | None] = []
         if self.value_pyramid != "mean" or self.lepe:  # plain means are left to the backend
@@ -180,22 +180,48 @@ class QuadtreeAttention(nn.Module):
             with_selection=False,
         )
         out = out.flatten(-2)
-        return self._plus_position(out, values, shown) if self.lepe else out
+        return self.proj(self._plus_position(out, values, shown) if self.lepe else out)
 
-    def _at_once(self, problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
+    def _at_once(self, x: Tensor, context: Tensor | None) -> Tensor | None:
         """The same without masks by one operator; None where it cannot be taken."""
-        logits = self.level_logits
+        maps = [x] if context is None else [x, context]
+        if needs_grad(*maps) or is_everything_watched():
+            return None
         activations: set[Any] = {branch.activation for branch in self.value_branches}
-        learned = len(self.value_branches) == self.num_levels - 1 and len(activations) <= 1
-        if not learned or logits is None or problem.needs_grad or is_everything_watched():
+        parameters = self._parameters_if_untouched()
+        if parameters is None or len(activations) > 1:
             return None
-        branches, positions = _parameters(self.value_branches), _parameters(self.lepe)
-        if branches is None or positions is None:
-            return None
-        if not can_attend_whole(problem, self.backend, [q, k, v, *branches, *positions, logits]):
+        problem = self._problem(x, maps[-1], dtype_of_layers(x), needs_grad=False)
+        if not can_attend_whole(problem, self.backend, maps, parameters):
             return None
         activation = activations.pop() if activations else None
-        return attend_whole(problem, q, k, v, branches, positions, logits, NORM_EPS, activation)
+        return attend_whole(problem, x, context, parameters, NORM_EPS, activation)
+
+    def _parameters_if_untouched(self) -> Parameters | None:
+        """All parameters; None where layers are not as built."""
+        logits = self.level_logits
+        if logits is None or len(self.value_branches) != self.num_levels - 1:
+            return None
+        layers = self._layers_if_untouched()
+        branches, positions = _parameters(self.value_branches), _parameters(self.lepe)
+        if layers is None or branches is None or positions is None:
+            return None
+        return Parameters(layers, branches, positions, logits)
+
+    def _layers_if_untouched(self) -> list[Tensor] | None:
+        """Parameters of the linear layers, as `Parameters` has them."""
+        children: Any = self._modules  # attributes of a module are slow to look up
+        layers = [children[name] for name in ("q_proj", "k_proj", "v_proj", "proj")]
+        if not all(is_untouched(layer, nn.Linear) for layer in layers):
+            return None
+        weights = [layer._parameters.get("weight") for layer in layers]
+        *biases, last = [layer._parameters.get("bias") for layer in layers]
+        biases = [bias for bias in biases if bias is not None]
+        shape = (self.dim, self.dim)
+        as_built = all(weight is not None and weight.shape == shape for weight in weights)
+        if not as_built or last is None or len(biases) not in (0, 3):
+            return None
+        return [*weights, last, *biases]
 
     def extra_repr(self) -> str:
         return (
@@ -233,11 +259,12 @@ class QuadtreeAttention(nn.Module):
         assert total is not None
         return out + total
 
-    def _problem(self, q: Tensor, query_tree: Tree, key_tree: Tree) -> Problem:
+    def _problem(self, x: Tensor, context: Tensor, dtype: torch.dtype, needs_grad: bool) -> Problem:
+        key_tree = Tree(grid_of(context.shape[1:-1]), self.num_levels)
         head_dim = self.dim // self.num_heads
         return Problem(
-            batch=q.shape[0],
-            query_tree=query_tree,
+            batch=x.shape[0],
+            query_tree=Tree(grid_of(x.shape[1:-1]), self.num_levels),
             key_tree=key_tree,
             num_heads=self.num_heads,
             head_dim=head_dim,
@@ -245,9 +272,9 @@ class QuadtreeAttention(nn.Module):
             topk=effective_topk(self.topk, key_tree),
             variant=self.variant,
             scale=self.scale,
-            dtype=q.dtype,
-            device=q.device,
-            needs_grad=needs_grad(q),
+            dtype=dtype,
+            device=x.device,
+            needs_grad=needs_grad,
         )
 
     def _check_inputs(

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All of an attention between its projections as one torch operator, where nobody differentiates.
+"""All of an attention as one torch operator, where nobody differentiates.
 
-A step of a value pyramid, the attention and its position encodings are a dozen small operators. On
-one image the host takes longer for each of them than the GPU does.
+Linear layers, a value pyramid, the attention and its position encodings are a dozen small
+operators. On one image the host takes longer for each of them than the GPU does.
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,16 +17,48 @@ from quadtree_attention.ops.norms import LARGEST_DIM, activation_code
 from quadtree_attention.ops.problem import Problem, needs_grad
 
 LARGEST_BATCH = 2**16 - 1  # programs along an axis
+HALF_OR_SINGLE = {torch.float32, torch.float16, torch.bfloat16}
 
 
-def can_attend_whole(problem: Problem, backend: str, tensors: Sequence[Tensor]) -> bool:
+class Parameters(NamedTuple):
+    """Those of an attention.
+
+    Attributes:
+        layers: Weights (C, C) of the layers that make queries, keys, values and the result; bias
+            (C,) of the last; and of the other three, if they have one.
+        branches: Of every level but the finest, coarse -> fine, eight of each: weight and bias of
+            the first norm, of the layer that reduces, of the second norm, and of the layer that
+            mixes.
+        positions: Weight (C, 1, 3, 3) and bias (C,) of the convolution at every level; or nothing.
+        logits: (L,), whose softmax weighs the levels.
+    """
+
+    layers: list[Tensor]
+    branches: list[Tensor]
+    positions: list[Tensor]
+    logits: Tensor
+
+
+def dtype_of_layers(x: Tensor) -> torch.dtype:
+    """What linear layers multiply and give out for a map."""
+    device = x.device.type
+    autocast = torch.is_autocast_enabled(device)
+    return torch.get_autocast_dtype(device) if autocast else x.dtype
+
+
+def can_attend_whole(
+    problem: Problem, backend: str, maps: Sequence[Tensor], parameters: Parameters
+) -> bool:
     """Whether the operator takes a problem with these maps and parameters."""
+    layers, branches, positions, logits = parameters
+    tensors = [*maps, *layers, *branches, *positions, logits]
     if torch.compiler.is_compiling():
         concerns_nobody = are_plain_tensors(tensors) and not needs_grad(*tensors)
     else:
         concerns_nobody = is_plain(*tensors)
     return (
         concerns_nobody
+        and _fit_together(tensors)
         and problem.query_tree.ndim == 2
         and 0 < problem.batch <= LARGEST_BATCH
         and problem.num_heads * problem.head_dim <= LARGEST_DIM
@@ -33,14 +66,19 @@ def can_attend_whole(problem: Problem, backend: str, tensors: Sequence[Tensor]) 
     )
 
 
+def _fit_together(tensors: Sequence[Tensor]) -> bool:
+    """Whether linear layers would take these tensors, which autocast brings to one dtype."""
+    dtypes = {x.dtype for x in tensors}
+    return len(dtypes) == 1 or (
+        dtypes <= HALF_OR_SINGLE and torch.is_autocast_enabled(tensors[0].device.type)
+    )
+
+
 def attend_whole(
     problem: Problem,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    branches: Sequence[Tensor],
-    positions: Sequence[Tensor],
-    logits: Tensor,
+    x: Tensor,
+    context: Tensor | None,
+    parameters: Parameters,
     eps: float,
     activation: str | None,
 ) -> Tensor:
@@ -50,51 +88,51 @@ def attend_whole(
 
     Args:
         problem: Of variant B, without masks.
-        q: (B, Y, X, N, D).
-        k: (B, Y', X', N, D), of the same map or another.
-        v: (B, Y', X', C).
-        branches: Parameters of every level but the finest, coarse -> fine, eight of each: weight
-            and bias of the first norm, of the layer that reduces, of the second norm, and of the
-            layer that mixes.
-        positions: Weight (C, 1, 3, 3) and bias (C,) of the convolution at every level; or nothing.
-        logits: (L,), whose softmax weighs the levels.
+        x: (B, Y, X, C).
+        context: The other map (B, Y', X', C); None: x itself.
+        parameters: Of the attention.
         eps: Added to variances.
         activation: "gelu" or "relu"; None where there are no branches.
 
     Returns:
-        (B, Y, X, C)
+        (B, Y, X, C) in the dtype of the problem.
     """
     run = _whole if torch.compiler.is_compiling() or is_profiled() else _run
     return run(
-        q, k, v, list(branches), list(positions), logits, list(problem.topk), problem.scale, eps,
-        0 if activation is None else activation_code(activation),
+        x, context, *parameters, problem.num_heads, list(problem.topk), problem.scale, eps,
+        0 if activation is None else activation_code(activation), problem.dtype,
     )  # fmt: skip
 
 
 def _run(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    x: Tensor,
+    context: Tensor | None,
+    layers: list[Tensor],
     branches: list[Tensor],
     positions: list[Tensor],
     logits: Tensor,
+    heads: int,
     topk: list[int],
     scale: float,
     eps: float,
     act: int,
+    dtype: torch.dtype,
 ) -> Tensor:
     from quadtree_attention.ops.backends.triton.launch import Options
     from quadtree_attention.ops.backends.triton.whole import attend_whole
 
+    maps = [x] if context is None else [x, context]
+    parameters = Parameters(layers, branches, positions, logits)
     options = Options(tuple(topk), scale, "B", False, None)
-    return attend_whole((q, k, v), branches, positions, logits, options, eps, act)
+    return attend_whole(maps, parameters, heads, options, eps, act, dtype)
 
 
 # Not by `torch.library.custom_op`, whose checks of every call take the host longer than a launch.
 _library = torch.library.Library("quadtree_attention", "FRAGMENT")
 _library.define(
-    "whole(Tensor q, Tensor k, Tensor v, Tensor[] branches, Tensor[] positions, Tensor logits, "
-    "SymInt[] topk, float scale, float eps, int act) -> Tensor",
+    "whole(Tensor x, Tensor? context, Tensor[] layers, Tensor[] branches, Tensor[] positions, "
+    "Tensor logits, int heads, SymInt[] topk, float scale, float eps, int act, ScalarType dtype) "
+    "-> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _library.impl("whole", _run, "CompositeExplicitAutograd")
@@ -102,5 +140,5 @@ _whole = torch.ops.quadtree_attention.whole.default
 
 
 @torch.library.register_fake("quadtree_attention::whole", lib=_library)
-def _(q, k, v, *others):  # type: ignore[no-untyped-def]
-    return q.new_empty(*q.shape[:-2], v.shape[-1])
+def _(x, *others):  # type: ignore[no-untyped-def]
+    return x.new_empty(x.shape, dtype=others[-1])

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All of an attention between its projections, in one row of launches."""
+"""All of an attention in one row of launches."""
 
 from dataclasses import replace
+from itertools import islice
 
 import torch
 import triton.language as tl
@@ -11,9 +12,11 @@ from quadtree_attention.ops.backends.triton import replay
 from quadtree_attention.ops.backends.triton.launch import Options, power_of_two
 from quadtree_attention.ops.backends.triton.norms import moments_of
 from quadtree_attention.ops.backends.triton.position import add_positions
+from quadtree_attention.ops.backends.triton.project import is_small, project
 from quadtree_attention.ops.backends.triton.shared import kernel, share_of_levels
 from quadtree_attention.ops.backends.triton.values import norm_linear
 from quadtree_attention.ops.backends.triton.walk import Maps, forward
+from quadtree_attention.ops.whole import Parameters
 
 
 @kernel
@@ -24,37 +27,54 @@ def shares_kernel(p_logits, p_shares, LEVELS: tl.constexpr, BLOCK_L: tl.constexp
 
 
 def attend_whole(
-    maps: tuple[Tensor, Tensor, Tensor],
-    branches: list[Tensor],
-    positions: list[Tensor],
-    logits: Tensor,
+    maps: list[Tensor],
+    parameters: Parameters,
+    heads: int,
     options: Options,
     eps: float,
     act: int,
+    dtype: torch.dtype,
 ) -> Tensor:
-    """See the operator; maps are q, k and v, and options have no weights yet."""
-    tensors = [*maps, *branches, *positions, logits]
+    """See the operator; maps are x and, if there is one, its context; options have no weights."""
+    layers, branches, positions, logits = parameters
+    tensors = [*maps, *layers, *branches, *positions, logits]
 
     def run() -> list[Tensor]:
-        q, k, v, *parameters, logits = [x.contiguous() for x in tensors]
+        dense = iter([x.contiguous() for x in tensors])
+        x, *context = islice(dense, len(maps))
+        layers, branches, positions = (list(islice(dense, len(part))) for part in parameters[:3])
+        logits = next(dense)
         weighted = replace(options, weights=shares_of(logits) if branches else None)
-        with torch.cuda.device_of(v):
-            values = value_levels(v, parameters[: len(branches)], eps, act)
-            heads = [x.unflatten(-1, q.shape[-2:]) for x in values]
-            results = forward(Maps([q], []), Maps([k], []), Maps(heads, []), weighted)
-            out = results.out.flatten(-2)
+        with torch.cuda.device_of(x):
+            q, k, v = queries_keys_values(x, context, layers, dtype)
+            values = value_levels(v, branches, eps, act)
+            q, k, *by_level = (y.unflatten(-1, (heads, -1)) for y in (q, k, *values))
+            out = forward(Maps([q], []), Maps([k], []), Maps(by_level, []), weighted).out
+            out = out.flatten(-2)
             if positions:
-                weights, biases = parameters[len(branches) :: 2], parameters[len(branches) + 1 :: 2]
-                out = add_positions(out, values, weights, biases, logits)
-            return [out]
+                out = add_positions(out, values, positions[::2], positions[1::2], logits)
+            return project(out, [layers[3]], [layers[4]], dtype)
 
+    counts = len(maps), len(layers), len(branches), len(positions)
     (out,) = replay.replayed(
         run,
         tensors,
-        ("whole", *options.topk, options.scale, eps, act, len(positions)),
-        lambda: all(x.is_contiguous() for x in tensors),
+        ("whole", counts, heads, options.topk, options.scale, eps, act, dtype),
+        lambda: all(x.is_contiguous() for x in tensors) and all(is_small(x) for x in maps),
     )
     return out
+
+
+def queries_keys_values(
+    x: Tensor, context: list[Tensor], layers: list[Tensor], dtype: torch.dtype
+) -> list[Tensor]:
+    """Queries of x, and keys and values of its context, or of x itself."""
+    weights, biases = layers[:3], layers[5:]
+    if not context:
+        return project(x, weights, biases, dtype)
+    (other,) = context
+    queries = project(x, weights[:1], biases[:1], dtype)
+    return queries + project(other, weights[1:], biases[1:], dtype)
 
 
 def shares_of(logits: Tensor) -> Tensor:
