@@ -119,6 +119,7 @@ def test_meta_device_and_repr():
     module = build("backbone", device="meta")
     assert {p.device.type for p in module.parameters()} == {"meta"}
     assert "num_levels=3, topk=(3, 3), variant='B'" in repr(module)
+    assert module(torch.empty(1, 5, 6, module.dim, device="meta")).shape == (1, 5, 6, module.dim)
 
 
 def test_state_dict_round_trip():

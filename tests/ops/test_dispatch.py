@@ -4,6 +4,7 @@
 import pytest
 import torch
 from torch.autograd import forward_ad
+from torch.overrides import TorchFunctionMode
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -36,6 +37,17 @@ def test_modes(x):
         assert not nobody_listens(x)
     with torch._subclasses.FakeTensorMode():
         assert not nobody_listens(x)
+
+
+def test_function_modes(x):
+    class Listener(TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            return function(*args, **(kwargs or {}))
+
+    with Listener():
+        assert not nobody_listens(x)
+    with torch.device("cpu"):  # a default device is such a mode, too
+        assert nobody_listens(x)
 
 
 def test_transforms(x):

@@ -95,11 +95,13 @@ def calls(dtype: torch.dtype) -> None:
     branch += [weight, weight, zeros(channels, channels), weight]
     position = [zeros(channels, 1, 3, 3), weight]
     square = zeros(channels, channels)
-    layers = [square, square, square, square, weight, weight, weight, weight]
-    parameters = Parameters(layers, branch * (levels - 1), position * levels, logits)
+    rest = branch * (levels - 1), position * levels, logits
     options = launch.Options((8, 8), 0.1, "B", False, None)
     for context in ([], [x.clone()]):
-        whole.attend_whole([x, *context], parameters, 2, options, 1e-5, norms.RELU, dtype)
+        for biases in ([weight] * 4, [weight]):
+            for given in {dtype, torch.bfloat16}:  # that of the tensors, or of autocast
+                parameters = Parameters([square] * 4, biases, *rest)
+                whole.attend_whole([x, *context], parameters, 2, options, 1e-5, norms.RELU, given)
     for variant in ("A", "B"):
         weights = torch.zeros(levels) if variant == "B" else None
         lists = [maps], [maps], [maps], [], [], weights

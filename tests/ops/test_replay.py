@@ -1,23 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
 """Launches that are repeated give what launching anew gives: in the interpreter, and on a GPU."""
 
+import gc
 import os
 import random
 import subprocess
 import sys
-from functools import partial
+import weakref
+from functools import lru_cache, partial
 from itertools import combinations
 
 import pytest
 import torch
 
 from quadtree_attention import OptionError, quadtree_attention, quadtree_attention_pyramid
+from quadtree_attention.nn import QuadtreeAttention
 from quadtree_attention.ops.norms import layer_norm, map_norm
 from tests.conftest import ROOT
 
 pytest.importorskip("triton", reason="triton comes with the CUDA builds of torch for Linux")
 
 from triton import knobs
+from triton.compiler import CompiledKernel
 
 from quadtree_attention.ops.backends.triton import replay
 
@@ -85,8 +89,32 @@ def gradients_with_mask(draw):
     return torch.cat([x.flatten() for x in torch.autograd.grad(out.square().sum(), (q, weights))])
 
 
+@lru_cache
+def module(device, **options):
+    torch.manual_seed(0)
+    options = {"num_levels": 2, "topk": 2, "value_pyramid": "conv", "lepe": True} | options
+    built = QuadtreeAttention(8, options.pop("num_heads", 2), **options, backend="triton")
+    return built.to(device).requires_grad_(False)
+
+
+def all_at_once(draw, *, dtype=None, **options):
+    """Two modules of the same options share a plan, whatever their parameters are."""
+    x = draw(1, 2, 3, 8)
+    context = [draw(1, 3, 2, 8)] if options.get("lepe") is False else []
+    with torch.autocast(x.device.type, dtype=dtype, enabled=dtype is not None):
+        return module(x.device, **options)(x, *context).float()
+
+
 # No two of them may be taken for each other, however little they differ.
 REPEATED = (
+    all_at_once,
+    partial(all_at_once, num_heads=1),
+    partial(all_at_once, topk=1),
+    partial(all_at_once, scale=0.1),
+    partial(all_at_once, value_act="relu"),
+    partial(all_at_once, lepe=False),
+    partial(all_at_once, qkv_bias=True),
+    partial(all_at_once, dtype=torch.float16),
     attention,
     of_itself,
     in_one_tensor,
@@ -238,6 +266,49 @@ def test_nothing_is_repeated_while_somebody_listens(name):
     for _ in range(2):
         replay.replayed(call, [x], ())
     assert calls[3:] == [False, True]
+
+
+class StandIn(CompiledKernel):
+    """A kernel as Triton compiles it, that tells what it is launched with."""
+
+    def __init__(self):
+        self.module, self.function, self.packed_metadata = "module", "function", "metadata"
+        self.launches = []
+        self._run = lambda *arguments, launches=self.launches: launches.append(arguments)
+
+    def launch_metadata(self, *arguments):
+        return None
+
+    def __del__(self):
+        """There is nothing to unload."""
+
+
+@pytest.mark.usefixtures("_as_before")
+def test_kernels_are_launched_as_triton_launches_them():
+    compiled, x = StandIn(), torch.ones(3)
+    held = weakref.ref(compiled)
+    compiled[(4, 5, 6)](x.data_ptr(), 7, stream=9)
+
+    def call(compiled=compiled):
+        if replay.is_noting():
+            replay.note_kernel(compiled, (4, 5, 6), [x, 7])
+        return [torch.ones(1)]
+
+    (of_triton,), launches = compiled.launches, compiled.launches
+    launch_hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    assert of_triton[replay.STREAM] == 9 and of_triton[7:9] == launch_hooks
+    planner = replay._Planner([x], [])
+    replay._here.noted = []
+    call()
+    plan, replay._here.noted = planner.plan(replay._here.noted), None
+    del call, compiled
+    gc.collect()
+    assert held() is not None, "Triton would unload it"
+    other = torch.zeros(3)
+    plan([other], [other.data_ptr()])
+    repeated = launches[-1]
+    no_stream, no_hooks = (None,), (None, None)
+    assert repeated == (*of_triton[:3], *no_stream, *of_triton[4:7], *no_hooks, other.data_ptr(), 7)
 
 
 @pytest.mark.usefixtures("_as_before")

@@ -162,7 +162,7 @@ class QuadtreeAttention(nn.Module):
             context = hide(context, context_mask)
         q, k = self._heads(self.q_proj(x)), self._heads(self.k_proj(context))
         v = self.v_proj(context)
-        problem = self._problem(x, context, q.dtype, needs_grad(q))
+        problem = self._problem(x, context, q.dtype, with_grad=needs_grad(q))
         values = [v]
         shown: list[Tensor | None] = []
         if self.value_pyramid != "mean" or self.lepe:  # plain means are left to the backend
@@ -187,11 +187,13 @@ class QuadtreeAttention(nn.Module):
         maps = [x] if context is None else [x, context]
         if needs_grad(*maps) or is_everything_watched():
             return None
-        activations: set[Any] = {branch.activation for branch in self.value_branches}
         parameters = self._parameters_if_untouched()
-        if parameters is None or len(activations) > 1:
+        if parameters is None:
             return None
-        problem = self._problem(x, maps[-1], dtype_of_layers(x), needs_grad=False)
+        activations: set[Any] = {branch.activation for branch in self.value_branches}
+        if len(activations) > 1:
+            return None
+        problem = self._problem(x, maps[-1], dtype_of_layers(x), with_grad=False)
         if not can_attend_whole(problem, self.backend, maps, parameters):
             return None
         activation = activations.pop() if activations else None
@@ -203,25 +205,27 @@ class QuadtreeAttention(nn.Module):
         if logits is None or len(self.value_branches) != self.num_levels - 1:
             return None
         layers = self._layers_if_untouched()
-        branches, positions = _parameters(self.value_branches), _parameters(self.lepe)
+        branches = _parameters(self.value_branches, ValueBranch, self.dim)
+        positions = _parameters(self.lepe, DepthwiseConv, self.dim)
         if layers is None or branches is None or positions is None:
             return None
-        return Parameters(layers, branches, positions, logits)
+        return Parameters(*layers, branches, positions, logits)
 
-    def _layers_if_untouched(self) -> list[Tensor] | None:
-        """Parameters of the linear layers, as `Parameters` has them."""
+    def _layers_if_untouched(self) -> tuple[list[Tensor], list[Tensor]] | None:
+        """Weights and biases of the linear layers, as `Parameters` has them."""
         children: Any = self._modules  # attributes of a module are slow to look up
-        layers = [children[name] for name in ("q_proj", "k_proj", "v_proj", "proj")]
+        layers = [children.get(name) for name in ("q_proj", "k_proj", "v_proj", "proj")]
         if not all(is_untouched(layer, nn.Linear) for layer in layers):
             return None
         weights = [layer._parameters.get("weight") for layer in layers]
-        *biases, last = [layer._parameters.get("bias") for layer in layers]
-        biases = [bias for bias in biases if bias is not None]
-        shape = (self.dim, self.dim)
-        as_built = all(weight is not None and weight.shape == shape for weight in weights)
-        if not as_built or last is None or len(biases) not in (0, 3):
+        biases = [layer._parameters.get("bias") for layer in layers]
+        if biases[:3] == [None, None, None]:
+            del biases[:3]
+        square, vector = (self.dim, self.dim), (self.dim,)
+        as_built = all(weight is not None and weight.shape == square for weight in weights)
+        if not as_built or any(bias is None or bias.shape != vector for bias in biases):
             return None
-        return [*weights, last, *biases]
+        return weights, biases
 
     def extra_repr(self) -> str:
         return (
@@ -259,7 +263,9 @@ class QuadtreeAttention(nn.Module):
         assert total is not None
         return out + total
 
-    def _problem(self, x: Tensor, context: Tensor, dtype: torch.dtype, needs_grad: bool) -> Problem:
+    def _problem(
+        self, x: Tensor, context: Tensor, dtype: torch.dtype, *, with_grad: bool
+    ) -> Problem:
         key_tree = Tree(grid_of(context.shape[1:-1]), self.num_levels)
         head_dim = self.dim // self.num_heads
         return Problem(
@@ -274,7 +280,7 @@ class QuadtreeAttention(nn.Module):
             scale=self.scale,
             dtype=dtype,
             device=x.device,
-            needs_grad=needs_grad,
+            needs_grad=with_grad,
         )
 
     def _check_inputs(
@@ -315,12 +321,16 @@ class QuadtreeAttention(nn.Module):
             )
 
 
-def _parameters(layers: nn.ModuleList) -> list[Tensor] | None:
+def _parameters(layers: nn.ModuleList, kind: type[nn.Module], dim: int) -> list[Tensor] | None:
     """All parameters of layers, one after the other; None if one is not to be taken for them."""
-    parts: list[Any] = [layer.parameters_if_untouched() for layer in layers]  # type: ignore[operator]
-    if any(part is None for part in parts):
-        return None
-    return [x for part in parts for x in part]
+    parameters: list[Tensor] = []
+    for layer in layers:
+        as_built: Any = layer if type(layer) is kind and layer.dim == dim else None
+        part = None if as_built is None else as_built.parameters_if_untouched()
+        if part is None:
+            return None
+        parameters += part
+    return parameters
 
 
 def _check_options(

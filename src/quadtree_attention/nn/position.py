@@ -28,6 +28,7 @@ class DepthwiseConv(nn.Module):
 
     def __init__(self, dim: int, ndim: int = 2, *, device: Any = None, dtype: Any = None) -> None:
         super().__init__()
+        self.dim = dim
         module, self._function = _CONVOLUTIONS[ndim]
         self.conv = module(
             dim, dim, kernel_size=3, padding=1, groups=dim, device=device, dtype=dtype
@@ -35,13 +36,14 @@ class DepthwiseConv(nn.Module):
 
     def parameters_if_untouched(self) -> list[Tensor] | None:
         """Weight and bias; None where the layer was replaced or is watched."""
-        conv: Any = self._modules["conv"]  # attributes of a module are slow to look up
+        conv: Any = self._modules.get("conv")  # attributes of a module are slow to look up
         if not is_untouched(self, DepthwiseConv) or not is_untouched(conv, nn.Conv2d):
             return None
         weight, bias = conv._parameters.get("weight"), conv._parameters.get("bias")
         if weight is None or bias is None:
             return None
-        is_as_built = weight.shape[1:] == (1, 3, 3) and conv.padding == (1, 1)
+        shapes = weight.shape, bias.shape, conv.padding
+        is_as_built = shapes == ((self.dim, 1, 3, 3), (self.dim,), (1, 1))
         return [weight, bias] if is_as_built else None
 
     def forward(self, x: Tensor, gain: Tensor | None = None) -> Tensor:

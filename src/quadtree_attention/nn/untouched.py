@@ -5,7 +5,7 @@ from torch import nn
 from torch.nn.modules import module
 
 
-def is_untouched(layer: nn.Module, kind: type[nn.Module]) -> bool:
+def is_untouched(layer: nn.Module | None, kind: type[nn.Module]) -> bool:
     """Whether a layer is of this very kind, and calling it runs nothing that others have added.
 
     But for what is added to all layers at once, see `is_everything_watched`.

@@ -129,6 +129,7 @@ class ValueBranch(nn.Module):
                 f"value_act must be one of {', '.join(_ACTIVATIONS)}, got {activation!r}; "
                 "classification uses gelu, detection and segmentation use relu"
             )
+        self.dim = dim
         self.activation = activation
         self.norm1 = VisibleNorm(dim, device=device, dtype=dtype)
         self.reduce = nn.Linear(num_children * dim, dim, device=device, dtype=dtype)
@@ -162,8 +163,8 @@ class ValueBranch(nn.Module):
         if not (
             is_untouched(self, ValueBranch)
             and self._are_norms_plain()
-            and is_untouched(layers["reduce"], nn.Linear)
-            and is_untouched(layers["mix"], nn.Linear)
+            and is_untouched(layers.get("reduce"), nn.Linear)
+            and is_untouched(layers.get("mix"), nn.Linear)
         ):
             return None
         parameters = [
@@ -178,7 +179,7 @@ class ValueBranch(nn.Module):
     def _are_norms_plain(self) -> bool:
         """Whether norms and activation do what the fused kernels do."""
         layers: Any = self._modules
-        norm1, norm2, act = layers["norm1"], layers["norm2"], layers["act"]
+        norm1, norm2, act = layers.get("norm1"), layers.get("norm2"), layers.get("act")
         return (
             is_untouched(norm1, VisibleNorm)
             and is_untouched(norm2, VisibleNorm)

@@ -8,14 +8,8 @@ import torch
 from torch import Tensor
 
 from quadtree_attention.ops.backends import Kept, choose_backend
+from quadtree_attention.ops.dispatch import is_autocast
 from quadtree_attention.ops.problem import Problem
-
-# Asked once, here: torch.compile of torch 2.11 stumbles over the question.
-AUTOCAST_DEVICES = frozenset(
-    device
-    for device in ("cpu", "cuda", "xpu", "mps", "mtia", "hpu")
-    if torch.amp.is_autocast_available(device)
-)
 
 
 def attend(
@@ -47,6 +41,6 @@ def attend(
 
 def _without_autocast(device: str) -> AbstractContextManager[object]:
     """Inside the op the dtypes are ours to choose: sums are kept in float32."""
-    if device in AUTOCAST_DEVICES and torch.is_autocast_enabled(device):
+    if is_autocast(device):
         return torch.autocast(device, enabled=False)
     return nullcontext()

@@ -6,10 +6,23 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad, profiler
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 
 from quadtree_attention.ops.problem import needs_grad
 
+# Asked once, here: torch.compile of torch 2.11 stumbles over the question.
+AUTOCAST_DEVICES = frozenset(
+    device
+    for device in ("cpu", "cuda", "xpu", "mps", "mtia", "hpu")
+    if torch.amp.is_autocast_available(device)
+)
 _PLAIN = (Tensor, nn.Parameter)
+
+
+def is_autocast(device: str) -> bool:
+    """Whether autocast is on for devices of this type, of which some know nothing of it."""
+    return device in AUTOCAST_DEVICES and torch.is_autocast_enabled(device)
 
 
 def nobody_listens(*tensors: Tensor) -> bool:
@@ -28,16 +41,23 @@ def is_profiled() -> bool:
 def is_plain(*tensors: Tensor) -> bool:
     """Whether what an operator does with these tensors concerns nobody else.
 
-    It does concern gradients, compilers, tracers, transforms, dispatch modes and subclasses of
-    tensors. Profilers only want to know its name.
+    It does concern gradients, compilers, tracers, transforms, modes and subclasses of tensors.
+    Profilers only want to know its name.
     """
     if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
         return False
     if torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active():
         return False
+    if torch._C._len_torch_function_stack() and _is_intercepted():
+        return False
     if forward_ad._current_level >= 0 or needs_grad(*tensors):
         return False
     return are_plain_tensors(tensors)
+
+
+def _is_intercepted() -> bool:
+    """Whether a mode sees functions of torch before they run; a default device does no harm."""
+    return any(not isinstance(mode, DeviceContext) for mode in _get_current_function_mode_stack())
 
 
 def are_plain_tensors(tensors: Iterable[Tensor]) -> bool:

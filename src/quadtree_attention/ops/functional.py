@@ -7,8 +7,9 @@ from typing import Literal, NamedTuple, Required, TypedDict, Unpack, overload
 import torch
 from torch import Tensor
 
-from quadtree_attention.ops.attend import AUTOCAST_DEVICES, attend
+from quadtree_attention.ops.attend import attend
 from quadtree_attention.ops.backends import Kept, explain_backends
+from quadtree_attention.ops.dispatch import is_autocast
 from quadtree_attention.ops.problem import (
     Variant,
     check_levels_of_maps,
@@ -245,7 +246,7 @@ def available_backends(
 def _cast_for_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Under autocast the op runs in the autocast dtype, as PyTorch's own attention does."""
     device = next((x.device.type for x in tensors if isinstance(x, Tensor)), "cpu")
-    if device not in AUTOCAST_DEVICES or not torch.is_autocast_enabled(device):
+    if not is_autocast(device):
         return tensors
     dtype = torch.get_autocast_dtype(device)
     casts = (torch.float32, torch.float16, torch.bfloat16)

@@ -15,12 +15,12 @@ from quadtree_attention.ops.tree import rows_by_parent
 
 LARGEST_DIM = 1024
 ACTIVATIONS = ("gelu", "relu")
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+KERNEL_DTYPES = frozenset([torch.float32, torch.float16, torch.bfloat16])
 
 
 def can_fuse(x: Tensor) -> bool:
     """Whether the fused norms take these tensors (..., C)."""
-    return x.dtype in _DTYPES and x.shape[-1] <= LARGEST_DIM and runs_kernels(x)
+    return x.dtype in KERNEL_DTYPES and x.shape[-1] <= LARGEST_DIM and runs_kernels(x)
 
 
 def activation_code(activation: str) -> int:

@@ -12,20 +12,24 @@ import torch
 from torch import Tensor
 
 from quadtree_attention.ops.backends import choose_backend
-from quadtree_attention.ops.dispatch import are_plain_tensors, is_plain, is_profiled
-from quadtree_attention.ops.norms import LARGEST_DIM, activation_code
+from quadtree_attention.ops.dispatch import (
+    are_plain_tensors,
+    is_autocast,
+    is_plain,
+    is_profiled,
+)
+from quadtree_attention.ops.norms import KERNEL_DTYPES, LARGEST_DIM, activation_code
 from quadtree_attention.ops.problem import Problem, needs_grad
 
 LARGEST_BATCH = 2**16 - 1  # programs along an axis
-HALF_OR_SINGLE = {torch.float32, torch.float16, torch.bfloat16}
 
 
 class Parameters(NamedTuple):
     """Those of an attention.
 
     Attributes:
-        layers: Weights (C, C) of the layers that make queries, keys, values and the result; bias
-            (C,) of the last; and of the other three, if they have one.
+        weights: (C, C) of the layers that make queries, keys, values and the result.
+        biases: (C,) of all four, or of the last alone.
         branches: Of every level but the finest, coarse -> fine, eight of each: weight and bias of
             the first norm, of the layer that reduces, of the second norm, and of the layer that
             mixes.
@@ -33,25 +37,34 @@ class Parameters(NamedTuple):
         logits: (L,), whose softmax weighs the levels.
     """
 
-    layers: list[Tensor]
+    weights: list[Tensor]
+    biases: list[Tensor]
     branches: list[Tensor]
     positions: list[Tensor]
     logits: Tensor
+
+    def tensors(self) -> list[Tensor]:
+        return [*self.weights, *self.biases, *self.branches, *self.positions, self.logits]
+
+    def contiguous(self) -> "Parameters":
+        weights, biases, branches, positions = (
+            [x.contiguous() for x in part]
+            for part in (self.weights, self.biases, self.branches, self.positions)
+        )
+        return Parameters(weights, biases, branches, positions, self.logits.contiguous())
 
 
 def dtype_of_layers(x: Tensor) -> torch.dtype:
     """What linear layers multiply and give out for a map."""
     device = x.device.type
-    autocast = torch.is_autocast_enabled(device)
-    return torch.get_autocast_dtype(device) if autocast else x.dtype
+    return torch.get_autocast_dtype(device) if is_autocast(device) else x.dtype
 
 
 def can_attend_whole(
     problem: Problem, backend: str, maps: Sequence[Tensor], parameters: Parameters
 ) -> bool:
     """Whether the operator takes a problem with these maps and parameters."""
-    layers, branches, positions, logits = parameters
-    tensors = [*maps, *layers, *branches, *positions, logits]
+    tensors = [*maps, *parameters.tensors()]
     if torch.compiler.is_compiling():
         concerns_nobody = are_plain_tensors(tensors) and not needs_grad(*tensors)
     else:
@@ -67,10 +80,15 @@ def can_attend_whole(
 
 
 def _fit_together(tensors: Sequence[Tensor]) -> bool:
-    """Whether linear layers would take these tensors, which autocast brings to one dtype."""
-    dtypes = {x.dtype for x in tensors}
-    return len(dtypes) == 1 or (
-        dtypes <= HALF_OR_SINGLE and torch.is_autocast_enabled(tensors[0].device.type)
+    """Whether linear layers would take these tensors: of one device, and of one dtype.
+
+    Autocast brings them to one dtype, but never float64.
+    """
+    dtypes, device = {x.dtype for x in tensors}, tensors[0].device
+    return (
+        dtypes <= KERNEL_DTYPES
+        and (len(dtypes) == 1 or is_autocast(device.type))
+        and all(x.device == device for x in tensors)
     )
 
 
@@ -82,7 +100,8 @@ def attend_whole(
     eps: float,
     activation: str | None,
 ) -> Tensor:
-    """Attention to a learned value pyramid, plus position encodings of its levels if there are any.
+    """Attention with its linear layers, a learned value pyramid if it has more than one level, and
+    position encodings if there are any.
 
     Only where `can_attend_whole`.
 
@@ -107,7 +126,8 @@ def attend_whole(
 def _run(
     x: Tensor,
     context: Tensor | None,
-    layers: list[Tensor],
+    weights: list[Tensor],
+    biases: list[Tensor],
     branches: list[Tensor],
     positions: list[Tensor],
     logits: Tensor,
@@ -122,7 +142,7 @@ def _run(
     from quadtree_attention.ops.backends.triton.whole import attend_whole
 
     maps = [x] if context is None else [x, context]
-    parameters = Parameters(layers, branches, positions, logits)
+    parameters = Parameters(weights, biases, branches, positions, logits)
     options = Options(tuple(topk), scale, "B", False, None)
     return attend_whole(maps, parameters, heads, options, eps, act, dtype)
 
@@ -130,9 +150,9 @@ def _run(
 # Not by `torch.library.custom_op`, whose checks of every call take the host longer than a launch.
 _library = torch.library.Library("quadtree_attention", "FRAGMENT")
 _library.define(
-    "whole(Tensor x, Tensor? context, Tensor[] layers, Tensor[] branches, Tensor[] positions, "
-    "Tensor logits, int heads, SymInt[] topk, float scale, float eps, int act, ScalarType dtype) "
-    "-> Tensor",
+    "whole(Tensor x, Tensor? context, Tensor[] weights, Tensor[] biases, Tensor[] branches, "
+    "Tensor[] positions, Tensor logits, int heads, SymInt[] topk, float scale, float eps, int act, "
+    "ScalarType dtype) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _library.impl("whole", _run, "CompositeExplicitAutograd")

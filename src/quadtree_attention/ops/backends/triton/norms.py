@@ -19,7 +19,7 @@ from quadtree_attention.ops.tree import rows_by_parent
 TILE = 4096  # numbers of a tile
 BACKWARD_TILE = 2048  # where sums have to stay in registers, too
 PROGRAMS = 512  # that share one pass, about four per multiprocessor
-LARGEST_SPANS = 64  # parts of a map whose sums are added up last
+LARGEST_SPANS = 64  # parts of a map whose moments or sums are added up last
 GELU, RELU = 1, 2
 
 
@@ -351,13 +351,13 @@ def map_norm_backward(
     dx = torch.empty_like(x)
     if batch == 0:
         return dx, x.new_zeros(2, channels, dtype=torch.float32)
-    parts = x.new_empty(batch, spans, 2, channels, dtype=torch.float32)
+    sums = x.new_empty(batch, spans, 2, channels, dtype=torch.float32)
     options = {"ACT": act, "BY_PARENT": columns > 0, **tile}
     with torch.cuda.device_of(x):
         map_norm_bwd_sums_kernel[(batch, spans)](
-            dy, x, weight, bias, stats, parts, rows, dy.shape[1], columns, per_span, **options
+            dy, x, weight, bias, stats, sums, rows, dy.shape[1], columns, per_span, **options
         )
-        by_map = parts.sum(dim=1)  # (B, 2, C)
+        by_map = sums.sum(dim=1)  # (B, 2, C)
         map_norm_bwd_kernel[(batch, parts_of(rows, tile["BLOCK_R"]))](
             dy, x, dx, weight, bias, stats, by_map, rows, dy.shape[1], columns, **options
         )

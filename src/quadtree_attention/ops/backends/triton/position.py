@@ -6,20 +6,19 @@ bias, and the sum with what comes from above. Here it is one, from coarse to fin
 """
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from quadtree_attention.ops.backends.triton.launch import parts_of, power_of_two
-from quadtree_attention.ops.backends.triton.shared import kernel, quotient, share_of_levels
+from quadtree_attention.ops.backends.triton.shared import (
+    entries,
+    kernel,
+    quotient,
+    share_of_levels,
+)
 
 TILE = 2048  # numbers of a tile
 LARGEST_BLOCK = 128  # channels of a tile
-
-
-@triton.jit
-def entries(p_x, o_row, o_c, C: tl.constexpr):
-    return p_x + o_row.to(tl.int64)[:, None] * C + o_c[None, :]
 
 
 @kernel

@@ -11,12 +11,12 @@ import triton.language as tl
 from torch import Tensor
 
 from quadtree_attention.ops.backends.triton.launch import parts_of, power_of_two, precision
-from quadtree_attention.ops.backends.triton.shared import kernel
+from quadtree_attention.ops.backends.triton.shared import entries, kernel
 
 ROWS = 64  # of a tile
 CHANNELS = 32  # of a tile of results
 STEP = 32  # channels that are read at a time
-MOST_PRODUCTS = 2**32  # of a layer; then the library's kernels are worth their call
+MOST_PRODUCTS = 2**32  # of a layer; more take the GPU longer than a library's call the host
 
 
 @triton.jit
@@ -31,8 +31,7 @@ def times_part(b_x, p_matrix, o_k, o_n, b_sum, C: tl.constexpr, PRECISION: tl.co
 def store_result(p_y, b_y, p_bias, o_row, o_n, m_y, C: tl.constexpr, BIASED: tl.constexpr):
     if BIASED:
         b_y += tl.load(p_bias + o_n, mask=o_n < C, other=0.0).to(tl.float32)[None, :]
-    p_rows = p_y + o_row.to(tl.int64)[:, None] * C + o_n[None, :]
-    tl.store(p_rows, b_y.to(p_y.dtype.element_ty), mask=m_y)
+    tl.store(entries(p_y, o_row, o_n, C), b_y.to(p_y.dtype.element_ty), mask=m_y)
 
 
 @kernel
@@ -51,8 +50,8 @@ def project_kernel(
     b_y_2 = tl.zeros((BLOCK_R, BLOCK_N), tl.float32)
     for i_k in range(0, C, BLOCK_K):
         o_k = i_k + tl.arange(0, BLOCK_K)
-        p_rows = p_x + o_row.to(tl.int64)[:, None] * C + o_k[None, :]
-        b_x = tl.load(p_rows, mask=m_row[:, None] & (o_k < C)[None, :], other=0.0)
+        m_x = m_row[:, None] & (o_k < C)[None, :]
+        b_x = tl.load(entries(p_x, o_row, o_k, C), mask=m_x, other=0.0)
         b_x = b_x.to(p_y_0.dtype.element_ty)
         b_y_0 = times_part(b_x, p_weight_0, o_k, o_n, b_y_0, C, PRECISION)
         if LAYERS > 1:

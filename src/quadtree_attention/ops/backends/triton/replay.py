@@ -50,11 +50,13 @@ class Noted(NamedTuple):
         run: Launches a compiled kernel, or a function; None: it could not be repeated.
         arguments: What it got.
         by_address: Whether it takes addresses in place of tensors, and a stream at `STREAM`.
+        kernel: What has to stay as long as it may be repeated.
     """
 
     run: Run | None
     arguments: list[Any]
     by_address: bool
+    kernel: object
 
 
 class Slot(NamedTuple):
@@ -110,6 +112,8 @@ class Plan:
             longer needed when the other is first given.
         nbytes: How large that is.
         launches: In their order.
+        kernels: Of the launches, which have no more than handles of them: Triton unloads a kernel
+            that nobody holds.
     """
 
     outputs: list[Made]
@@ -117,6 +121,7 @@ class Plan:
     offsets: list[int]
     nbytes: int
     launches: list[Launch]
+    kernels: list[object]
 
     def __call__(self, inputs: Sequence[Tensor], addresses: Sequence[int]) -> list[Tensor]:
         """The results for inputs that lie at these addresses."""
@@ -178,10 +183,10 @@ def is_noting() -> bool:
     return _here.noted is not None
 
 
-def note(run: Run | None, arguments: list[Any], *, by_address: bool) -> None:
+def note(run: Run | None, arguments: list[Any], *, by_address: bool, kernel: object = None) -> None:
     """Tells of a launch that just happened, see `Noted`."""
     assert _here.noted is not None
-    _here.noted.append(Noted(run, arguments, by_address))
+    _here.noted.append(Noted(run, arguments, by_address, kernel))
 
 
 def note_kernel(compiled: Any, grid: Sequence[int], arguments: list[Any]) -> None:
@@ -196,7 +201,7 @@ def note_kernel(compiled: Any, grid: Sequence[int], arguments: list[Any]) -> Non
     run = compiled.run  # loads the kernel
     no_hooks = (None, None, None)
     launch = [*grid, None, compiled.function, compiled.packed_metadata, *no_hooks, *arguments]
-    note(run, launch, by_address=True)
+    note(run, launch, by_address=True, kernel=compiled)
 
 
 def noted(function: Callable[..., object], *tensors: Tensor) -> None:
@@ -294,7 +299,8 @@ class _Planner:
         spans = [(users[i][0], users[i][-1]) for i in range(count, len(self.made))]
         offsets = _offsets([made.nbytes for made in between], spans)
         ends = [offset + made.nbytes for offset, made in zip(offsets, between, strict=True)]
-        return Plan(self.made[:count], between, offsets, max(ends, default=0), repeated)
+        kernels = [launch.kernel for launch in launches]
+        return Plan(self.made[:count], between, offsets, max(ends, default=0), repeated, kernels)
 
     def _launch(self, launch: Noted) -> Launch:
         if launch.run is None:

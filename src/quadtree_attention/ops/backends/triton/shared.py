@@ -23,7 +23,7 @@ from quadtree_attention.ops.backends.triton import replay
 SIZES = {
     "above_0", "above_1", "above_2", "added_row", "batch_heads", "cells", "cells_above",
     "entries", "heads", "iterations", "key_0", "key_1", "key_2", "keys", "level", "new_row",
-    "per_head", "per_span", "query_1", "query_2", "rows", "rows_out", "size_0", "size_1",
+    "parts", "per_head", "per_span", "query_1", "query_2", "rows", "rows_out", "size_0", "size_1",
     "size_2", "spans",
 }  # fmt: skip
 
@@ -111,6 +111,12 @@ def is_on_grid(o_place, size_0, size_1, size_2, NDIM: tl.constexpr):
         m_place = ((o_place >> 20) < size_0) & (((o_place >> 10) & 0x3FF) < size_1)
         m_place = m_place & ((o_place & 0x3FF) < size_2)
     return m_place
+
+
+@triton.jit
+def entries(p_x, o_row, o_c, C: tl.constexpr):
+    """Addresses of channels `o_c` of rows of a dense array."""
+    return p_x + o_row.to(tl.int64)[:, None] * C + o_c[None, :]
 
 
 @triton.jit

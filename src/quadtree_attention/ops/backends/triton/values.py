@@ -12,12 +12,12 @@ from quadtree_attention.ops.backends.triton.norms import (
     statistics,
     store_moments,
 )
-from quadtree_attention.ops.backends.triton.shared import kernel, quotient
+from quadtree_attention.ops.backends.triton.shared import entries, kernel, quotient
 
 ROWS = 64  # of a tile
 CHANNELS = 64  # of a tile of results
 STEP = 32  # channels that are read at a time
-MOST_TILES = 1024  # of a map, whose moments the next step adds up
+MOST_TILES = 1024  # of a map, whose moments every program of the next step adds up
 
 
 @triton.jit
@@ -67,8 +67,7 @@ def norm_linear_kernel(
             o_k = i_k + tl.arange(0, BLOCK_K)
             m_k = o_k < C
             m_x = m_from[:, None] & m_k[None, :]
-            p_rows = p_x + o_from.to(tl.int64)[:, None] * C + o_k[None, :]
-            b_x = tl.load(p_rows, mask=m_x, other=0.0).to(tl.float32)
+            b_x = tl.load(entries(p_x, o_from, o_k, C), mask=m_x, other=0.0).to(tl.float32)
             b_weight = tl.load(p_weight + o_k, mask=m_k, other=0.0).to(tl.float32)
             b_bias = tl.load(p_bias + o_k, mask=m_k, other=0.0).to(tl.float32)
             b_x = activated((b_x - mean) * rstd * b_weight[None, :] + b_bias[None, :], ACT)
@@ -80,7 +79,7 @@ def norm_linear_kernel(
     b_y = b_y.to(p_y.dtype.element_ty)
     m_y = m_row[:, None] & m_n[None, :]
     p_y += i_map.to(tl.int64) * rows_out * C
-    tl.store(p_y + o_row.to(tl.int64)[:, None] * C + o_n[None, :], b_y, mask=m_y)
+    tl.store(entries(p_y, o_row, o_n, C), b_y, mask=m_y)
     if WITH_MOMENTS:
         i_tile = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
         i_tile += i_map * tl.num_programs(0) * tl.num_programs(1)

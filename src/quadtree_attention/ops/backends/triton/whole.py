@@ -2,7 +2,6 @@
 """All of an attention in one row of launches."""
 
 from dataclasses import replace
-from itertools import islice
 
 import torch
 import triton.language as tl
@@ -36,26 +35,23 @@ def attend_whole(
     dtype: torch.dtype,
 ) -> Tensor:
     """See the operator; maps are x and, if there is one, its context; options have no weights."""
-    layers, branches, positions, logits = parameters
-    tensors = [*maps, *layers, *branches, *positions, logits]
+    tensors = [*maps, *parameters.tensors()]
 
     def run() -> list[Tensor]:
-        dense = iter([x.contiguous() for x in tensors])
-        x, *context = islice(dense, len(maps))
-        layers, branches, positions = (list(islice(dense, len(part))) for part in parameters[:3])
-        logits = next(dense)
+        x, *context = (x.contiguous() for x in maps)
+        weights, biases, branches, positions, logits = parameters.contiguous()
         weighted = replace(options, weights=shares_of(logits) if branches else None)
         with torch.cuda.device_of(x):
-            q, k, v = queries_keys_values(x, context, layers, dtype)
+            q, k, v = queries_keys_values(x, context, weights[:-1], biases[:-1], dtype)
             values = value_levels(v, branches, eps, act)
             q, k, *by_level = (y.unflatten(-1, (heads, -1)) for y in (q, k, *values))
             out = forward(Maps([q], []), Maps([k], []), Maps(by_level, []), weighted).out
             out = out.flatten(-2)
             if positions:
                 out = add_positions(out, values, positions[::2], positions[1::2], logits)
-            return project(out, [layers[3]], [layers[4]], dtype)
+            return project(out, weights[-1:], biases[-1:], dtype)
 
-    counts = len(maps), len(layers), len(branches), len(positions)
+    counts = len(maps), *map(len, parameters)
     (out,) = replay.replayed(
         run,
         tensors,
@@ -66,10 +62,13 @@ def attend_whole(
 
 
 def queries_keys_values(
-    x: Tensor, context: list[Tensor], layers: list[Tensor], dtype: torch.dtype
+    x: Tensor,
+    context: list[Tensor],
+    weights: list[Tensor],
+    biases: list[Tensor],
+    dtype: torch.dtype,
 ) -> list[Tensor]:
     """Queries of x, and keys and values of its context, or of x itself."""
-    weights, biases = layers[:3], layers[5:]
     if not context:
         return project(x, weights, biases, dtype)
     (other,) = context
