@@ -148,7 +148,7 @@ class ValueBranch(nn.Module):
         visible_above: Tensor | None,
     ) -> Tensor:
         """(B, *grid, C) -> (B, *parents, C); the masks are those of x and of the result."""
-        plain = self._are_norms_plain() and not is_everything_watched()
+        plain = self._are_norms_plain() and not is_everything_watched() and x.shape[-1] == self.dim
         if plain and visible is None and len(parents) == 2 and can_fuse(x):
             x = self.reduce(self._fused(self.norm1, x, by_parent=True))
             return self.mix(self._fused(self.norm2, x, by_parent=False))
