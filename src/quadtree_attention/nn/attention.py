@@ -219,7 +219,7 @@ class QuadtreeAttention(nn.Module):
             return None
         weights = [layer._parameters.get("weight") for layer in layers]
         biases = [layer._parameters.get("bias") for layer in layers]
-        if biases[:3] == [None, None, None]:
+        if all(bias is None for bias in biases[:3]):
             del biases[:3]
         square, vector = (self.dim, self.dim), (self.dim,)
         as_built = all(weight is not None and weight.shape == square for weight in weights)
@@ -323,10 +323,11 @@ class QuadtreeAttention(nn.Module):
 
 def _parameters(layers: nn.ModuleList, kind: type[nn.Module], dim: int) -> list[Tensor] | None:
     """All parameters of layers, one after the other; None if one is not to be taken for them."""
+    every: Any = layers
     parameters: list[Tensor] = []
-    for layer in layers:
-        as_built: Any = layer if type(layer) is kind and layer.dim == dim else None
-        part = None if as_built is None else as_built.parameters_if_untouched()
+    for layer in every:
+        fits = type(layer) is kind and layer.dim == dim
+        part = layer.parameters_if_untouched() if fits else None
         if part is None:
             return None
         parameters += part

@@ -100,8 +100,7 @@ def attend_whole(
     eps: float,
     activation: str | None,
 ) -> Tensor:
-    """Attention with its linear layers, a learned value pyramid if it has more than one level, and
-    position encodings if there are any.
+    """Linear layers, learned value pyramid, attention, position encodings if there are any.
 
     Only where `can_attend_whole`.
 
