@@ -288,20 +288,13 @@ def test_kernels_are_launched_as_triton_launches_them():
     compiled, x = StandIn(), torch.ones(3)
     held = weakref.ref(compiled)
     compiled[(4, 5, 6)](x.data_ptr(), 7, stream=9)
-
-    def call(compiled=compiled):
-        if replay.is_noting():
-            replay.note_kernel(compiled, (4, 5, 6), [x, 7])
-        return [torch.ones(1)]
-
     (of_triton,), launches = compiled.launches, compiled.launches
     launch_hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
     assert of_triton[replay.STREAM] == 9 and of_triton[7:9] == launch_hooks
-    planner = replay._Planner([x], [])
     replay._here.noted = []
-    call()
-    plan, replay._here.noted = planner.plan(replay._here.noted), None
-    del call, compiled
+    replay.note_kernel(compiled, (4, 5, 6), [x, 7])
+    plan, replay._here.noted = replay._Planner([x], []).plan(replay._here.noted), None
+    del compiled
     gc.collect()
     assert held() is not None, "Triton would unload it"
     other = torch.zeros(3)

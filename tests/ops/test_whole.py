@@ -97,9 +97,7 @@ def check_context(device):
     """Attention to another map, of another size."""
     built = module(8, 1, 2, "relu", device, lepe=False)
     x, context = torch.randn(1, 3, 4, 8, device=device), torch.randn(1, 5, 3, 8, device=device)
-    with use_backend("reference"):
-        expected = built.double()(x.double(), context.double())
-    built.float()
+    expected = truth(built, x, context)
     with Taken() as taken, torch.inference_mode():
         got = built(x, context)
     assert taken.count == 1
@@ -145,15 +143,14 @@ def check_large_layers(device):
 
 
 def check_far_from_zero(device):
-    """Means a hundred times as large as deviations, in maps of several tiles."""
+    """Means a thousand times as large as deviations, in maps of several tiles."""
     built = module(8, 1, 3, "relu", device)
     for branch in built.value_branches:
-        branch.reduce.bias += 100
-        branch.mix.bias += 100
-    x = torch.randn(2, 11, 8, 8, device=device) + 100
+        branch.reduce.bias += 1000
+    x = torch.randn(2, 11, 8, 8, device=device)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(values, "ROWS", 16)
-        torch.testing.assert_close(built(x).double(), truth(built, x), rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(built(x).double(), truth(built, x), rtol=1e-5, atol=2e-4)
 
 
 def check_dtypes(device):
@@ -391,9 +388,12 @@ CHECKS = (
 
 
 def test_in_the_interpreter():
-    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        [sys.executable, "-c", INTERPRET], env=environment, capture_output=True, text=True
+        [sys.executable, "-c", INTERPRET],
+        cwd=ROOT,
+        env=os.environ | {"TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
     )
     assert done.stdout.strip() == "all right", done.stderr[-3000:]
 

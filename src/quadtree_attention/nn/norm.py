@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from quadtree_attention.ops.dispatch import autocast_dtype
 from quadtree_attention.ops.norms import can_fuse, layer_norm
 
 
@@ -36,7 +37,7 @@ class TokenNorm(nn.LayerNorm):
         """(..., C) -> (..., C)"""
         if not can_fuse(x):
             return super().forward(x)
-        dtype, device = x.dtype, x.device.type
-        if torch.is_autocast_enabled(device):
-            dtype = torch.get_autocast_dtype(device) if self.before_linear else torch.float32
-        return layer_norm(x, self.weight, self.bias, self.eps, dtype)
+        dtype = autocast_dtype(x.device.type)
+        if dtype is not None and not self.before_linear:
+            dtype = torch.float32
+        return layer_norm(x, self.weight, self.bias, self.eps, dtype or x.dtype)

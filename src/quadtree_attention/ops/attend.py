@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from quadtree_attention.ops.backends import Kept, choose_backend
-from quadtree_attention.ops.dispatch import is_autocast
+from quadtree_attention.ops.dispatch import autocast_dtype
 from quadtree_attention.ops.problem import Problem
 
 
@@ -41,6 +41,6 @@ def attend(
 
 def _without_autocast(device: str) -> AbstractContextManager[object]:
     """Inside the op the dtypes are ours to choose: sums are kept in float32."""
-    if is_autocast(device):
+    if autocast_dtype(device) is not None:
         return torch.autocast(device, enabled=False)
     return nullcontext()

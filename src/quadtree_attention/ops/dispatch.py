@@ -20,9 +20,10 @@ AUTOCAST_DEVICES = frozenset(
 _PLAIN = (Tensor, nn.Parameter)
 
 
-def is_autocast(device: str) -> bool:
-    """Whether autocast is on for devices of this type, of which some know nothing of it."""
-    return device in AUTOCAST_DEVICES and torch.is_autocast_enabled(device)
+def autocast_dtype(device: str) -> torch.dtype | None:
+    """What autocast casts to on devices of this type; None where it is off or unknown to them."""
+    on = device in AUTOCAST_DEVICES and torch.is_autocast_enabled(device)
+    return torch.get_autocast_dtype(device) if on else None
 
 
 def nobody_listens(*tensors: Tensor) -> bool:

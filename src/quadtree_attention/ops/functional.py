@@ -9,7 +9,7 @@ from torch import Tensor
 
 from quadtree_attention.ops.attend import attend
 from quadtree_attention.ops.backends import Kept, explain_backends
-from quadtree_attention.ops.dispatch import is_autocast
+from quadtree_attention.ops.dispatch import autocast_dtype
 from quadtree_attention.ops.problem import (
     Variant,
     check_levels_of_maps,
@@ -246,9 +246,9 @@ def available_backends(
 def _cast_for_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Under autocast the op runs in the autocast dtype, as PyTorch's own attention does."""
     device = next((x.device.type for x in tensors if isinstance(x, Tensor)), "cpu")
-    if not is_autocast(device):
+    dtype = autocast_dtype(device)
+    if dtype is None:
         return tensors
-    dtype = torch.get_autocast_dtype(device)
     casts = (torch.float32, torch.float16, torch.bfloat16)
     return tuple(x.to(dtype) if isinstance(x, Tensor) and x.dtype in casts else x for x in tensors)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from quadtree_attention.ops.backends import choose_backend
 from quadtree_attention.ops.dispatch import (
     are_plain_tensors,
-    is_autocast,
+    autocast_dtype,
     is_plain,
     is_profiled,
 )
@@ -56,8 +56,7 @@ class Parameters(NamedTuple):
 
 def dtype_of_layers(x: Tensor) -> torch.dtype:
     """What linear layers multiply and give out for a map."""
-    device = x.device.type
-    return torch.get_autocast_dtype(device) if is_autocast(device) else x.dtype
+    return autocast_dtype(x.device.type) or x.dtype
 
 
 def can_attend_whole(
@@ -87,7 +86,7 @@ def _fit_together(tensors: Sequence[Tensor]) -> bool:
     dtypes, device = {x.dtype for x in tensors}, tensors[0].device
     return (
         dtypes <= KERNEL_DTYPES
-        and (len(dtypes) == 1 or is_autocast(device.type))
+        and (len(dtypes) == 1 or autocast_dtype(device.type) is not None)
         and all(x.device == device for x in tensors)
     )
 

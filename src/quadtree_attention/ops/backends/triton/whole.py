@@ -40,8 +40,8 @@ def attend_whole(
     def run() -> list[Tensor]:
         x, *context = (x.contiguous() for x in maps)
         weights, biases, branches, positions, logits = parameters.contiguous()
-        weighted = replace(options, weights=shares_of(logits) if branches else None)
         with torch.cuda.device_of(x):
+            weighted = replace(options, weights=shares_of(logits) if branches else None)
             q, k, v = queries_keys_values(x, context, weights[:-1], biases[:-1], dtype)
             values = value_levels(v, branches, eps, act)
             q, k, *by_level = (y.unflatten(-1, (heads, -1)) for y in (q, k, *values))
@@ -80,8 +80,7 @@ def shares_of(logits: Tensor) -> Tensor:
     """Softmax of the logits of levels (L,), float32."""
     levels = len(logits)
     shares = logits.new_empty(levels, dtype=torch.float32)
-    with torch.cuda.device_of(logits):
-        shares_kernel[(1,)](logits, shares, LEVELS=levels, BLOCK_L=power_of_two(levels))
+    shares_kernel[(1,)](logits, shares, LEVELS=levels, BLOCK_L=power_of_two(levels))
     return shares
 
 
