@@ -18,7 +18,7 @@ import torch
 
 from benchmarks.measure import Timing, cuda_peak_mib, measure, summarise, use_threads
 from benchmarks.program import OneLineParser, at_least_one, cpu_name, positive
-from quadtree_attention.data import (
+from quadtree_attention.synthetic import (
     HomographyOptions,
     ProceduralTextures,
     SceneOptions,
@@ -27,10 +27,10 @@ from quadtree_attention.data import (
     homography_pairs,
     scene_pairs,
 )
-from quadtree_attention.data.draws import Draws
-from quadtree_attention.data.fused import plainly
-from quadtree_attention.data.layout import first_camera, place, second_camera
-from quadtree_attention.data.views import both_views
+from quadtree_attention.synthetic.draws import Draws
+from quadtree_attention.synthetic.fused import plainly
+from quadtree_attention.synthetic.layout import first_camera, place, second_camera
+from quadtree_attention.synthetic.views import both_views
 
 PROGRAM = "python -m benchmarks.scenes"
 TEXTURES = 32

@@ -7,13 +7,13 @@ import numpy as np
 import torch
 from PIL import Image
 
-from quadtree_attention.data import ProceduralTextures, SceneOptions, scene_pairs
-from quadtree_attention.data.cameras import pixel_grid, transform
-from quadtree_attention.data.draws import Draws
-from quadtree_attention.data.layout import first_camera, place, second_camera, transfer
-from quadtree_attention.data.render import render
-from quadtree_attention.data.scenes import Pair
-from quadtree_attention.data.solids import cast, see
+from quadtree_attention.synthetic import ProceduralTextures, SceneOptions, scene_pairs
+from quadtree_attention.synthetic.cameras import pixel_grid, transform
+from quadtree_attention.synthetic.draws import Draws
+from quadtree_attention.synthetic.layout import first_camera, place, second_camera, transfer
+from quadtree_attention.synthetic.render import render
+from quadtree_attention.synthetic.scenes import Pair
+from quadtree_attention.synthetic.solids import cast, see
 from tests.tasks.match.geometry import rotation
 
 OPTIONS = SceneOptions(

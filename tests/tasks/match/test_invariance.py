@@ -9,9 +9,9 @@ from PIL import Image
 
 pytest.importorskip("poselib", reason="estimators need the extra 'models'")
 
-from quadtree_attention.data import ProceduralTextures, homography_pairs
 from quadtree_attention.models.matcher import matcher
 from quadtree_attention.models.weights import save_weights
+from quadtree_attention.synthetic import ProceduralTextures, homography_pairs
 from quadtree_attention.tasks.match.predictor import Matcher, Matches
 
 KWARGS = {"dims": [16, 24, 32], "num_pairs": 2, "num_heads": 2, "fine_heads": 2, "topk": 4}

@@ -8,10 +8,10 @@ from PIL import Image
 
 pytest.importorskip("poselib", reason="estimators need the extra 'models'")
 
-from quadtree_attention.data import ProceduralTextures, homography_pairs
 from quadtree_attention.errors import CheckpointError, DataError, OptionError
 from quadtree_attention.models.matcher import matcher
 from quadtree_attention.models.weights import save_weights
+from quadtree_attention.synthetic import ProceduralTextures, homography_pairs
 from quadtree_attention.tasks.match.metrics import transform
 from quadtree_attention.tasks.match.predictor import Matcher, Matches, shrunk
 from quadtree_attention.tasks.pretrained import PRETRAINED

@@ -6,8 +6,8 @@ import torch
 
 pytest.importorskip("pytorch_lightning", reason="training needs the extra 'train'")
 
-from quadtree_attention.data import ProceduralTextures, StereoOptions, stereo_pairs, warp
 from quadtree_attention.errors import DataError, OptionError
+from quadtree_attention.synthetic import ProceduralTextures, StereoOptions, stereo_pairs, warp
 from quadtree_attention.tasks.stereo.data import FilesStereoData, StereoData, cropped
 from quadtree_attention.tasks.training.loader import Draw
 from tests.tasks.stereo.test_sources import make_folder, save

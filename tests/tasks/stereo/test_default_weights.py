@@ -9,7 +9,7 @@ import torch
 pytest.importorskip("cv2", reason="checking pairs needs the extra 'models'")
 
 from benchmarks.stereo import DATA, main
-from quadtree_attention.data import ProceduralTextures, StereoOptions, stereo_pairs
+from quadtree_attention.synthetic import ProceduralTextures, StereoOptions, stereo_pairs
 from quadtree_attention.tasks.stereo.metrics import scores
 from quadtree_attention.tasks.stereo.predictor import StereoMatcher
 from tests.conftest import ROOT

@@ -11,10 +11,10 @@ from PIL import Image
 pytest.importorskip("timm", reason="weights need timm")
 pytest.importorskip("cv2", reason="checking pairs needs the extra 'models'")
 
-from quadtree_attention.data import ProceduralTextures, stereo_pairs
 from quadtree_attention.errors import CheckpointError, DataError, OptionError
 from quadtree_attention.models.stereo import stereo_network
 from quadtree_attention.models.weights import save_weights
+from quadtree_attention.synthetic import ProceduralTextures, stereo_pairs
 from quadtree_attention.tasks.pretrained import PRETRAINED
 from quadtree_attention.tasks.stereo.filling import fill_hidden
 from quadtree_attention.tasks.stereo.formats import read_disparity

@@ -11,8 +11,8 @@ pytest.importorskip("PIL", reason="images need the extra 'models'")
 
 from PIL import Image
 
-from quadtree_attention.data import ProceduralTextures, StereoOptions, stereo_pairs
 from quadtree_attention.errors import DataError, OptionError
+from quadtree_attention.synthetic import ProceduralTextures, StereoOptions, stereo_pairs
 from quadtree_attention.tasks.stereo.formats import write_disparity
 from quadtree_attention.tasks.stereo.sources import StereoFiles, open_stereo, read_pairs
 from tests.conftest import ROOT

@@ -7,7 +7,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from quadtree_attention.data import (
+from quadtree_attention.errors import OptionError
+from quadtree_attention.synthetic import (
     HomographyOptions,
     HomographyPair,
     Pair,
@@ -16,7 +17,6 @@ from quadtree_attention.data import (
     homography_pairs,
     scene_pairs,
 )
-from quadtree_attention.errors import OptionError
 from quadtree_attention.tasks.training.loader import seed_from
 from quadtree_attention.tasks.training.synthetic import SyntheticData, options_of
 

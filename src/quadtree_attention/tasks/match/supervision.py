@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quadtree_attention.data.cameras import project, rotate, unproject
 from quadtree_attention.models.parts.coarse_matching import CoarseMatches
+from quadtree_attention.synthetic.cameras import project, rotate, unproject
 
 DEPTH_TOLERANCE = 0.2  # share by which depths may differ and still be of one surface
 

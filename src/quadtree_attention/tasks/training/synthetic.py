@@ -9,8 +9,8 @@ import pytorch_lightning as pl
 import torch
 from torch.utils.data import Dataset
 
-from quadtree_attention.data import MixedTextures, PhotoTextures, ProceduralTextures, Textures
 from quadtree_attention.errors import OptionError
+from quadtree_attention.synthetic import MixedTextures, PhotoTextures, ProceduralTextures, Textures
 from quadtree_attention.tasks.training.loader import (
     Draw,
     EpochSampler,

@@ -8,11 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quadtree_attention.data.cameras import pixel_grid
-from quadtree_attention.data.draws import Draws, hash_noise
-from quadtree_attention.data.fused import fused, send
-from quadtree_attention.data.options import check_number
 from quadtree_attention.errors import ShapeError
+from quadtree_attention.synthetic.cameras import pixel_grid
+from quadtree_attention.synthetic.draws import Draws, hash_noise
+from quadtree_attention.synthetic.fused import fused, send
+from quadtree_attention.synthetic.options import check_number
 
 REACH = 4  # pixels on each side that blur mixes in
 BLOCK = 8  # of JPEG

@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from quadtree_attention.data import SceneOptions, depth_to_flow, scene_pairs, warp
-from quadtree_attention.data.cameras import inside, pixel_grid
 from quadtree_attention.errors import OptionError
+from quadtree_attention.synthetic import SceneOptions, depth_to_flow, scene_pairs, warp
+from quadtree_attention.synthetic.cameras import inside, pixel_grid
 
 SIZE, SIZE1 = (121, 163), (110, 140)
 CLEAN = SceneOptions(photometric=0, samples=4)

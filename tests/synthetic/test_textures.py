@@ -7,9 +7,9 @@ import pytest
 import torch
 from PIL import Image
 
-from quadtree_attention.data import MixedTextures, PhotoTextures, ProceduralTextures, Textures
-from quadtree_attention.data.textures import level_sizes
 from quadtree_attention.errors import DataError, OptionError, ShapeError
+from quadtree_attention.synthetic import MixedTextures, PhotoTextures, ProceduralTextures, Textures
+from quadtree_attention.synthetic.textures import level_sizes
 
 
 def sample(textures, index, u, v, footprint=1.0):

@@ -7,12 +7,18 @@ from math import prod
 import torch
 from torch import Tensor
 
-from quadtree_attention.data.cameras import Camera, pixel_grid
-from quadtree_attention.data.fused import fused, send
-from quadtree_attention.data.layout import Scene, transfer
-from quadtree_attention.data.render import PATTERNS, face_table, mean_colour, paint, solid_table
-from quadtree_attention.data.solids import Kind, Sight, Solids, cast, see, used_slots
-from quadtree_attention.data.textures import Bank, Textures
+from quadtree_attention.synthetic.cameras import Camera, pixel_grid
+from quadtree_attention.synthetic.fused import fused, send
+from quadtree_attention.synthetic.layout import Scene, transfer
+from quadtree_attention.synthetic.render import (
+    PATTERNS,
+    face_table,
+    mean_colour,
+    paint,
+    solid_table,
+)
+from quadtree_attention.synthetic.solids import Kind, Sight, Solids, cast, see, used_slots
+from quadtree_attention.synthetic.textures import Bank, Textures
 
 Size = tuple[int, int]
 View = tuple[Tensor, Tensor, Tensor, Tensor]  # image, depth, flow, visible

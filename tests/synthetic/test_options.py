@@ -3,8 +3,8 @@
 
 import pytest
 
-from quadtree_attention.data import HomographyOptions, SceneOptions, StereoOptions
 from quadtree_attention.errors import OptionError
+from quadtree_attention.synthetic import HomographyOptions, SceneOptions, StereoOptions
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,10 @@ import dataclasses
 import pytest
 import torch
 
-from quadtree_attention.data import SceneOptions, StereoOptions, stereo_pairs, warp
-from quadtree_attention.data.draws import Draws
-from quadtree_attention.data.layout import first_camera, place
 from quadtree_attention.errors import OptionError
+from quadtree_attention.synthetic import SceneOptions, StereoOptions, stereo_pairs, warp
+from quadtree_attention.synthetic.draws import Draws
+from quadtree_attention.synthetic.layout import first_camera, place
 
 SIZE = (97, 163)
 CLEAN = StereoOptions(photometric=0, samples=4)

@@ -6,9 +6,9 @@ import dataclasses
 import pytest
 import torch
 
-from quadtree_attention.data import HomographyOptions, homography_pairs, warp
-from quadtree_attention.data.cameras import BEHIND, inside, pixel_grid
-from quadtree_attention.data.homography import apply_homography
+from quadtree_attention.synthetic import HomographyOptions, homography_pairs, warp
+from quadtree_attention.synthetic.cameras import BEHIND, inside, pixel_grid
+from quadtree_attention.synthetic.homography import apply_homography
 
 SIZE, SIZE1 = (91, 123), (80, 140)
 CLEAN = HomographyOptions(photometric=0, samples=4, texture_scale=(1.5, 3.0))

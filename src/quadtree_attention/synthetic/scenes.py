@@ -12,14 +12,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quadtree_attention.data.cameras import transform
-from quadtree_attention.data.draws import Draws
-from quadtree_attention.data.fused import apart, send
-from quadtree_attention.data.layout import first_camera, place, second_camera
-from quadtree_attention.data.options import SceneOptions, check_size
-from quadtree_attention.data.photometric import distort
-from quadtree_attention.data.textures import Textures
-from quadtree_attention.data.views import both_views
+from quadtree_attention.synthetic.cameras import transform
+from quadtree_attention.synthetic.draws import Draws
+from quadtree_attention.synthetic.fused import apart, send
+from quadtree_attention.synthetic.layout import first_camera, place, second_camera
+from quadtree_attention.synthetic.options import SceneOptions, check_size
+from quadtree_attention.synthetic.photometric import distort
+from quadtree_attention.synthetic.textures import Textures
+from quadtree_attention.synthetic.views import both_views
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def scene_pairs(
         OptionError: A size, seed or index is not accepted.
 
     Example:
-        >>> from quadtree_attention.data import ProceduralTextures, scene_pairs
+        >>> from quadtree_attention.synthetic import ProceduralTextures, scene_pairs
         >>> pair = scene_pairs(ProceduralTextures(8, size=32), range(2), size=(24, 33))
         >>> pair.image0.shape, pair.flow0to1.shape
         (torch.Size([2, 3, 24, 33]), torch.Size([2, 24, 33, 2]))

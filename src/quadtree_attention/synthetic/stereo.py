@@ -7,15 +7,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quadtree_attention.data.cameras import Camera
-from quadtree_attention.data.draws import Draws
-from quadtree_attention.data.fused import apart
-from quadtree_attention.data.layout import Scene, first_camera, place
-from quadtree_attention.data.options import StereoOptions, check_size
-from quadtree_attention.data.photometric import distort
-from quadtree_attention.data.solids import cast, see
-from quadtree_attention.data.textures import Textures
-from quadtree_attention.data.views import both_views
+from quadtree_attention.synthetic.cameras import Camera
+from quadtree_attention.synthetic.draws import Draws
+from quadtree_attention.synthetic.fused import apart
+from quadtree_attention.synthetic.layout import Scene, first_camera, place
+from quadtree_attention.synthetic.options import StereoOptions, check_size
+from quadtree_attention.synthetic.photometric import distort
+from quadtree_attention.synthetic.solids import cast, see
+from quadtree_attention.synthetic.textures import Textures
+from quadtree_attention.synthetic.views import both_views
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,11 @@ import dataclasses
 import pytest
 import torch
 
-from quadtree_attention.data import SceneOptions, layout
-from quadtree_attention.data.draws import Draws
-from quadtree_attention.data.layout import first_camera, place, second_camera
-from quadtree_attention.data.probe import first_depth
-from quadtree_attention.data.solids import Solids, cast, see
+from quadtree_attention.synthetic import SceneOptions, layout
+from quadtree_attention.synthetic.draws import Draws
+from quadtree_attention.synthetic.layout import first_camera, place, second_camera
+from quadtree_attention.synthetic.probe import first_depth
+from quadtree_attention.synthetic.solids import Solids, cast, see
 
 SIZE = (19, 26)
 OPTIONS = SceneOptions(objects=(8, 14))

@@ -4,8 +4,8 @@
 import pytest
 import torch
 
-from quadtree_attention.data.draws import Draws
 from quadtree_attention.errors import OptionError
+from quadtree_attention.synthetic.draws import Draws
 
 CPU = torch.device("cpu")
 

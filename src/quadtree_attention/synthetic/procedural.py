@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quadtree_attention.data.cameras import pixel_grid
-from quadtree_attention.data.draws import Draws, hash_bits
-from quadtree_attention.data.textures import SIZE, Textures
 from quadtree_attention.errors import OptionError
+from quadtree_attention.synthetic.cameras import pixel_grid
+from quadtree_attention.synthetic.draws import Draws, hash_bits
+from quadtree_attention.synthetic.textures import SIZE, Textures
 
 SHAPES = 48  # per texture of shapes
 GLYPH, PITCH = (5, 7), (7, 11)  # strokes of a letter, and the way to the next letter and line

@@ -7,10 +7,10 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from quadtree_attention.data.cameras import Camera
-from quadtree_attention.data.layout import Scene, Surfaces
-from quadtree_attention.data.solids import Sight, cast
-from quadtree_attention.data.textures import Bank, Textures
+from quadtree_attention.synthetic.cameras import Camera
+from quadtree_attention.synthetic.layout import Scene, Surfaces
+from quadtree_attention.synthetic.solids import Sight, cast
+from quadtree_attention.synthetic.textures import Bank, Textures
 
 # Where in a pixel its rays go: spread over columns and over rows
 PATTERNS = {

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quadtree_attention.data.cameras import BEHIND, inside, pixel_grid
-from quadtree_attention.data.draws import Draws
-from quadtree_attention.data.fused import apart, fused, send
-from quadtree_attention.data.options import HomographyOptions, check_size
-from quadtree_attention.data.photometric import distort
-from quadtree_attention.data.render import PATTERNS
-from quadtree_attention.data.textures import Bank, Textures
+from quadtree_attention.synthetic.cameras import BEHIND, inside, pixel_grid
+from quadtree_attention.synthetic.draws import Draws
+from quadtree_attention.synthetic.fused import apart, fused, send
+from quadtree_attention.synthetic.options import HomographyOptions, check_size
+from quadtree_attention.synthetic.photometric import distort
+from quadtree_attention.synthetic.render import PATTERNS
+from quadtree_attention.synthetic.textures import Bank, Textures
 
 ATTEMPTS = 8  # homographies tried for a pair
 PROBE = 12  # points along each side by which their overlap is measured

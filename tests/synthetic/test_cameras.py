@@ -6,8 +6,9 @@ import math
 import pytest
 import torch
 
-from quadtree_attention.data import depth_to_flow, warp
-from quadtree_attention.data.cameras import (
+from quadtree_attention.errors import ShapeError
+from quadtree_attention.synthetic import depth_to_flow, warp
+from quadtree_attention.synthetic.cameras import (
     BEHIND,
     Camera,
     from_axis_angle,
@@ -19,7 +20,6 @@ from quadtree_attention.data.cameras import (
     transform,
     unproject,
 )
-from quadtree_attention.errors import ShapeError
 
 H, W = 7, 11
 

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quadtree_attention.data.cameras import (
+from quadtree_attention.synthetic.cameras import (
     Camera,
     from_axis_angle,
     from_quaternion,
@@ -23,9 +23,9 @@ from quadtree_attention.data.cameras import (
     rotate,
     unproject,
 )
-from quadtree_attention.data.draws import Draws
-from quadtree_attention.data.options import ContentOptions, Range, SceneOptions
-from quadtree_attention.data.solids import Kind, Sight, Solids, cast, see
+from quadtree_attention.synthetic.draws import Draws
+from quadtree_attention.synthetic.options import ContentOptions, Range, SceneOptions
+from quadtree_attention.synthetic.solids import Kind, Sight, Solids, cast, see
 
 # Which slots are filled is drawn, so every mix of kinds occurs
 PATTERN: tuple[Kind, ...] = ("plane", "box", "ellipsoid", "bar", "plane", "box", "plane")
@@ -236,7 +236,7 @@ def second_camera(
     draws: Draws, scene: Scene, camera: Camera, size: tuple[int, int], options: SceneOptions
 ) -> Camera:
     """The first of several drawn cameras that shares enough of its view with `camera`."""
-    from quadtree_attention.data.probe import first_depth  # Numba takes a while
+    from quadtree_attention.synthetic.probe import first_depth  # Numba takes a while
 
     depth = first_depth(_probe_sight(scene.solids, camera), *camera.resized(*PROBE).rays())
     typical = depth.flatten(1).median(dim=1).values
@@ -330,7 +330,7 @@ def _shared(solids: Solids, camera: Camera, depth: Tensor, other: Camera) -> Ten
 
     `depth` is that of `camera`, on the grid of the probe.
     """
-    from quadtree_attention.data.probe import first_depth
+    from quadtree_attention.synthetic.probe import first_depth
 
     sight, other_sight = _probe_sight(solids, camera), _probe_sight(solids, other)
     small, other_small = camera.resized(*PROBE), other.resized(*PROBE)

@@ -14,7 +14,7 @@ from numba import njit
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quadtree_attention.data.solids import Sight
+from quadtree_attention.synthetic.solids import Sight
 
 Array = NDArray[np.float64]
 inlined: Any = njit(nogil=True, error_model="numpy")

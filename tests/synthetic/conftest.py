@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 import pytest
 
-from quadtree_attention.data import ProceduralTextures, Textures
+from quadtree_attention.synthetic import ProceduralTextures, Textures
 
 
 @pytest.fixture(scope="session")

@@ -4,10 +4,10 @@
 import pytest
 import torch
 
-from quadtree_attention.data import distort
-from quadtree_attention.data.draws import Draws
-from quadtree_attention.data.photometric import _compress, _cosines, blur
 from quadtree_attention.errors import OptionError, ShapeError
+from quadtree_attention.synthetic import distort
+from quadtree_attention.synthetic.draws import Draws
+from quadtree_attention.synthetic.photometric import _compress, _cosines, blur
 
 
 @pytest.fixture

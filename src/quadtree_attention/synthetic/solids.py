@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from quadtree_attention.data.cameras import Camera
+from quadtree_attention.synthetic.cameras import Camera
 
 Kind = Literal["room", "plane", "box", "bar", "ellipsoid"]
 ROUNDING = 1e-6  # relative difference of equal depths, computed twice

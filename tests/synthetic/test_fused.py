@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from quadtree_attention.data import (
+from quadtree_attention.synthetic import (
     HomographyOptions,
     ProceduralTextures,
     SceneOptions,
@@ -18,7 +18,7 @@ from quadtree_attention.data import (
     homography_pairs,
     scene_pairs,
 )
-from quadtree_attention.data.fused import Fused, compile_everywhere, compiles, plainly
+from quadtree_attention.synthetic.fused import Fused, compile_everywhere, compiles, plainly
 
 CPU = torch.device("cpu")
 needs_compiler = pytest.mark.skipif(
