@@ -15,8 +15,8 @@ from tqdm import tqdm
 from quadtree_attention.cli.evaluate import printable
 from quadtree_attention.cli.inputs import STDIN, complain, expand
 from quadtree_attention.errors import OptionError, QuadtreeAttentionError
+from quadtree_attention.files import check_writable, make_folder
 from quadtree_attention.tasks.detect.predictor import SCORE, Detections, Detector
-from quadtree_attention.tasks.files import check_writable, make_folder
 from quadtree_attention.tasks.pictures import FORMATS, picture_format
 
 PICTURE, FOLDER = Path("detections.png"), Path("detections")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from quadtree_attention.cli.evaluate import printable
-from quadtree_attention.tasks.files import check_writable, write_whole
+from quadtree_attention.files import check_writable, write_whole
 from quadtree_attention.tasks.match.evaluate import (
     CORRECT_PIXELS,
     Kind,

@@ -15,7 +15,7 @@ from quadtree_attention.cli.classify import BAR_WIDTH, BLOCKS, ascii_bar, block_
 from quadtree_attention.cli.evaluate import printable
 from quadtree_attention.cli.inputs import STDIN, complain, expand
 from quadtree_attention.errors import CheckpointError, OptionError, QuadtreeAttentionError
-from quadtree_attention.tasks.files import check_writable, make_folder
+from quadtree_attention.files import check_writable, make_folder
 from quadtree_attention.tasks.pictures import FORMATS, picture_format
 from quadtree_attention.tasks.segment.predictor import (
     Segmentation,

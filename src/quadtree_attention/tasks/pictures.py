@@ -8,7 +8,7 @@ from pathlib import Path
 from PIL import Image
 
 from quadtree_attention.errors import OptionError
-from quadtree_attention.tasks.files import write_whole
+from quadtree_attention.files import write_whole
 
 FORMATS = {".png": "PNG", ".jpg": "JPEG", ".jpeg": "JPEG", ".webp": "WEBP"}
 BACKGROUND, TEXT, FAINT = (22, 24, 29), (240, 240, 240), (160, 165, 175)

@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from quadtree_attention.errors import CheckpointError, DataError, OptionError
+from quadtree_attention.files import replacing
 from quadtree_attention.tasks.classify.metrics import per_class_accuracy, topk_accuracy
-from quadtree_attention.tasks.files import replacing
 
 if TYPE_CHECKING:  # scoring needs neither models nor images
     from quadtree_attention.tasks.classify.predictor import Classifier, Precision

@@ -23,9 +23,9 @@ from quadtree_attention.errors import (
     MissingDependencyError,
     OptionError,
 )
+from quadtree_attention.files import check_writable, replacing
 from quadtree_attention.tasks.detect.coco import CLIPPED, NO_MASK, CocoFile
 from quadtree_attention.tasks.detect.masks import decode_mask, encode_mask, is_number, mask_problem
-from quadtree_attention.tasks.files import check_writable, replacing
 
 if TYPE_CHECKING:  # scoring needs no models
     from quadtree_attention.tasks.detect.predictor import Detections, Detector

@@ -29,11 +29,11 @@ from PIL import Image
 from torch import Tensor
 
 from quadtree_attention.errors import CheckpointError, DataError, OptionError
+from quadtree_attention.files import write_whole
 from quadtree_attention.images import ImageLike, to_image
 from quadtree_attention.models.matcher import FeatureMatcher, matcher
 from quadtree_attention.models.weights import fill, read_card
 from quadtree_attention.tasks.devices import out_of_memory, usable_device
-from quadtree_attention.tasks.files import write_whole
 from quadtree_attention.tasks.match.estimate import (
     Estimator,
     Homography,

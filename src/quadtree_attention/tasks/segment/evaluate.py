@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from quadtree_attention.errors import CheckpointError, DataError, OptionError
-from quadtree_attention.tasks.files import check_writable, make_folder, write_whole
+from quadtree_attention.files import check_writable, make_folder, write_whole
 from quadtree_attention.tasks.segment.metrics import confusion, scores
 from quadtree_attention.tasks.segment.sources import Array, SegmentSource, read_label_map
 from quadtree_attention.tasks.skipped import summary

@@ -31,11 +31,11 @@ from PIL import Image
 from torch import Tensor
 
 from quadtree_attention.errors import CheckpointError, OptionError
+from quadtree_attention.files import write_whole
 from quadtree_attention.images import ImageLike, to_image
 from quadtree_attention.models.segmentation import SemanticFPN, segmenter, sliding_window
 from quadtree_attention.models.weights import fill, read_card
 from quadtree_attention.tasks.devices import out_of_memory, usable_device
-from quadtree_attention.tasks.files import write_whole
 from quadtree_attention.tasks.pictures import save_picture
 from quadtree_attention.tasks.segment.augment import at_base, normalised
 from quadtree_attention.tasks.segment.sources import Array, Colour, palette

@@ -12,7 +12,7 @@ import numpy as np
 from PIL import Image
 
 from quadtree_attention.errors import DataError, OptionError
-from quadtree_attention.tasks.files import write_whole
+from quadtree_attention.files import write_whole
 
 Array: TypeAlias = np.ndarray[Any, Any]
 READ = (".pfm", ".png", ".npy", ".npz")

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from quadtree_attention.errors import DataError, OptionError
+from quadtree_attention.files import check_writable, make_folder, write_whole
 from quadtree_attention.images import Array
-from quadtree_attention.tasks.files import check_writable, make_folder, write_whole
 from quadtree_attention.tasks.stereo.formats import read_disparity
 
 if TYPE_CHECKING:  # scoring needs no models

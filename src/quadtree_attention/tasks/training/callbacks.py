@@ -11,7 +11,7 @@ import pytorch_lightning as pl
 import torch
 from pytorch_lightning.callbacks import Callback, TQDMProgressBar
 
-from quadtree_attention.tasks.files import replacing
+from quadtree_attention.files import replacing
 
 Row = dict[str, float]
 

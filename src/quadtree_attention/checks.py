@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks of options, in the words that all of the package uses; None always passes."""
+
+import difflib
+import math
+import re
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from quadtree_attention.errors import MissingDependencyError, OptionError
+
+
+def at_least(least: float, /, **values: float | None) -> None:
+    """Raises `OptionError` for a value below `least`, or NaN."""
+    for name, value in values.items():
+        if value is not None and not value >= least:
+            raise OptionError(f"{name} must be at least {least:g}, got {value}; pass a larger one")
+
+
+def above(limit: float, /, **values: float | None) -> None:
+    """Raises `OptionError` for a value that is not finite and above `limit`."""
+    for name, value in values.items():
+        if value is not None and not limit < value < math.inf:
+            raise OptionError(f"{name} must be above {limit:g}, got {value}; pass a larger one")
+
+
+def between(low: float, high: float, /, **values: float | None) -> None:
+    """Raises `OptionError` for a value outside [low, high], or NaN."""
+    for name, value in values.items():
+        if value is not None and not low <= value <= high:
+            raise OptionError(f"{name} must be in [{low:g}, {high:g}], got {value}; pass another")
+
+
+def one_of(choices: Iterable[Any], /, **values: Any) -> None:
+    """Raises `OptionError` for a value that is none of the choices."""
+    accepted = list(choices)
+    for name, value in values.items():
+        if value is not None and value not in accepted:
+            raise OptionError(
+                f"{name} must be one of {', '.join(map(str, accepted))}, got {value!r}"
+                + suggestion(str(value), map(str, accepted))
+            )
+
+
+def known(name: str, names: Collection[str], what: str) -> None:
+    """Raises `OptionError` for a name that is none of `names`, with the nearest of them."""
+    if name not in names:
+        raise OptionError(
+            f"{what} must be one of {', '.join(names)}, got {name!r}{suggestion(name, names)}"
+        )
+
+
+def suggestion(name: str, names: Iterable[str]) -> str:
+    """The end of a message about an unknown name: the nearest known ones, or advice."""
+    close = difflib.get_close_matches(name, list(names), n=3)
+    return f"; did you mean {' or '.join(close)}?" if close else "; pass one of them"
+
+
+def shown(value: object) -> str:
+    """A value in a message; checksums by their first 12 characters."""
+    is_checksum = (
+        isinstance(value, str) and len(value) == 64 and set(value) <= set("0123456789abcdef")
+    )
+    return str(value)[:12] if is_checksum else str(value)
+
+
+def few(names: Collection[str]) -> str:
+    """The first three names, and the number of the others."""
+    first = ", ".join(list(names)[:3]) or "none"
+    return first + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+@contextmanager
+def needs(extra: str, what: str) -> Iterator[None]:
+    """Turns a failed import into `MissingDependencyError`, which names the extra that brings it."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise MissingDependencyError(
+            f"{what} needs {error.name}, which is not installed; "
+            f"pip install 'quadtree-attention[{extra}]'"
+        ) from error

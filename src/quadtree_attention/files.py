@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files that are written whole or not at all, and folders that one process owns."""
+
+import contextlib
+import hashlib
+import os
+import secrets
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO, Self
+
+from quadtree_attention.errors import OptionError
+
+StrPath = str | os.PathLike[str]
+
+
+@contextmanager
+def replacing(path: StrPath) -> Iterator[BinaryIO]:
+    """A file beside `path` that replaces it once all of it is on the disk, and is removed on error.
+
+    A reader finds the whole new file, or what was there before.
+    """
+    target = Path(path)
+    unfinished = target.with_name(f".quadtree-{secrets.token_hex(4)}.unfinished")
+    try:
+        with unfinished.open("xb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        unfinished.replace(target)
+    finally:  # also when interrupted
+        unfinished.unlink(missing_ok=True)
+
+
+def write_all(contents: Mapping[Path, bytes]) -> None:
+    """Writes several files; none of them is replaced before all are on the disk.
+
+    Raises:
+        OptionError: One cannot be written; what was there before is unchanged.
+    """
+    try:
+        with contextlib.ExitStack() as stack:
+            for path, data in contents.items():
+                file = stack.enter_context(replacing(path))
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+    except OSError as error:
+        raise _unwritable(", ".join(map(str, contents)), error) from error
+
+
+def write_whole(path: StrPath, data: bytes) -> None:
+    """Writes a file, all or nothing.
+
+    Raises:
+        OptionError: It cannot be written; what was there before is unchanged.
+    """
+    write_all({Path(path): data})
+
+
+def make_folder(folder: Path) -> None:
+    """Makes a folder, and those above it, unless it is there.
+
+    Raises:
+        OptionError: It cannot be made.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OptionError(
+            f"the folder {folder} cannot be made: {error.strerror or error}; write elsewhere"
+        ) from error
+
+
+def _unwritable(what: str, error: OSError) -> OptionError:
+    return OptionError(
+        f"{what} cannot be written: {error.strerror or error}; what was there before is unchanged; "
+        "make room or write elsewhere"
+    )
+
+
+def check_writable(path: StrPath, *inputs: StrPath) -> None:
+    """Raises `OptionError` where writing would fail, or would replace one of the inputs."""
+    target = Path(path)
+    if not os.path.isdir(target.parent):
+        raise OptionError(
+            f"there is no directory {str(target.parent)!r} to write to; make it first"
+        )
+    if os.path.isdir(target):
+        raise OptionError(f"{str(target)!r} is a directory; write to another name")
+    if not os.access(target.parent, os.W_OK):
+        raise OptionError(f"{str(target.parent)!r} may not be written to; write elsewhere")
+    for source in inputs:
+        if os.path.exists(source) and os.path.exists(target) and os.path.samefile(source, target):
+            raise OptionError(
+                f"{str(target)!r} is an input, it must not be replaced; write elsewhere"
+            )
+
+
+def file_sha256(path: StrPath) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+class Lock:
+    """An exclusive lock on a folder, released when the process ends in any way.
+
+    Args:
+        folder: An existing folder.
+        what: The owner, in the message to others: "a training run".
+
+    Raises:
+        OptionError: Another process holds it.
+    """
+
+    NAME = ".lock"
+
+    def __init__(self, folder: Path, what: str) -> None:
+        self.folder = folder
+        self.what = what
+        self._file: BinaryIO | None = None
+
+    def __enter__(self) -> Self:
+        try:
+            file = (self.folder / self.NAME).open("ab")
+        except OSError as error:
+            raise _unwritable(f"the folder {self.folder}", error) from error
+        if not _locked(file):
+            file.close()
+            raise OptionError(
+                f"{self.folder} is in use by {self.what} of another process; wait for its end, or "
+                "write elsewhere"
+            )
+        self._file = file
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self._file is not None
+        (self.folder / self.NAME).unlink(missing_ok=True)
+        self._file.close()
+        self._file = None
+
+
+def _locked(file: BinaryIO) -> bool:
+    """True if this process got the lock of an open file."""
+    try:
+        if os.name == "nt":
+            import msvcrt
+
+            msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)  # type: ignore[attr-defined, unused-ignore]
+        else:
+            import fcntl
+
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    # Another process may have removed the file between opening and locking it
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), os.stat(file.name))
+    except FileNotFoundError:
+        return False
