@@ -3,7 +3,6 @@
 
 import difflib
 import math
-import re
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
