@@ -35,7 +35,7 @@ from benchmarks.program import (
 )
 from benchmarks.tables import DETECTORS, OUT_OF_MEMORY, number
 from quadtree_attention.models.detection import detector
-from quadtree_attention.tasks.devices import out_of_memory
+from quadtree_attention.tasks.predictor import out_of_memory
 
 PROGRAM = "python -m benchmarks.detectors"
 MODES = ("eager", "compile", "graph", "compile+graph")

@@ -43,7 +43,7 @@ from benchmarks.tables import MATCHERS, OUT_OF_MEMORY, number
 from quadtree_attention.models.matcher import FeatureMatcher, matcher, matcher_names
 from quadtree_attention.models.parts.coarse_matching import CoarseMatches
 from quadtree_attention.models.parts.context_attention import ATTENTIONS
-from quadtree_attention.tasks.devices import out_of_memory
+from quadtree_attention.tasks.predictor import out_of_memory
 
 PROGRAM = "python -m benchmarks.matchers"
 IMAGES = {"cuda": "640x480,1024x1024,2048x2048", "cpu": "640x480"}

@@ -34,7 +34,7 @@ from benchmarks.stereo_cost_tables import KIND, NETWORKS, PASSES, check_result, 
 from benchmarks.tables import OUT_OF_MEMORY, STEREO_COSTS, number
 from quadtree_attention import use_backend
 from quadtree_attention.models.stereo import StereoNetwork, stereo_network
-from quadtree_attention.tasks.devices import out_of_memory
+from quadtree_attention.tasks.predictor import out_of_memory
 from quadtree_attention.tasks.stereo.losses import stereo_losses
 
 PROGRAM = "python -m benchmarks.stereo_costs"

@@ -1,30 +1,40 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention that looks coarse first and refines only where it matters."""
+"""Attention that looks coarse first and refines only where it matters.
+
+Public names are imported on first access, so that importing the package imports no torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from quadtree_attention.errors import (
     BackendUnsupportedError,
     CheckpointError,
+    DataError,
     DTypeError,
     MissingDependencyError,
     OptionError,
     QuadtreeAttentionError,
     ShapeError,
 )
-from quadtree_attention.nn import QuadtreeAttention, QuadtreeBlock
-from quadtree_attention.ops import (
-    LevelSelection,
-    Plan,
-    available_backends,
-    plan,
-    quadtree_attention,
-    quadtree_attention_pyramid,
-    use_backend,
-)
+
+if TYPE_CHECKING:
+    from quadtree_attention.nn import QuadtreeAttention, QuadtreeBlock
+    from quadtree_attention.ops import (
+        LevelSelection,
+        Plan,
+        available_backends,
+        plan,
+        quadtree_attention,
+        quadtree_attention_pyramid,
+        use_backend,
+    )
 
 __all__ = [
     "BackendUnsupportedError",
     "CheckpointError",
     "DTypeError",
+    "DataError",
     "LevelSelection",
     "MissingDependencyError",
     "OptionError",
@@ -42,3 +52,20 @@ __all__ = [
 ]
 
 __version__ = "0.1.0"
+
+_HOMES = {"QuadtreeAttention": "nn", "QuadtreeBlock": "nn"}  # the others live in ops
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        # models, tasks, ...: `import quadtree_attention` is enough to reach them
+        if name in ("models", "nn", "ops", "synthetic", "tasks", "viz"):
+            return import_module(f"{__name__}.{name}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f"{__name__}.{_HOMES.get(name, 'ops')}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

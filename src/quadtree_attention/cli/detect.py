@@ -17,7 +17,7 @@ from quadtree_attention.cli.inputs import STDIN, complain, expand
 from quadtree_attention.errors import OptionError, QuadtreeAttentionError
 from quadtree_attention.files import check_writable, make_folder
 from quadtree_attention.tasks.detect.predictor import SCORE, Detections, Detector
-from quadtree_attention.tasks.pictures import FORMATS, picture_format
+from quadtree_attention.viz.canvas import FORMATS, picture_format
 
 PICTURE, FOLDER = Path("detections.png"), Path("detections")
 

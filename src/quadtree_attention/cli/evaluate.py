@@ -63,7 +63,7 @@ def _predict(request: ClassifyRequest) -> Predicted:
         )
     from quadtree_attention.tasks.classify.predictor import Precision
     from quadtree_attention.tasks.classify.sources import Split, open_source
-    from quadtree_attention.tasks.skipped import summary
+    from quadtree_attention.tasks.readers import summary
 
     # Splits of other names than those of training are read the same way
     source = open_source("auto", request.data, cast(Split, request.split))

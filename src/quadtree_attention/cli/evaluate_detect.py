@@ -10,7 +10,7 @@ from quadtree_attention.cli.evaluate import printable
 from quadtree_attention.errors import OptionError
 from quadtree_attention.tasks.detect.coco import CocoFile, counted, objects_of, open_split
 from quadtree_attention.tasks.detect.evaluate import Precision, Scores, predict, score
-from quadtree_attention.tasks.skipped import summary
+from quadtree_attention.tasks.readers import summary
 
 OUT = Path("results.json")
 WORST = 10  # classes that are listed; all of them are in the JSON

@@ -10,9 +10,9 @@ from pathlib import Path
 from quadtree_attention.cli.evaluate import printable
 from quadtree_attention.cli.segment import sliding_of
 from quadtree_attention.errors import OptionError
+from quadtree_attention.tasks.readers import summary
 from quadtree_attention.tasks.segment.evaluate import Predicted, Scores, predict, score
 from quadtree_attention.tasks.segment.sources import SegmentSource, open_source
-from quadtree_attention.tasks.skipped import summary
 
 FOLDER = Path("label_maps")
 SHOWN = 30  # classes that are listed; all of them are in the JSON

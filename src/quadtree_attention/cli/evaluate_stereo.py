@@ -12,7 +12,7 @@ from typing import cast
 from quadtree_attention.cli.evaluate import printable
 from quadtree_attention.errors import DataError, OptionError
 from quadtree_attention.files import check_writable, write_whole
-from quadtree_attention.tasks.skipped import summary
+from quadtree_attention.tasks.readers import summary
 from quadtree_attention.tasks.stereo.evaluate import Scores, evaluate, predict
 from quadtree_attention.tasks.stereo.sources import Split, StereoSource, open_stereo
 

@@ -27,7 +27,7 @@ from quadtree_attention.tasks.match.estimate import Estimator, Pose, check_camer
 from quadtree_attention.tasks.match.metrics import Array, rotation_error
 from quadtree_attention.tasks.match.pairs import PairLine, read_pairs
 from quadtree_attention.tasks.match.predictor import SIZE, Matcher, Matches
-from quadtree_attention.tasks.pictures import picture_format
+from quadtree_attention.viz.canvas import picture_format
 
 PICTURE = Path("matches.png")
 SETTINGS = "settings.json"  # in a folder of matches: what they were made with

@@ -16,13 +16,13 @@ from quadtree_attention.cli.evaluate import printable
 from quadtree_attention.cli.inputs import STDIN, complain, expand
 from quadtree_attention.errors import CheckpointError, OptionError, QuadtreeAttentionError
 from quadtree_attention.files import check_writable, make_folder
-from quadtree_attention.tasks.pictures import FORMATS, picture_format
 from quadtree_attention.tasks.segment.predictor import (
     Segmentation,
     Segmenter,
     Sliding,
     check_label_path,
 )
+from quadtree_attention.viz.canvas import FORMATS, picture_format
 
 PICTURE, PICTURES = Path("segments.png"), Path("segments")  # of one image, of many
 

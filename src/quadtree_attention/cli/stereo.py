@@ -18,7 +18,6 @@ from quadtree_attention.cli.inputs import images_inside
 from quadtree_attention.errors import DataError, OptionError, QuadtreeAttentionError
 from quadtree_attention.files import check_writable, write_whole
 from quadtree_attention.images import to_image
-from quadtree_attention.tasks.pictures import picture_format, save_picture
 from quadtree_attention.tasks.stereo.evaluate import settings_of
 from quadtree_attention.tasks.stereo.formats import disparity_format
 from quadtree_attention.tasks.stereo.predictor import (
@@ -28,6 +27,7 @@ from quadtree_attention.tasks.stereo.predictor import (
     check_pair,
 )
 from quadtree_attention.tasks.stereo.results import DRAWN, prepare_folder, write_prediction
+from quadtree_attention.viz.canvas import picture_format, save_picture
 
 PICTURE = Path("disparity.png")
 FORMATS = ("npz", "npy", "pfm", "png")  # of the files in --save-dir

@@ -18,7 +18,7 @@ from quadtree_attention.tasks.match.draw import (
     spread,
 )
 from quadtree_attention.tasks.match.predictor import Matches
-from quadtree_attention.tasks.pictures import BACKGROUND
+from quadtree_attention.viz.canvas import BACKGROUND
 
 
 def grey(width: int, height: int) -> Image.Image:

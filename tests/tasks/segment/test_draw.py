@@ -6,7 +6,6 @@ import pytest
 from PIL import Image
 
 from quadtree_attention.errors import ShapeError
-from quadtree_attention.tasks.pictures import BACKGROUND
 from quadtree_attention.tasks.segment.draw import (
     HEADER,
     LEGEND,
@@ -17,6 +16,7 @@ from quadtree_attention.tasks.segment.draw import (
     legend,
     outlines,
 )
+from quadtree_attention.viz.canvas import BACKGROUND
 
 NAMES, PALETTE = ["sky", "road", "car"], [(0, 0, 255), (255, 0, 0), (0, 255, 0)]
 

@@ -8,7 +8,6 @@ from PIL import Image
 pytest.importorskip("timm", reason="the predictor needs the extra 'models'")
 
 from quadtree_attention.errors import OptionError
-from quadtree_attention.tasks.pictures import BACKGROUND
 from quadtree_attention.tasks.stereo.draw import (
     COLOURS,
     HEADER,
@@ -21,6 +20,7 @@ from quadtree_attention.tasks.stereo.draw import (
     ticks,
 )
 from quadtree_attention.tasks.stereo.predictor import Disparity
+from quadtree_attention.viz.canvas import BACKGROUND
 
 
 def steps(width=400, height=300, *, image=True, **options) -> Disparity:

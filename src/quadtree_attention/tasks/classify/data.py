@@ -17,7 +17,7 @@ from torch.utils.data import Dataset
 from quadtree_attention.errors import DataError, OptionError
 from quadtree_attention.tasks.classify.augment import DRAWS, BatchAugment
 from quadtree_attention.tasks.classify.sources import ImageSource, Kind, Split, open_source
-from quadtree_attention.tasks.skipped import summary
+from quadtree_attention.tasks.readers import summary
 from quadtree_attention.tasks.training.loader import (
     Draw,
     EpochSampler,

@@ -35,7 +35,7 @@ from quadtree_attention.errors import (
 from quadtree_attention.images import ImageLike, to_image
 from quadtree_attention.models.convert import check_fit
 from quadtree_attention.models.weights import build_model, load_model, read_card, read_checkpoint
-from quadtree_attention.tasks.devices import out_of_memory, usable_device
+from quadtree_attention.tasks.predictor import out_of_memory, usable_device
 
 try:
     from PIL import Image

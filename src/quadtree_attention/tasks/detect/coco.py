@@ -21,7 +21,7 @@ from torch import Tensor
 from quadtree_attention.errors import DataError
 from quadtree_attention.images import to_image
 from quadtree_attention.tasks.detect.masks import decode_mask, is_number, mask_problem, short
-from quadtree_attention.tasks.skipped import summary
+from quadtree_attention.tasks.readers import summary
 
 Box = tuple[float, float, float, float]
 Target = dict[str, Tensor]

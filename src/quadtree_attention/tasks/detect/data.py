@@ -14,7 +14,7 @@ from quadtree_attention.errors import DataError, OptionError
 from quadtree_attention.tasks.detect.augment import Augment
 from quadtree_attention.tasks.detect.coco import DetectSource, Target, counted, open_split
 from quadtree_attention.tasks.detect.shapes import GeneratedShapes
-from quadtree_attention.tasks.skipped import summary
+from quadtree_attention.tasks.readers import summary
 from quadtree_attention.tasks.training.loader import (
     EpochSampler,
     ResumableLoader,

@@ -9,7 +9,7 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageFilter, ImageFont
 
 from quadtree_attention.tasks.detect.masks import Array
-from quadtree_attention.tasks.pictures import BACKGROUND, TEXT
+from quadtree_attention.viz.canvas import BACKGROUND, TEXT
 
 if TYPE_CHECKING:
     from quadtree_attention.tasks.detect.predictor import Detections

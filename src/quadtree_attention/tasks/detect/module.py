@@ -13,7 +13,7 @@ from torchmetrics.detection import MeanAveragePrecision
 from quadtree_attention.errors import DataError, OptionError
 from quadtree_attention.models.detection import detector
 from quadtree_attention.tasks.detect.coco import Target
-from quadtree_attention.tasks.skipped import summary
+from quadtree_attention.tasks.readers import summary
 from quadtree_attention.tasks.training.loader import seed_from, set_seed
 from quadtree_attention.tasks.training.module import (
     FollowsFromStep,

@@ -31,8 +31,8 @@ from quadtree_attention.images import ImageLike, to_image
 from quadtree_attention.models.detection import detector
 from quadtree_attention.models.weights import fill, read_card
 from quadtree_attention.tasks.detect.masks import Array, encode_mask
-from quadtree_attention.tasks.devices import out_of_memory, usable_device
-from quadtree_attention.tasks.pictures import save_picture
+from quadtree_attention.tasks.predictor import out_of_memory, usable_device
+from quadtree_attention.viz.canvas import save_picture
 
 SCORE = 0.5
 MASK_THRESHOLD = 0.5  # of what belongs to an object

@@ -11,7 +11,7 @@ from PIL import Image, ImageDraw, ImageFont
 from quadtree_attention.errors import OptionError
 from quadtree_attention.images import ImageLike, to_image
 from quadtree_attention.tasks.match.metrics import Array
-from quadtree_attention.tasks.pictures import BACKGROUND, FAINT, TEXT
+from quadtree_attention.viz.canvas import BACKGROUND, FAINT, TEXT
 
 if TYPE_CHECKING:
     from quadtree_attention.tasks.match.predictor import Matches

@@ -23,7 +23,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from quadtree_attention.errors import DataError, OptionError
-from quadtree_attention.tasks.skipped import summary
+from quadtree_attention.tasks.readers import summary
 from quadtree_attention.tasks.training.loader import (
     EpochSampler,
     ResumableLoader,

@@ -33,7 +33,6 @@ from quadtree_attention.files import write_whole
 from quadtree_attention.images import ImageLike, to_image
 from quadtree_attention.models.matcher import FeatureMatcher, matcher
 from quadtree_attention.models.weights import fill, read_card
-from quadtree_attention.tasks.devices import out_of_memory, usable_device
 from quadtree_attention.tasks.match.estimate import (
     Estimator,
     Homography,
@@ -42,8 +41,9 @@ from quadtree_attention.tasks.match.estimate import (
     relative_pose,
 )
 from quadtree_attention.tasks.match.metrics import Array
-from quadtree_attention.tasks.pictures import save_picture
+from quadtree_attention.tasks.predictor import out_of_memory, usable_device
 from quadtree_attention.tasks.pretrained import pretrained_path
+from quadtree_attention.viz.canvas import save_picture
 
 SIZE = 640  # pixels of the longer side that images are matched at
 LEAST = 0.25  # of that for the shorter side of long images, which else are nothing but borders

@@ -12,6 +12,7 @@ from PIL import Image
 from torchvision.transforms import v2
 
 from quadtree_attention.errors import DataError, OptionError
+from quadtree_attention.tasks.readers import summary
 from quadtree_attention.tasks.segment.augment import as_tensors, at_base, training_transform
 from quadtree_attention.tasks.segment.sources import (
     Array,
@@ -20,7 +21,6 @@ from quadtree_attention.tasks.segment.sources import (
     SegmentSource,
     open_source,
 )
-from quadtree_attention.tasks.skipped import summary
 from quadtree_attention.tasks.training.loader import (
     EpochSampler,
     ResumableLoader,

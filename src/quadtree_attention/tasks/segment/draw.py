@@ -9,8 +9,8 @@ from PIL import Image, ImageDraw, ImageFont
 
 from quadtree_attention.errors import ShapeError
 from quadtree_attention.images import ImageLike, to_image
-from quadtree_attention.tasks.pictures import BACKGROUND, FAINT, TEXT
 from quadtree_attention.tasks.segment.sources import Array, Colour
+from quadtree_attention.viz.canvas import BACKGROUND, FAINT, TEXT
 
 ROOM = (1120, 840)  # for the image; small ones are enlarged a little
 LARGEST_SCALE = 3.0

@@ -17,9 +17,9 @@ import torch
 
 from quadtree_attention.errors import CheckpointError, DataError, OptionError
 from quadtree_attention.files import check_writable, make_folder, write_whole
+from quadtree_attention.tasks.readers import summary
 from quadtree_attention.tasks.segment.metrics import confusion, scores
 from quadtree_attention.tasks.segment.sources import Array, SegmentSource, read_label_map
-from quadtree_attention.tasks.skipped import summary
 
 if TYPE_CHECKING:  # scoring needs no model
     from quadtree_attention.tasks.segment.predictor import Segmenter

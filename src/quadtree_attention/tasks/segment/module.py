@@ -14,9 +14,9 @@ from torch.optim import Optimizer
 from quadtree_attention.errors import DataError, OptionError
 from quadtree_attention.models.segmentation import SemanticFPN, segmenter
 from quadtree_attention.models.weights import file_sha256
+from quadtree_attention.tasks.readers import summary
 from quadtree_attention.tasks.segment.augment import normalised
 from quadtree_attention.tasks.segment.metrics import IGNORE, confusion, scores
-from quadtree_attention.tasks.skipped import summary
 from quadtree_attention.tasks.training.loader import seed_from, set_seed
 from quadtree_attention.tasks.training.module import FollowsFromStep, TaskModule, check_options
 

@@ -35,10 +35,10 @@ from quadtree_attention.files import write_whole
 from quadtree_attention.images import ImageLike, to_image
 from quadtree_attention.models.segmentation import SemanticFPN, segmenter, sliding_window
 from quadtree_attention.models.weights import fill, read_card
-from quadtree_attention.tasks.devices import out_of_memory, usable_device
-from quadtree_attention.tasks.pictures import save_picture
+from quadtree_attention.tasks.predictor import out_of_memory, usable_device
 from quadtree_attention.tasks.segment.augment import at_base, normalised
 from quadtree_attention.tasks.segment.sources import Array, Colour, palette
+from quadtree_attention.viz.canvas import save_picture
 
 Sliding = int | tuple[int, int] | None  # a window, or a window and the stride, in pixels
 BYTE = 256  # classes that a label map of 8 bits can tell apart

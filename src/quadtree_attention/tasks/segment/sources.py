@@ -21,8 +21,8 @@ from PIL import Image, ImageDraw, UnidentifiedImageError
 from quadtree_attention.errors import DataError, OptionError
 from quadtree_attention.images import decode
 from quadtree_attention.tasks.classify.sources import SUFFIXES
+from quadtree_attention.tasks.readers import summary
 from quadtree_attention.tasks.segment.metrics import IGNORE
-from quadtree_attention.tasks.skipped import summary
 
 Array: TypeAlias = np.ndarray[Any, Any]
 Colour: TypeAlias = tuple[int, int, int]

@@ -16,7 +16,7 @@ from torchvision.transforms.v2 import functional as TF
 from quadtree_attention.errors import DataError, OptionError
 from quadtree_attention.synthetic import StereoOptions, Textures, stereo_pairs
 from quadtree_attention.tasks.match.posed import collate
-from quadtree_attention.tasks.skipped import summary
+from quadtree_attention.tasks.readers import summary
 from quadtree_attention.tasks.stereo.sources import (
     Split,
     StereoSample,

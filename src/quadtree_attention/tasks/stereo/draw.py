@@ -9,8 +9,8 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
 from quadtree_attention.images import Array
-from quadtree_attention.tasks.pictures import BACKGROUND, FAINT, TEXT
 from quadtree_attention.tasks.stereo.metrics import OCCLUDED
+from quadtree_attention.viz.canvas import BACKGROUND, FAINT, TEXT
 
 if TYPE_CHECKING:
     from quadtree_attention.tasks.stereo.predictor import Disparity

@@ -32,12 +32,12 @@ from quadtree_attention.errors import CheckpointError, DataError, OptionError
 from quadtree_attention.images import Array, ImageLike, to_image
 from quadtree_attention.models.stereo import StereoNetwork, stereo_network
 from quadtree_attention.models.weights import fill, read_card
-from quadtree_attention.tasks.devices import out_of_memory, usable_device
-from quadtree_attention.tasks.pictures import save_picture
+from quadtree_attention.tasks.predictor import out_of_memory, usable_device
 from quadtree_attention.tasks.pretrained import pretrained_path
 from quadtree_attention.tasks.stereo.checks import pair_warnings, result_warnings
 from quadtree_attention.tasks.stereo.filling import fill_hidden
 from quadtree_attention.tasks.stereo.formats import write_disparity
+from quadtree_attention.viz.canvas import save_picture
 
 SIZE = 800  # pixels of the longer side that pairs are matched at, at most: it was trained so wide
 SMALL = 640  # below which pairs are enlarged: cells are of two pixels, and what is thin is lost

@@ -20,7 +20,7 @@ from PIL import Image
 
 from quadtree_attention.errors import DataError, OptionError
 from quadtree_attention.images import to_image
-from quadtree_attention.tasks.skipped import summary
+from quadtree_attention.tasks.readers import summary
 from quadtree_attention.tasks.stereo.formats import READ, DisparityMap, read_disparity
 
 Array: TypeAlias = np.ndarray[Any, Any]

@@ -12,7 +12,7 @@ from timm.scheduler import CosineLRScheduler
 from torch import Tensor, nn
 
 from quadtree_attention.errors import OptionError
-from quadtree_attention.tasks.skipped import summary
+from quadtree_attention.tasks.readers import summary
 from quadtree_attention.tasks.training.loader import seed_from, set_seed
 from quadtree_attention.tasks.training.steps import run_length
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from quadtree_attention.errors import OptionError
-from quadtree_attention.tasks.devices import out_of_memory, usable_device
+from quadtree_attention.tasks.predictor import out_of_memory, usable_device
 
 
 def test_devices():

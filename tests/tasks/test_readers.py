@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-from quadtree_attention.tasks.skipped import summary
+from quadtree_attention.tasks.readers import summary
 
 
 def test_summary_names_the_first_and_counts_the_rest():

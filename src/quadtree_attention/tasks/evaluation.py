@@ -1,0 +1,247 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The two loops: `predict` runs a network over a source, `evaluate` scores what it wrote.
+
+So a score can be computed again, or another one from the same predictions, without the network, and
+predictions of other programs are scored in the same way.
+"""
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Any
+
+from torch.utils.data import DataLoader, Dataset
+
+from quadtree_attention import checks
+from quadtree_attention.errors import DataError, OptionError
+from quadtree_attention.files import StrPath
+from quadtree_attention.tasks.contract import Prepared, Result, Scores, Source, Task, get_task
+from quadtree_attention.tasks.predictor import BAD_SAMPLE, Predictor
+from quadtree_attention.tasks.readers import match_classes, refuse_if, summary
+from quadtree_attention.tasks.store import Store
+
+Outcome = tuple[int, Result | Exception]
+
+
+def predict(
+    predictor: Predictor[Any],
+    source: Source[Any],
+    *,
+    store: Store | None = None,
+    batch: int | None = None,
+    workers: int = 0,
+    progress: bool | None = None,
+) -> Iterator[Outcome]:
+    """Yields the index and the result, or the error, of every sample that the store lacks.
+
+    Several processes may share a store.
+
+    Args:
+        predictor: What to run.
+        source: The samples.
+        store: Where results are written as well.
+        batch: Samples that go through the network together; None: as the predictor has it.
+        workers: Processes that read and prepare images; 0: this one.
+        progress: Show a progress bar; None: in a terminal.
+    """
+    checks.at_least(1, batch=batch)
+    checks.at_least(0, workers=workers)
+    left = [i for i in range(len(source)) if store is None or not store.has(source.name(i))]
+    samples = _prefetched(_Samples(source, predictor.preprocess, left, store), workers)
+    shown = _progress(samples, len(left), predictor.task.item, progress)
+    for chunk in _chunks(shown, batch or predictor.batch):
+        there = [(i, item) for i, item in chunk if item is not None]
+        good = {i: item for i, item in there if isinstance(item, Prepared)}
+        found = dict(zip(good, predictor.run(list(good.values())), strict=True))
+        if store is not None:
+            store.put({source.name(i): result for i, result in found.items()})
+        for i, item in there:
+            yield i, found.get(i, item)
+    if store is not None:
+        store.finish()
+
+
+def evaluate(
+    task: str,
+    weights: StrPath | None = None,
+    *,
+    data: StrPath,
+    split: str = "val",
+    predictions: StrPath | None = None,
+    save: StrPath | None = None,
+    reader: Mapping[str, Any] | None = None,
+    thresholds: Mapping[str, Any] | None = None,
+    batch: int | None = None,
+    workers: int = 0,
+    strict: bool = False,
+    force: bool = False,
+    **options: Any,
+) -> Scores:
+    """Scores a predictor, or predictions on disk, against the truth of a data set.
+
+    Args:
+        task: "classify", "match", "stereo", "detect" or "segment".
+        weights: What `from_pretrained` of the task takes; None: the packaged weights.
+        data: Root of the data set.
+        split: Which of its splits.
+        predictions: Score these instead of running a network: what an earlier call has saved, or
+            files of another program in the task's format.
+        save: Where predictions are written, and reused if nothing changed; None:
+            `<task>-predictions` in the current folder.
+        reader: Options of the task's `open_source`, such as the layout of the data.
+        thresholds: Options of the task's metric.
+        batch: Samples that go through the network together.
+        workers: Processes that read images; 0: this one.
+        strict: Raise at the first sample that cannot be used, instead of leaving it out.
+        force: Compute predictions again, and replace those of other settings.
+        **options: Options of `from_pretrained`.
+
+    Raises:
+        OptionError: An option is not accepted, or `save` holds something else.
+        CheckpointError: The weights cannot be read, or know other classes than the data have.
+        DataError: The data or the predictions cannot be read.
+    """
+    chosen = get_task(task)
+    source: Source[Any] = chosen.load("open_source")(
+        data, split=split, strict=strict, **(reader or {})
+    )
+    skipped = list(source.skipped)
+    if predictions is None:
+        predictor = chosen.load("predictor").from_pretrained(weights, **options)
+        store, unread = predicted(
+            predictor, source, save, batch=batch, workers=workers, strict=strict, force=force
+        )
+        skipped += unread
+    elif weights is not None or save is not None or options:
+        raise OptionError(
+            "predictions are scored as they are; leave out weights, save and the options of the "
+            "predictor, or predictions"
+        )
+    else:
+        store = Store.open(predictions, chosen, source)
+    return score(chosen, source, store, thresholds=thresholds, skipped=skipped, strict=strict)
+
+
+def predicted(
+    predictor: Predictor[Any],
+    source: Source[Any],
+    save: StrPath | None = None,
+    *,
+    batch: int | None = None,
+    workers: int = 0,
+    strict: bool = False,
+    force: bool = False,
+    suffix: str | None = None,
+) -> tuple[Store, list[str]]:
+    """A store with predictions of all samples, and reasons why samples have none.
+
+    Args:
+        As for `evaluate` and `Store.create`.
+    """
+    task = predictor.task
+    classes = getattr(predictor, "names", None)
+    if classes is not None and source.classes is not None:
+        match_classes(source.classes, classes)
+    if save is None:
+        codec = task.load("codec")
+        save = f"{task.name}-predictions{codec.suffixes[0] if codec.together else ''}"
+    store = Store.create(
+        save, task, predictor.settings(), source, classes=classes, suffix=suffix, force=force
+    )
+    outcomes = predict(predictor, source, store=store, batch=batch, workers=workers)
+    unread = [refuse_if(strict, found) for _, found in outcomes if isinstance(found, Exception)]
+    if unread and len(unread) == len(source):
+        raise DataError(
+            f"none of {len(source)} {task.item}s can be read, the first because: {unread[0]}"
+        )
+    return store, unread
+
+
+def score(
+    task: Task,
+    source: Source[Any],
+    store: Store,
+    *,
+    thresholds: Mapping[str, Any] | None = None,
+    skipped: Sequence[str] = (),
+    strict: bool = False,
+) -> Scores:
+    """Scores the results in a store.
+
+    Raises:
+        DataError: There are no results of these samples, or one is damaged.
+    """
+    metric = task.load("metric")(source, classes=store.classes, **(thresholds or {}))
+    skipped, missing = list(skipped), []
+    for index in _progress(range(len(source)), len(source), task.item):
+        name = source.name(index)
+        found = store.get(name)
+        if found is None:
+            missing.append(name)
+        try:
+            truth = source.truth(index)
+        except DataError as error:
+            skipped.append(refuse_if(strict, error))
+            continue
+        metric.update(name, truth, found)
+    if len(missing) == len(source):
+        such = f", such as {missing[0]}" if missing else ""
+        raise DataError(
+            f"{store.path} has predictions for none of {len(source)} {task.item}s{such}; pass what "
+            f"quadtree evaluate {task.name} has saved for these data"
+        )
+    if strict and missing:
+        raise DataError(
+            f"{store.path} lacks {len(missing)} of {len(source)} {task.item}s: {summary(missing)}; "
+            "predict them, or leave out --strict"
+        )
+    scores: Scores = metric.compute()
+    return scores.with_context(skipped=skipped, missing=missing, settings=store.settings)
+
+
+class _Samples(Dataset[Any]):
+    """Prepared samples. A bad sample is a value, as workers' errors carry their traceback."""
+
+    def __init__(
+        self,
+        source: Source[Any],
+        prepare: Callable[..., Prepared],
+        indices: Sequence[int],
+        store: Store | None,
+    ) -> None:
+        self.source, self.prepare, self.indices, self.store = source, prepare, indices, store
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __getitem__(self, place: int) -> tuple[int, Prepared | Exception | None]:
+        index = self.indices[place]
+        # Looked up again: another process may have made it meanwhile
+        if self.store is not None and self.store.has(self.source.name(index)):
+            return index, None
+        try:
+            return index, self.prepare(*self.source.images(index))
+        except BAD_SAMPLE as error:
+            return index, error
+
+
+def _prefetched(samples: _Samples, workers: int) -> Iterable[Any]:
+    if not len(samples):
+        return ()
+    return DataLoader(samples, batch_size=None, num_workers=min(workers, os.cpu_count() or 1))
+
+
+def _chunks(items: Iterable[Any], size: int) -> Iterator[list[Any]]:
+    remaining = iter(items)
+    while chunk := list(islice(remaining, size)):
+        yield chunk
+
+
+def _progress(
+    items: Iterable[Any], total: int, item: str, shown: bool | None = None
+) -> Iterable[Any]:
+    """The items, with a progress bar in a terminal."""
+    from tqdm import tqdm
+
+    disable = None if shown is None else not shown
+    return tqdm(items, total=total, unit=item, leave=False, disable=disable)

@@ -1,0 +1,279 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The base of all predictors: weights, devices, batches, memory."""
+
+import math
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence, Sized
+from contextlib import nullcontext
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import Any, ClassVar, Generic, Literal, Self
+
+import torch
+from torch import Tensor, nn
+
+from quadtree_attention import checks
+from quadtree_attention.errors import DataError, DTypeError, OptionError, ShapeError
+from quadtree_attention.files import StrPath, file_sha256
+from quadtree_attention.tasks.contract import Prepared, Preprocess, ResultT, Task
+
+DTYPES = ("float32", "bfloat16", "float16")
+BAD_SAMPLE = (DataError, ShapeError, DTypeError)  # errors of one sample, not of the whole call
+
+
+class Predictor(ABC, Generic[ResultT]):
+    """A network with its preprocessing, for images of any size and kind.
+
+    Subclasses set `task`, set `preprocess` in their constructor, and define `forward` and `finish`.
+
+    Args:
+        network: The network, in float32.
+        card: Its card: `model`, `kwargs`, and what preprocessing needs.
+        path: File of the weights, for messages and settings.
+        device: "auto" takes a GPU if there is one.
+        dtype: None or "float32"; "bfloat16" or "float16" for automatic mixed precision.
+        compile: Compile the network with `torch.compile`.
+        options: Options of the task that results depend on.
+
+    Attributes:
+        task: The task.
+        batch: Default number of samples that go through the network together.
+    """
+
+    task: ClassVar[Task]
+    batch: ClassVar[int] = 1
+    preprocess: Preprocess
+
+    def __init__(
+        self,
+        network: nn.Module,
+        card: dict[str, Any],
+        *,
+        path: StrPath | None = None,
+        device: str | torch.device = "auto",
+        dtype: str | torch.dtype | None = None,
+        compile: bool = False,  # noqa: A002 (what users call it)
+        **options: Any,
+    ) -> None:
+        name = "float32" if dtype is None else str(dtype).removeprefix("torch.")
+        checks.one_of(DTYPES, dtype=name)
+        self.card = card
+        self.path = None if path is None else Path(path)
+        self.device = usable_device(device)
+        self.dtype = name
+        self.options = options
+        self.network = network.to(self.device).eval()
+        if compile:
+            self.network.compile()
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        name_or_path: StrPath | None = None,
+        *,
+        device: str | torch.device = "auto",
+        dtype: str | torch.dtype | None = None,
+        size: int | None = None,
+        compile: bool = False,  # noqa: A002
+        **own: Any,
+    ) -> Self:
+        """A predictor with weights of the package or of a file; nothing is downloaded.
+
+        Args:
+            name_or_path: A `.safetensors` file with its card, as training and `quadtree convert`
+                write it, or the name of packaged weights; None: the packaged default.
+            device: "auto" takes a GPU if there is one.
+            dtype: None or "float32"; "bfloat16" or "float16" for automatic mixed precision.
+            size: Pixels of the longer side that the network sees; None: as trained.
+            compile: Compile the network with `torch.compile`.
+            **own: Options of the task, see the class.
+
+        Raises:
+            CheckpointError: The weights cannot be read, are of another task, or there are none.
+            OptionError: An option has a value that is not accepted.
+        """
+        from quadtree_attention.models import registry
+
+        checks.at_least(1, size=size)
+        path = registry.weights_path(cls.task.name, name_or_path)
+        card, network = registry.load_with_card(path, task=cls.task.name)
+        return cls(
+            network, card, path=path, device=device, dtype=dtype, size=size, compile=compile, **own
+        )
+
+    def __call__(self, *images: Any) -> ResultT:
+        """The result of one sample.
+
+        Args:
+            *images: As many as the task takes. Each is a path, the bytes of a file, a PIL image, an
+                array (H, W[, 3 or 4]) or a tensor (3, H, W) of uint8, uint16, or floats in [0, 1].
+                Photographs are rotated as their EXIF tag says; transparent pixels become white.
+
+        Raises:
+            DataError: A file cannot be read as an image.
+            ShapeError: An array or tensor is no image.
+            DTypeError: It holds other numbers.
+            OptionError: There is too little memory.
+        """
+        return self.run([self.preprocess(*self._checked(images))])[0]
+
+    def many(
+        self,
+        items: Iterable[Any],
+        *,
+        batch: int | None = None,
+        progress: bool = False,
+        errors: Literal["raise", "return"] = "raise",
+    ) -> Iterator[Any]:
+        """The results of many samples, in order, as they are computed.
+
+        Args:
+            items: Images; tuples of images for tasks that take several.
+            batch: Samples that go through the network together, as far as their sizes agree. With 1
+                results equal those of single calls bit by bit, else up to rounding.
+            progress: Show a progress bar in a terminal.
+            errors: "raise", or "return" to yield the error of a sample in place of its result.
+        """
+        from tqdm import tqdm
+
+        checks.at_least(1, batch=batch)
+        checks.one_of(("raise", "return"), errors=errors)
+        total = len(items) if isinstance(items, Sized) else None
+        hidden = None if progress else True
+        bar = tqdm(total=total, unit=self.task.item, leave=False, disable=hidden)
+        remaining = iter(items)
+        with bar:
+            while chunk := list(islice(remaining, batch or self.batch)):
+                prepared = [self._prepared(item, errors) for item in chunk]
+                found = iter(self.run([item for item in prepared if isinstance(item, Prepared)]))
+                for item in prepared:
+                    yield next(found) if isinstance(item, Prepared) else item
+                    bar.update()
+
+    def run(self, items: Sequence[Prepared]) -> list[ResultT]:
+        """The results of prepared samples; those of equal keys go through the network together.
+
+        Raises:
+            OptionError: A single sample does not fit into memory.
+        """
+        groups: dict[Any, list[int]] = {}
+        for place, item in enumerate(items):
+            groups.setdefault(item.key, []).append(place)
+        found: dict[int, ResultT] = {}
+        for places in groups.values():
+            results = self._run_batch([items[place] for place in places])
+            found.update(zip(places, results, strict=True))
+        return [found[place] for place in range(len(items))]
+
+    @abstractmethod
+    def forward(self, batch: Sequence[Prepared]) -> Sequence[Any]:
+        """Runs the network on samples of equal keys; one raw result each, on the CPU."""
+
+    @abstractmethod
+    def finish(self, raw: Any, item: Prepared) -> ResultT:
+        """Makes a result of a raw one; `run` adds images, sizes, warnings and seconds."""
+
+    def advice(self) -> str:
+        """What to change when memory is short."""
+        return "pass a smaller size, or another device"
+
+    def settings(self) -> dict[str, Any]:
+        """What results depend on, as plain data.
+
+        `from_pretrained(path, dtype=..., **options)` builds the same predictor again.
+        """
+        return {
+            "model": self.card["model"],
+            "weights_sha256": None if self.path is None else file_sha256(self.path),
+            "dtype": self.dtype,
+            "device": self.device.type,
+            "options": self.options,
+        }
+
+    def stack(self, batch: Sequence[Prepared]) -> list[Tensor]:
+        """The inputs of samples of equal keys as batches (B, ...) on the device."""
+        columns = zip(*(item.inputs for item in batch), strict=True)
+        return [torch.stack(column).to(self.device) for column in columns]
+
+    # ---- implementation
+
+    def _checked(self, images: Sequence[Any]) -> Sequence[Any]:
+        if len(images) != len(self.task.images):
+            wanted = ", ".join(self.task.images)
+            raise OptionError(
+                f"{type(self).__name__} takes {len(self.task.images)} image(s) ({wanted}), got "
+                f"{len(images)}; use many() for several {self.task.item}s"
+            )
+        return images
+
+    def _prepared(self, item: Any, errors: str) -> Prepared | Exception:
+        images = item if len(self.task.images) > 1 else (item,)
+        try:
+            return self.preprocess(*self._checked(images))
+        except BAD_SAMPLE as error:
+            if errors == "raise":
+                raise
+            return error
+
+    def _run_batch(self, batch: Sequence[Prepared]) -> list[ResultT]:
+        began = time.perf_counter()
+        try:
+            with torch.inference_mode():
+                with self._precision():
+                    raws = self.forward(batch)
+                results = [self.finish(raw, item) for raw, item in zip(raws, batch, strict=True)]
+        except (MemoryError, RuntimeError) as error:
+            if not out_of_memory(error):
+                raise
+            if len(batch) == 1:
+                sizes = " and ".join(f"{i.width}x{i.height}" for i in batch[0].images)
+                raise OptionError(
+                    f"{'an' if self.task.item[0] in 'aeiou' else 'a'} {self.task.item} of {sizes} "
+                    f"pixels does not fit into the memory of {self.device}; {self.advice()}"
+                ) from error
+        else:
+            seconds = (time.perf_counter() - began) / len(batch)
+            return [
+                replace(
+                    result,
+                    images=item.images,
+                    seen=result.seen or tuple((x.shape[-1], x.shape[-2]) for x in item.inputs),
+                    seconds=seconds,
+                    warnings=item.warnings + result.warnings,
+                )
+                for result, item in zip(results, batch, strict=True)
+            ]
+        half = math.ceil(len(batch) / 2)  # out of the handler, whose traceback holds the memory
+        return self._run_batch(batch[:half]) + self._run_batch(batch[half:])
+
+    def _precision(self) -> Any:
+        if self.dtype == "float32":
+            return nullcontext()
+        return torch.autocast(self.device.type, getattr(torch, self.dtype))
+
+
+def usable_device(device: str | torch.device | None) -> torch.device:
+    """The device of that name; "auto" or None takes a GPU if there is one.
+
+    Raises:
+        OptionError: It does not exist, or holds no tensors.
+    """
+    auto = device is None or device == "auto"
+    try:
+        chosen = torch.device("cuda" if torch.cuda.is_available() else "cpu") if auto else device
+        chosen = torch.device(chosen)  # type: ignore[arg-type]
+        torch.zeros(1, device=chosen).cpu()
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).splitlines()[0].split(". ")[0][:100]
+        raise OptionError(
+            f"there is no device {str(device)!r} here: {reason}; pass cpu, or leave it out"
+        ) from error
+    return chosen
+
+
+def out_of_memory(error: Exception) -> bool:
+    """True if an operation failed for lack of memory; torch has a class for that on GPUs only."""
+    known = isinstance(error, torch.OutOfMemoryError | MemoryError)
+    return known or "can't allocate memory" in str(error)

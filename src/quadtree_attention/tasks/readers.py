@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What readers of all tasks share: unreadable samples, class names, npz files."""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from quadtree_attention.checks import few
+from quadtree_attention.errors import CheckpointError, DataError
+from quadtree_attention.images import Array
+
+ATTEMPTS = 50  # samples in a row that may be unreadable
+SHOWN = 5  # reasons in a summary
+SampleT = TypeVar("SampleT")
+
+
+def summary(reasons: Sequence[str]) -> str:
+    """The first reasons, and the number of the others."""
+    more = f", and {len(reasons) - SHOWN} more" if len(reasons) > SHOWN else ""
+    return "; ".join(reasons[:SHOWN]) + more
+
+
+def read_or_replace(
+    read: Callable[[int], SampleT],
+    index: int,
+    count: int,
+    *,
+    item: str = "image",
+    strict: bool = False,
+    after: Callable[[int, int], int] | None = None,
+) -> tuple[SampleT, list[str]]:
+    """A sample, and why those tried before it cannot be read.
+
+    The next readable sample replaces an unreadable one, so that batches stay whole.
+
+    Args:
+        read: Returns a sample; raises `DataError` where it cannot be read.
+        index: The sample asked for.
+        count: Samples there are.
+        item: What a sample is called in messages.
+        strict: Raise at the first that cannot be read.
+        after: `(index, step) -> index` of the replacement; None: those that follow, cyclically.
+
+    Raises:
+        DataError: As many as 50 in a row, or all, cannot be read.
+    """
+    reasons: list[str] = []
+    for step in range(min(ATTEMPTS, count)):
+        place = (index + step) % count if after is None else after(index, step)
+        try:
+            return read(place), reasons
+        except DataError as error:
+            if strict:
+                raise DataError(f"{error}; mend it, or leave out --data.strict") from error
+            reasons.append(str(error))
+    raise DataError(
+        f"{len(reasons)} {item}s in a row cannot be read: {summary(reasons)}; check the files"
+    )
+
+
+def refuse_if(strict: bool, error: Exception) -> str:
+    """The message of an error of one sample; raises it with `strict`."""
+    if strict:
+        raise DataError(f"{error}; mend it, or leave out --strict") from error
+    return str(error)
+
+
+def class_names(
+    card: Mapping[str, Any], count: int, path: Path | None, *, first: int = 0
+) -> list[str]:
+    """Names of the classes of a network by its card; numbers from `first` on if it has none.
+
+    Raises:
+        CheckpointError: The card has another number of names.
+    """
+    names = card.get("classes")
+    if names is None:
+        return [str(label) for label in range(first, first + count)]
+    if not isinstance(names, list) or len(names) != count:
+        got = f"{len(names)} names" if isinstance(names, list) else "no list"
+        raise CheckpointError(
+            f"the card of {path} must name the {count} classes of the model, got {got}; restore "
+            "the card, or delete it to go on with numbers"
+        )
+    return [str(name) for name in names]
+
+
+def match_classes(theirs: Sequence[str], ours: Sequence[str]) -> list[int]:
+    """For every class of the data, the place of that class among those of a model.
+
+    Classes are matched by name, or in order where one of the two only has numbers for names.
+
+    Args:
+        theirs: Classes of the data.
+        ours: Classes of the model.
+
+    Raises:
+        CheckpointError: The model does not know a class of the data.
+    """
+    if list(theirs) == list(ours):
+        return list(range(len(ours)))
+    place = {name: label for label, name in enumerate(ours)}
+    unknown = [name for name in theirs if name not in place]
+    if not unknown and len(place) == len(ours):
+        return [place[name] for name in theirs]
+    if (_numbered(theirs) and len(theirs) <= len(ours)) or (
+        _numbered(ours) and len(theirs) == len(ours)
+    ):
+        return list(range(len(theirs)))
+    raise CheckpointError(
+        f"the data have {len(theirs)} classes, {few(theirs)}; the model has {len(ours)}, "
+        f"{few(ours)}; it does not know {few(unknown)}, or has a name twice; take weights and data "
+        "of the same classes"
+    )
+
+
+def _numbered(names: Sequence[str]) -> bool:
+    return any(
+        [str(i) for i in range(first, first + len(names))] == list(names) for first in (0, 1)
+    )
+
+
+def read_npz(path: Path, required: Sequence[str], optional: Sequence[str] = ()) -> dict[str, Array]:
+    """Arrays of an npz file by name; optional ones only where they are there. No pickles are read.
+
+    Raises:
+        DataError: There is no such file, it is damaged, or lacks an array.
+    """
+    try:
+        with np.load(path, allow_pickle=False) as stored:
+            if not isinstance(stored, np.lib.npyio.NpzFile):
+                raise ValueError("it is no npz file")
+            names = [*required, *(name for name in optional if name in stored)]
+            return {name: stored[name] for name in names}
+    except FileNotFoundError as error:
+        raise DataError(f"there is no file {str(path)!r}; check the path") from error
+    except KeyError as error:
+        raise DataError(
+            f"{path} must hold the arrays {', '.join(required)}: {error.args[0]}; write it again"
+        ) from error
+    except Exception as error:  # damaged files fail in every possible way
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise DataError(f"cannot read {path}: {reason}; write it again") from error

@@ -1,0 +1,300 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Results on disk, with a note of how they were made: they are reused only if nothing changed.
+
+A store is a folder with one file per sample and `settings.json`, or, for tasks whose format holds
+all samples, one file with `NAME.settings.json` beside it. The note is written when the store is
+made, so that several processes can fill one store. While one file for all samples is not complete,
+its parts lie in `NAME.parts`; a run that was killed continues from there.
+"""
+
+import hashlib
+import json
+import secrets
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path, PurePosixPath
+from typing import Any, Self
+
+from quadtree_attention.checks import shown
+from quadtree_attention.errors import DataError, OptionError
+from quadtree_attention.files import StrPath, check_writable, make_folder, write_whole
+from quadtree_attention.tasks.contract import Codec, Result, Source, Task, checked_suffix
+
+SCHEMA = 2
+NOTE = "settings.json"
+Note = dict[str, Any]
+
+
+class Store:
+    """Results by the name of their sample. Use `create` to fill one, `open` to read one.
+
+    Attributes:
+        path: The folder or file.
+        settings: What the results were made with; None if unknown.
+        classes: Class names of the predictor; None if unknown or without classes.
+    """
+
+    def __init__(self, path: Path, codec: Codec[Any], note: Note | None) -> None:
+        self.path = path
+        self.codec = codec
+        self.settings: Mapping[str, Any] | None = None if note is None else note["settings"]
+        self.classes: Sequence[str] | None = None if note is None else note["classes"]
+        self.suffix: str = codec.suffixes[0] if note is None else note["suffix"]
+        self._read: dict[str, Result] | None = None  # of one file for all samples
+
+    @classmethod
+    def create(
+        cls,
+        path: StrPath,
+        task: Task,
+        settings: Mapping[str, Any],
+        source: Source[Any],
+        *,
+        classes: Sequence[str] | None = None,
+        suffix: str | None = None,
+        force: bool = False,
+        inputs: Iterable[StrPath] = (),
+    ) -> Self:
+        """A store to fill with the results of a source; results in it that fit are kept.
+
+        Args:
+            path: The folder, or the file of tasks that have one for all samples.
+            task: Of the results.
+            settings: What results depend on beside the sample, as plain data.
+            source: The samples.
+            classes: Class names of the predictor.
+            suffix: Format of the files of a folder; None: the default of the task.
+            force: Remove results of other settings, and compute those of these samples again.
+            inputs: Files that must not be replaced.
+
+        Raises:
+            OptionError: It cannot be written, or holds something else; nothing was changed.
+        """
+        path = Path(path)
+        codec = task.load("codec")(source, classes)
+        if codec.together:
+            suffix = checked_suffix(path, codec)
+            check_writable(path, *inputs)
+        samples = {source.name(i): source.identity(i) for i in range(len(source))}
+        note = {
+            "schema": SCHEMA,
+            "task": task.name,
+            "settings": json.loads(json.dumps(settings)),
+            "classes": None if classes is None else list(classes),
+            "suffix": suffix or codec.suffixes[0],
+            "samples": json.loads(json.dumps(samples)),
+        }
+        before = _read_note(path, codec)
+        if before is None:
+            _check_free(path, codec)
+        else:
+            note = _merged(path, before, note, force=force)
+        store = cls(path, codec, note)
+        if force and before is not None:
+            store._remove(before, list(samples))
+        if not codec.together:
+            make_folder(path)
+            check_writable(path / NOTE)
+        if note != before:
+            write_whole(_note_path(path, codec), (json.dumps(note, indent=1) + "\n").encode())
+        if codec.together:
+            make_folder(store._parts)
+        return store
+
+    @classmethod
+    def open(cls, path: StrPath, task: Task, source: Source[Any] | None = None) -> Self:
+        """A store to read, of this package or of another program that writes the same formats.
+
+        Raises:
+            DataError: There is none, or it is of another task.
+        """
+        path = Path(path)
+        codec: Codec[Any] = task.load("codec")(source)
+        if not (path.is_file() if codec.together else path.is_dir()):
+            kind = "file" if codec.together else "folder"
+            raise DataError(
+                f"there is no {kind} {str(path)!r} of predictions; quadtree evaluate {task.name} "
+                f"WEIGHTS --data ROOT --save {path} makes it"
+            )
+        note = _read_note(path, codec)
+        if note is not None and note["task"] != task.name:
+            raise DataError(
+                f"{path} holds results of the task {note['task']}, not of {task.name}; pass another"
+            )
+        if note is not None and codec.together and note.get("sha256") != _sha256(path):
+            note = None  # of an earlier file
+        if note is not None:
+            codec = task.load("codec")(source, note["classes"])
+        return cls(path, codec, note)
+
+    def has(self, name: str) -> bool:
+        """True if there is a result of a sample."""
+        return name in self._all() if self.codec.together else self._file(name) is not None
+
+    def get(self, name: str) -> Result | None:
+        """The result of a sample; None if there is none.
+
+        Raises:
+            DataError: Its file is damaged.
+        """
+        if self.codec.together:
+            return self._all().get(name)
+        path = self._file(name)
+        return None if path is None else next(iter(self.codec.decode(path).values()))
+
+    def put(self, found: Mapping[str, Result]) -> None:
+        """Writes results, each file whole or not at all."""
+        if not found:
+            return
+        if self.codec.together:
+            part = self._parts / f"{secrets.token_hex(8)}{self.suffix}"
+            write_whole(part, self.codec.encode(found, self.suffix))
+            self._all().update(found)
+            return
+        for name, result in found.items():
+            target = self.path / f"{name}{self.suffix}"
+            make_folder(target.parent)
+            write_whole(target, self.codec.encode({name: result}, self.suffix))
+
+    def finish(self) -> None:
+        """Joins the parts of one file for all samples; does nothing for folders."""
+        if not self.codec.together or not self._parts.is_dir():
+            return
+        self._read = None
+        found = self._all()
+        note = _read_note(self.path, self.codec)
+        if note is not None and found:
+            order = [name for name in note["samples"] if name in found]
+            content = self.codec.encode({name: found[name] for name in order}, self.suffix)
+            write_whole(self.path, content)
+            note["sha256"] = hashlib.sha256(content).hexdigest()
+            note_path = _note_path(self.path, self.codec)
+            write_whole(note_path, (json.dumps(note, indent=1) + "\n").encode())
+        shutil.rmtree(self._parts, ignore_errors=True)
+
+    # ---- implementation
+
+    @property
+    def _parts(self) -> Path:
+        return self.path.with_name(f"{self.path.stem}.parts")
+
+    def _all(self) -> dict[str, Result]:
+        """The results of one file for all samples, and of its parts."""
+        if self._read is None:
+            self._read = {}
+            parts = sorted(self._parts.glob(f"*{self.suffix}")) if self._parts.is_dir() else []
+            for path in ([self.path] if self.path.is_file() else []) + parts:
+                self._read.update(self.codec.decode(path))
+        return self._read
+
+    def _file(self, name: str) -> Path | None:
+        """The file of a sample, in folders or flat, in any format of the task."""
+        suffixes = dict.fromkeys([self.suffix, *self.codec.suffixes])
+        places = (
+            self.path / f"{place}{suffix}"
+            for place in (name, name.replace("/", "__"))
+            for suffix in suffixes
+        )
+        return next((place for place in places if place.is_file()), None)
+
+    def _remove(self, before: Note, names: Sequence[str]) -> None:
+        """Removes what the note lists if settings changed, else the results of these samples."""
+        same = all(before[key] == value for key, value in self._fixed().items())
+        if self.codec.together:
+            self.path.unlink(missing_ok=True)
+            shutil.rmtree(self._parts, ignore_errors=True)
+            return
+        for name in names if same else [*before["samples"], *names]:
+            if _is_inside(name):
+                for suffix in {self.suffix, before["suffix"]}:
+                    (self.path / f"{name}{suffix}").unlink(missing_ok=True)
+
+    def _fixed(self) -> Note:
+        return {"settings": self.settings, "classes": self.classes, "suffix": self.suffix}
+
+
+def _note_path(path: Path, codec: Codec[Any]) -> Path:
+    return path.with_suffix(f".{NOTE}") if codec.together else path / NOTE
+
+
+def _sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _is_inside(name: str) -> bool:
+    parts = PurePosixPath(name)
+    return not parts.is_absolute() and ".." not in parts.parts
+
+
+def _read_note(path: Path, codec: Codec[Any]) -> Note | None:
+    """The note of a store; None if there is none, or none that this version can use."""
+    try:
+        note = json.loads(_note_path(path, codec).read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return None
+    kinds = {"schema": int, "task": str, "settings": dict, "suffix": str, "samples": dict}
+    usable = isinstance(note, dict) and all(isinstance(note.get(k), v) for k, v in kinds.items())
+    usable = usable and note["schema"] == SCHEMA and isinstance(note.get("classes"), list | None)
+    return note if usable else None
+
+
+def _check_free(path: Path, codec: Codec[Any]) -> None:
+    """Raises `OptionError` where files are that no note of ours describes."""
+    note = _note_path(path, codec)
+    old = f"; {note.name} is of an older version or damaged" if note.exists() else ""
+    if codec.together and path.exists():
+        raise OptionError(
+            f"{str(path)!r} exists, and no {note.name} beside it says how it was made{old}; write "
+            "to another name"
+        )
+    if not codec.together and path.is_dir() and any(path.iterdir()):
+        raise OptionError(
+            f"{path} holds files, and no {NOTE} that says they are results of ours{old}; write to "
+            "another folder"
+        )
+
+
+def _merged(path: Path, before: Note, note: Note, *, force: bool) -> Note:
+    """The note of a store that exists already and is written to again.
+
+    Raises:
+        OptionError: What it holds does not fit, and `force` is not given.
+    """
+    if before["task"] != note["task"]:
+        raise OptionError(
+            f"{path} holds results of the task {before['task']}; write to another name"
+        )
+    changes = [
+        f"{key} {shown(was)} there, {shown(now)} now"
+        for key, was, now in _differences(before, note)
+    ]
+    if changes and not force:
+        raise OptionError(
+            f"{path} holds results of other settings: {'; '.join(changes)}; write to another name, "
+            "or replace them with --force"
+        )
+    if changes:
+        return note
+    kept = before["samples"]
+    other = [name for name, of in note["samples"].items() if kept.get(name, of) != of]
+    if other and not force:
+        raise OptionError(
+            f"{path} holds results of other data as {other[0]}; write to another name, or replace "
+            "them with --force"
+        )
+    return {**before, "samples": {**kept, **note["samples"]}}
+
+
+def _differences(before: Note, note: Note) -> list[tuple[str, Any, Any]]:
+    """What differs between two notes: settings and their options one by one."""
+    flat = [_flat(x["settings"]) | {k: x[k] for k in ("classes", "suffix")} for x in (before, note)]
+    names = dict.fromkeys([*flat[1], *flat[0]])
+    pairs = ((name, flat[0].get(name), flat[1].get(name)) for name in names)
+    return [(name, was, now) for name, was, now in pairs if was != now]
+
+
+def _flat(settings: Mapping[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in settings.items():
+        found |= _flat(value) if isinstance(value, Mapping) else {name: value}
+    return found
