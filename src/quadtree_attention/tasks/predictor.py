@@ -97,7 +97,7 @@ class Predictor(ABC, Generic[ResultT]):
         from quadtree_attention.models import registry
 
         checks.at_least(1, size=size)
-        path = registry.weights_path(cls.task.name, name_or_path)
+        path = registry.weights_path(name_or_path, cls.task.name)
         card, network = registry.load_with_card(path, task=cls.task.name)
         return cls(
             network, card, path=path, device=device, dtype=dtype, size=size, compile=compile, **own

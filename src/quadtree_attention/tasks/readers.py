@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What readers of all tasks share: unreadable samples, class names, npz files."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -11,53 +11,13 @@ from quadtree_attention.checks import few
 from quadtree_attention.errors import CheckpointError, DataError
 from quadtree_attention.images import Array
 
-ATTEMPTS = 50  # samples in a row that may be unreadable
 SHOWN = 5  # reasons in a summary
-SampleT = TypeVar("SampleT")
 
 
 def summary(reasons: Sequence[str]) -> str:
     """The first reasons, and the number of the others."""
     more = f", and {len(reasons) - SHOWN} more" if len(reasons) > SHOWN else ""
     return "; ".join(reasons[:SHOWN]) + more
-
-
-def read_or_replace(
-    read: Callable[[int], SampleT],
-    index: int,
-    count: int,
-    *,
-    item: str = "image",
-    strict: bool = False,
-    after: Callable[[int, int], int] | None = None,
-) -> tuple[SampleT, list[str]]:
-    """A sample, and why those tried before it cannot be read.
-
-    The next readable sample replaces an unreadable one, so that batches stay whole.
-
-    Args:
-        read: Returns a sample; raises `DataError` where it cannot be read.
-        index: The sample asked for.
-        count: Samples there are.
-        item: What a sample is called in messages.
-        strict: Raise at the first that cannot be read.
-        after: `(index, step) -> index` of the replacement; None: those that follow, cyclically.
-
-    Raises:
-        DataError: As many as 50 in a row, or all, cannot be read.
-    """
-    reasons: list[str] = []
-    for step in range(min(ATTEMPTS, count)):
-        place = (index + step) % count if after is None else after(index, step)
-        try:
-            return read(place), reasons
-        except DataError as error:
-            if strict:
-                raise DataError(f"{error}; mend it, or leave out --data.strict") from error
-            reasons.append(str(error))
-    raise DataError(
-        f"{len(reasons)} {item}s in a row cannot be read: {summary(reasons)}; check the files"
-    )
 
 
 def refuse_if(strict: bool, error: Exception) -> str:
