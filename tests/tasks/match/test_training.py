@@ -108,7 +108,7 @@ def test_wrong_options_are_named():
         MatchData(scene={"basline": [0, 1]})
     with pytest.raises(OptionError, match="planes must be between 0 and 1, got 2"):
         MatchData(planes=2)
-    with pytest.raises(OptionError, match="3 pairs do not fill one batch of 4"):
+    with pytest.raises(OptionError, match="3 training pairs do not fill one batch of 4"):
         MatchData(pairs=3).train_dataloader()
 
 

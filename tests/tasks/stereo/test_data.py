@@ -252,5 +252,5 @@ def test_what_is_missing_is_named(root):
     with pytest.raises(OptionError, match="6 pairs do not fill one batch of 7"):
         files(root, batch_size=7).train_dataloader()
     few = StereoData(procedural=4, texture_size=16, pairs=2, batch_size=4)
-    with pytest.raises(OptionError, match="2 pairs do not fill one batch of 4"):
+    with pytest.raises(OptionError, match="2 training pairs do not fill one batch of 4"):
         few.train_dataloader()

@@ -5,9 +5,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar, Literal, cast
 
 import torch
-from timm.scheduler import MultiStepLRScheduler
 from torch import Tensor, distributed, nn
-from torch.optim import Optimizer
 from torchmetrics.detection import MeanAveragePrecision
 
 from quadtree_attention.errors import DataError, OptionError
@@ -15,20 +13,11 @@ from quadtree_attention.models.detection import detector
 from quadtree_attention.tasks.detect.coco import Target
 from quadtree_attention.tasks.readers import summary
 from quadtree_attention.tasks.training.loader import seed_from, set_seed
-from quadtree_attention.tasks.training.module import (
-    FollowsFromStep,
-    TaskModule,
-    check_options,
-)
+from quadtree_attention.tasks.training.module import TaskModule, check_options
 
 Schedule = Literal["step", "cosine"]
-DECAY = 0.1  # what a step multiplies the learning rate by
 MASK_THRESHOLD = 0.5  # of what belongs to an object
 LOGGED = {"map": "ap", "map_50": "ap50", "map_75": "ap75"}
-
-
-class DecaySchedule(FollowsFromStep, MultiStepLRScheduler):
-    """A fraction of the learning rate from each of some steps on."""
 
 
 class DetectModule(TaskModule):
@@ -142,22 +131,6 @@ class DetectModule(TaskModule):
             for key, name in LOGGED.items():
                 value = scores[theirs + key].float().to(self.device) * 100
                 self.log(f"val/{ours}{name}", value, prog_bar=key == "map", sync_dist=True)
-
-    def schedule(
-        self,
-        optimizer: Optimizer,
-        steps: int,
-        steps_per_epoch: float,
-        *,
-        min_lr: float,
-        **warmup: Any,
-    ) -> Any:
-        """The learning rate over the steps of a run."""
-        if self.hparams["schedule"] == "cosine":
-            return super().schedule(optimizer, steps, steps_per_epoch, min_lr=min_lr, **warmup)
-        # timm's scheduler decays one step before the one it is told
-        decays = [round(epoch * steps_per_epoch) + 1 for epoch in self.hparams["decay_epochs"]]
-        return DecaySchedule(optimizer, decays, decay_rate=DECAY, **warmup)
 
     def card(self) -> dict[str, Any]:
         """What the weights need beside them to be used."""

@@ -17,8 +17,8 @@ from quadtree_attention.synthetic import (
     homography_pairs,
     scene_pairs,
 )
+from quadtree_attention.tasks.training.data import SyntheticData, options_of
 from quadtree_attention.tasks.training.loader import seed_from
-from quadtree_attention.tasks.training.synthetic import SyntheticData, options_of
 
 Batch = dict[str, Any]
 SHARED = ("image0", "image1", "flow0to1", "flow1to0", "visible0", "visible1")

@@ -7,9 +7,7 @@ from typing import Any, ClassVar, Literal, cast, get_args
 
 import torch
 import torch.nn.functional as F
-from timm.scheduler import PolyLRScheduler
 from torch import Tensor
-from torch.optim import Optimizer
 
 from quadtree_attention.errors import DataError, OptionError
 from quadtree_attention.models.segmentation import SemanticFPN, segmenter
@@ -18,13 +16,9 @@ from quadtree_attention.tasks.readers import summary
 from quadtree_attention.tasks.segment.augment import normalised
 from quadtree_attention.tasks.segment.metrics import IGNORE, confusion, scores
 from quadtree_attention.tasks.training.loader import seed_from, set_seed
-from quadtree_attention.tasks.training.module import FollowsFromStep, TaskModule, check_options
+from quadtree_attention.tasks.training.module import TaskModule, check_options
 
 Schedule = Literal["poly", "cosine"]
-
-
-class PolySchedule(FollowsFromStep, PolyLRScheduler):
-    """A power of the share of the run that is left."""
 
 
 class SegmentModule(TaskModule):
@@ -128,21 +122,6 @@ class SegmentModule(TaskModule):
         # equal on all processes already
         self.log("val/miou", found.miou, prog_bar=True, sync_dist=False)
         self.log("val/accuracy", found.accuracy, sync_dist=False)
-
-    def schedule(
-        self,
-        optimizer: Optimizer,
-        steps: int,
-        steps_per_epoch: float,
-        *,
-        min_lr: float,
-        **warmup: Any,
-    ) -> Any:
-        """The learning rate over the steps of a run."""
-        if self.hparams["schedule"] == "cosine":
-            return super().schedule(optimizer, steps, steps_per_epoch, min_lr=min_lr, **warmup)
-        power = self.hparams["power"]
-        return PolySchedule(optimizer, steps, power=power, lr_min=min_lr, **warmup)
 
     def card(self) -> dict[str, Any]:
         """What the weights need beside them to be used."""

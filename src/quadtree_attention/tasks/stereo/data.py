@@ -13,6 +13,7 @@ from PIL import Image
 from torch import Tensor
 from torchvision.transforms.v2 import functional as TF
 
+from quadtree_attention.checks import at_least
 from quadtree_attention.errors import DataError, OptionError
 from quadtree_attention.synthetic import StereoOptions, Textures, stereo_pairs
 from quadtree_attention.tasks.match.posed import collate
@@ -23,13 +24,13 @@ from quadtree_attention.tasks.stereo.sources import (
     StereoSource,
     open_stereo,
 )
+from quadtree_attention.tasks.training.data import SyntheticData, options_of
 from quadtree_attention.tasks.training.loader import (
     EpochSampler,
     ResumableLoader,
     loader_of,
     sampler_of,
 )
-from quadtree_attention.tasks.training.synthetic import SyntheticData, check_counts, options_of
 
 Batch = dict[str, Any]
 IMAGES = ("image0", "image1")
@@ -138,7 +139,7 @@ class FilesStereoData(pl.LightningDataModule):
             raise OptionError(
                 "pairs from files need a folder that holds them, got none; pass --data.root FOLDER"
             )
-        check_counts(height=height, width=width, batch_size=batch_size, val_pairs=val_pairs)
+        at_least(1, height=height, width=width, batch_size=batch_size, val_pairs=val_pairs)
         if workers is not None and workers < 0:
             raise OptionError(f"workers must be at least 0, got {workers}; pass more")
         for name, value in (("jitter", jitter), ("flip", flip)):

@@ -1,22 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the Lightning modules of all tasks have in common."""
+"""The Lightning module that all tasks share: network, optimizer, schedules, logging, scores."""
 
+import math
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, cast
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import pytorch_lightning as pl
 import torch
 from timm.optim import create_optimizer_v2
-from timm.scheduler import CosineLRScheduler
+from timm.scheduler import CosineLRScheduler, MultiStepLRScheduler, PolyLRScheduler
 from torch import Tensor, nn
 
-from quadtree_attention.errors import OptionError
+from quadtree_attention.checks import above, at_least, one_of
+from quadtree_attention.errors import DataError, OptionError
+from quadtree_attention.files import file_sha256
+from quadtree_attention.models.weights import fill
+from quadtree_attention.tasks.pretrained import pretrained_path
 from quadtree_attention.tasks.readers import summary
 from quadtree_attention.tasks.training.loader import seed_from, set_seed
-from quadtree_attention.tasks.training.steps import run_length
 
+if TYPE_CHECKING:
+    from quadtree_attention.tasks.contract import Metric, Task
+
+Batch = dict[str, Any]
 CHECK_EVERY = 20  # batches; looking at the loss makes a GPU wait
+DECAY = 0.1  # what a step of the schedule multiplies the learning rate by
 
 
 def check_options(options: Mapping[str, Any] | None, **instead: str) -> None:
@@ -33,6 +43,19 @@ def check_options(options: Mapping[str, Any] | None, **instead: str) -> None:
             )
 
 
+def create(task: str, name: str, **options: Any) -> nn.Module:
+    """A network of a task by its name."""
+    file, function = {
+        "classify": ("weights", "build_model"),
+        "match": ("matcher", "matcher"),
+        "stereo": ("stereo", "stereo_network"),
+        "detect": ("detection", "detector"),
+        "segment": ("segmentation", "segmenter"),
+    }[task]
+    make = getattr(import_module(f"quadtree_attention.models.{file}"), function)
+    return cast(nn.Module, make(name, **options))
+
+
 class FollowsFromStep:
     """A schedule that follows from the step alone, so that a longer run has a longer one."""
 
@@ -47,15 +70,27 @@ class CosineSchedule(FollowsFromStep, CosineLRScheduler):
     """Half a cosine from the learning rate to its least."""
 
 
-class TaskModule(pl.LightningModule):
-    """A network in `model`, trained by AdamW with warm-up and, unless said otherwise, cosine decay.
+class DecaySchedule(FollowsFromStep, MultiStepLRScheduler):
+    """A fraction of the learning rate from each of some steps on."""
 
-    Subclasses save their arguments as hyperparameters, among them `seed`, `lr`, `min_lr`,
-    `warmup_epochs` and `weight_decay`, and define the steps, `monitor`, `batch_of_lr` and `card`.
+
+class PolySchedule(FollowsFromStep, PolyLRScheduler):
+    """A power of the share of the run that is left."""
+
+
+class TaskModule(pl.LightningModule):
+    """A network in `model`, trained by AdamW with warm-up and a decaying learning rate.
+
+    Subclasses save their arguments as hyper-parameters, among them `seed`, `lr`, `min_lr`,
+    `warmup_epochs` and `weight_decay`, then call `build`, and define `losses` and `validate`. Those
+    that score with a `Metric` define `new_metric` and `scores`, too.
     """
 
+    task: ClassVar["Task"]
     monitor: ClassVar[str]  # the metric whose highest value marks the best epoch
     batch_of_lr: ClassVar[int]  # samples of a batch, on all processes, that `lr` is meant for
+    schedules: ClassVar[tuple[str, ...]] = ("cosine",)  # values of the hyper-parameter `schedule`
+    bar: ClassVar[tuple[str, ...]] = ()  # scores on the progress bar beside `monitor`
     # From a property of the data to an argument of the module, and what is made of it on the way
     links: ClassVar[dict[str, tuple[str, Callable[[Any], Any]]]] = {}
 
@@ -65,16 +100,123 @@ class TaskModule(pl.LightningModule):
         super().__init__()
         self.skipped: dict[str, None] = {}  # files that cannot be used, in the order they were met
         self._told = 0
+        self.kwargs: dict[str, Any] = {}  # of the network, for the card
+        self.start: str | None = None  # checksum of the weights that training started from
+        self.metric: Metric[Any, Any] | None = None
+
+    def build(
+        self,
+        model: str,
+        options: Mapping[str, Any] | None = None,
+        *,
+        weights: str | None = None,
+        num_classes: int | None = None,
+        **unsaved: Any,
+    ) -> None:
+        """Check the hyper-parameters, and make the network that they describe.
+
+        Args:
+            model: Name of the network.
+            options: Keyword arguments of the network.
+            weights: File to start from, or "default" for the packaged weights.
+            num_classes: Of the data.
+            unsaved: Further arguments of the network that its weights do not depend on.
+
+        Raises:
+            OptionError: A hyper-parameter is out of range, or the network refuses an option.
+        """
+        h = self.hparams
+        above(0, lr=h["lr"])
+        at_least(0, min_lr=h["min_lr"], warmup_epochs=h["warmup_epochs"])
+        at_least(0, weight_decay=h["weight_decay"])
+        one_of(self.schedules, schedule=h.get("schedule"))
+        decays = list(h.get("decay_epochs", ()))
+        if decays != sorted(decays) or any(epoch <= 0 for epoch in decays):
+            raise OptionError(f"decay_epochs must be above 0 and rise, got {decays}; pass such")
+        set_seed(seed_from(h["seed"]))  # the same first weights on every process
+        self.kwargs = ({} if num_classes is None else {"num_classes": num_classes}) | {
+            **(options or {})
+        }
+        self.model = create(self.task.name, model, **unsaved, **self.kwargs)
+        if weights is not None:
+            path = pretrained_path(self.task.name) if weights == "default" else weights
+            fill(self.model, path)
+            self.start = file_sha256(path)
+        if h.get("grad_checkpointing"):
+            cast(Any, self.model).set_grad_checkpointing(True)
+        if h.get("compile"):
+            self.compile_model()
+
+    def compile_model(self) -> None:
+        """Compile the network in place: the names of its weights stay."""
+        self.model.compile()
+
+    def losses(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+        """The loss of a batch, and its parts to log, by name."""
+        raise NotImplementedError
+
+    def validate(self, batch: Batch) -> None:
+        """Score a validation batch: log it, or update `metric`."""
+        raise NotImplementedError
+
+    def new_metric(self) -> "Metric[Any, Any] | None":
+        """What scores a validation; None where `validate` logs by itself."""
+        return None
+
+    def scores(self, metric: Any) -> Mapping[str, float]:
+        """What is logged of a validation, `val/` left out; nothing if no sample was scored."""
+        return cast(Mapping[str, float], metric.compute().mean)
 
     def card(self) -> dict[str, Any]:
         """What the weights need beside them to be used."""
-        raise NotImplementedError
+        card = {"model": self.hparams["model"], "kwargs": self.kwargs, "task": self.task.name}
+        if classes := getattr(cast(Any, self.trainer).datamodule, "classes", None):
+            card["classes"] = classes
+        return card if self.start is None else card | {"started_from": {"sha256": self.start}}
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        loss, parts = self.losses(batch)
+        self.check_loss(loss, batch_idx)
+        self.log_mean("train/loss", loss.detach(), size_of(batch), prog_bar=True)
+        for name, part in parts.items():
+            self.log_mean(f"train/{name}", part.detach(), size_of(batch))
+        self.note_skipped(batch)
+        return loss
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        self.note_skipped(batch)
+        if size_of(batch):  # else none of its samples could be read
+            self.validate(batch)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         # All that is drawn in a step depends on the number of its batch alone, so that a run that
         # was stopped goes on as if it had not been.
         numbers = (self.hparams["seed"], self.current_epoch, batch_idx, self.global_rank)
         set_seed(seed_from(*numbers))
+
+    def on_validation_epoch_start(self) -> None:
+        self.metric = self.new_metric()
+
+    def on_validation_epoch_end(self) -> None:
+        if self.metric is None:
+            return
+        self.gather(self.metric)
+        found = self.scores(self.metric)
+        if not found and not self.trainer.sanity_checking:  # whose few samples may all be bad
+            raise DataError(
+                f"none of the validation samples can be scored: {summary(list(self.skipped))}; "
+                "check the files"
+            )
+        for name, value in found.items():  # equal on all processes
+            on_bar = name in self.bar or f"val/{name}" == self.monitor
+            self.log(f"val/{name}", value, prog_bar=on_bar, sync_dist=False)
+
+    def gather(self, metric: "Metric[Any, Any]") -> None:
+        """Give the metric of every process what those of all processes have seen."""
+        if self.trainer.world_size > 1:
+            states: list[Any] = [None] * self.trainer.world_size
+            torch.distributed.all_gather_object(states, metric.state())
+            metric.merge(states)
 
     def note_skipped(self, batch: Mapping[str, Any]) -> None:
         """Remembers the files that a batch has to do without, to be told after the epoch."""
@@ -119,6 +261,13 @@ class TaskModule(pl.LightningModule):
         **warmup: Any,
     ) -> Any:
         """The learning rate over the steps of a run; `warmup` are options of timm's schedulers."""
+        h = self.hparams
+        if h.get("schedule") == "step":
+            # timm's scheduler decays one step before the one it is told
+            decays = [round(epoch * steps_per_epoch) + 1 for epoch in h["decay_epochs"]]
+            return DecaySchedule(optimizer, decays, decay_rate=DECAY, **warmup)
+        if h.get("schedule") == "poly":
+            return PolySchedule(optimizer, steps, power=h["power"], lr_min=min_lr, **warmup)
         return CosineSchedule(optimizer, t_initial=steps, lr_min=min_lr, **warmup)
 
     def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
@@ -145,3 +294,34 @@ class TaskModule(pl.LightningModule):
         """Logs the mean over an epoch and all processes."""
         options = {"sync_dist": True, "on_step": False, "on_epoch": True, **options}
         self.log(name, value, batch_size=count, **options)
+
+
+def size_of(batch: Batch) -> int:
+    """Samples of a batch."""
+    return len(batch["images"] if "images" in batch else batch["image0"])
+
+
+def run_length(trainer: pl.Trainer, batches_per_epoch: int) -> tuple[int, float]:
+    """Optimizer steps and epochs of a whole run, be it ended by `max_epochs` or by `max_steps`.
+
+    Unlike `Trainer.estimated_stepping_batches` this makes no loader: made before the checkpoint is
+    read, a loader would not start where the checkpoint says.
+
+    Raises:
+        OptionError: Nothing ends the run.
+    """
+    limit = trainer.limit_train_batches
+    batches = int(batches_per_epoch * limit) if isinstance(limit, float) else limit
+    batches = min(batches_per_epoch, batches)
+    per_epoch = max(1, math.ceil(batches / trainer.accumulate_grad_batches))
+    epochs = trainer.max_epochs or 1
+    if epochs > 0:
+        steps = per_epoch * epochs
+        steps = min(steps, trainer.max_steps) if trainer.max_steps > 0 else steps
+        return steps, steps / per_epoch
+    if trainer.max_steps < 1:
+        raise OptionError(
+            "the schedule needs an end, got a run without one; pass --trainer.max_epochs or "
+            "--trainer.max_steps"
+        )
+    return trainer.max_steps, trainer.max_steps / per_epoch

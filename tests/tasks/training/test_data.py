@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The data module that all tasks share, with a source whose samples are numbers."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("pytorch_lightning", reason="training needs the extra 'train'")
+
+from quadtree_attention.errors import DataError, OptionError
+from quadtree_attention.tasks.training.data import TaskData, listed, no_effect, read_or_replace
+
+
+class Numbers:
+    """Samples 0, 1, ...; those of `bad` cannot be read."""
+
+    def __init__(self, count, bad=(), classes=None, skipped=()):
+        self.count, self.bad, self.classes, self.skipped = count, bad, classes, skipped
+
+    def __len__(self):
+        return self.count
+
+    def images(self, index):
+        if index in self.bad:
+            raise DataError(f"cannot decode {index}.png")
+        return (float(index),)
+
+    def truth(self, index):
+        return index % 3
+
+
+class NumberData(TaskData):
+    def __init__(self, train=None, val=None, **options):
+        super().__init__(**{"batch_size": 4, "workers": 0} | options)
+        self.splits = {"train": train or Numbers(12), "val": val or Numbers(6)}
+        self.opened = []
+
+    def open(self, split):
+        self.opened.append(split)
+        return self.splits[split]
+
+    def train_sample(self, images, truth):
+        return {"images": torch.tensor(images[0]) + torch.rand(()), "labels": truth}
+
+    def val_sample(self, images, truth):
+        return {"images": torch.tensor(images[0]), "labels": truth}
+
+    def finish(self, batch, *, training):
+        return batch | {"training": training}
+
+
+class Dropping(NumberData):
+    replaces = False
+
+    def collate(self, samples, *, training):
+        return listed(samples, "images", "labels")
+
+
+def batches(data, split="train", epoch=0):
+    data.setup("fit")
+    loader = data.train_dataloader() if split == "train" else data.val_dataloader()
+    loader.sampler.set_epoch(epoch)
+    return list(loader)
+
+
+def test_batches():
+    first = batches(NumberData(seed=1))
+    assert [len(batch["images"]) for batch in first] == [4, 4, 4]
+    assert sorted(torch.cat([batch["indices"] for batch in first]).tolist()) == list(range(12))
+    for batch in first:
+        assert batch["labels"].tolist() == [i % 3 for i in batch["indices"].tolist()]
+        assert batch["images"].long().tolist() == batch["indices"].tolist()
+    whole = batches(NumberData(), "val")
+    assert [batch["images"].tolist() for batch in whole] == [[0, 1, 2, 3], [4, 5]]
+
+
+def test_draws_follow_from_seed_epoch_and_index():
+    def drawn(**options):
+        epoch = options.pop("epoch", 0)
+        return {
+            index: image % 1
+            for batch in batches(NumberData(**options), epoch=epoch)
+            for index, image in zip(
+                batch["indices"].tolist(), batch["images"].tolist(), strict=True
+            )
+        }
+
+    first = drawn(seed=1)
+    assert drawn(seed=1, batch_size=3) == pytest.approx(first)  # whatever batch a sample is in
+    assert drawn(seed=1, workers=2) == first
+    assert drawn(seed=2) != first and drawn(seed=1, epoch=1) != first
+    assert len(set(first.values())) == len(first)
+
+
+def test_workers_get_no_trainer():
+    data = NumberData()
+    data.setup("fit")
+    data.trainer = SimpleNamespace(global_rank=0, world_size=1, training=True)
+    alone = data.train_dataloader().dataset.read.func.__self__
+    assert alone.trainer is None and list(alone._sources) == ["train"]
+    assert data.on_after_batch_transfer({}, 0) == {"training": True}
+    data.trainer.training = False
+    assert data.on_after_batch_transfer({}, 0) == {"training": False}
+
+
+def test_unusable_samples_are_replaced_by_the_next_and_reported():
+    data = NumberData(train=Numbers(12, bad=(3, 4)))
+    made = batches(data)
+    assert sorted(torch.cat([b["indices"] for b in made]).tolist()) == sorted(
+        [0, 1, 2, 5, 5, 5, 6, 7, 8, 9, 10, 11]
+    )
+    told = [reason for batch in made for reason in batch["skipped"]]
+    assert sorted(told) == [f"cannot decode {i}.png" for i in (3, 4, 4)]
+    val = batches(NumberData(val=Numbers(3, bad=(2,))), "val")
+    assert val[0]["indices"].tolist() == [0, 1, 0]
+
+
+def test_validation_may_leave_unusable_samples_out():
+    made = batches(Dropping(val=Numbers(5, bad=(1, 4))), "val")
+    assert [batch["indices"].tolist() for batch in made] == [[0, 2, 3], []]
+    assert [batch["skipped"] for batch in made] == [
+        ["cannot decode 1.png"],
+        ["cannot decode 4.png"],
+    ]
+    assert made[0]["labels"] == [0, 2, 0]
+
+
+@pytest.mark.parametrize("kind", [NumberData, Dropping])
+def test_strict_refuses_the_first_unusable_sample(kind):
+    for split in ("train", "val"):
+        data = kind(**{split: Numbers(8, bad=(3,)), "strict": True})
+        with pytest.raises(DataError) as caught:
+            batches(data, split)
+        assert str(caught.value) == ("cannot decode 3.png; mend it, or leave out --data.strict")
+
+
+def test_replacing_ends_after_fifty_samples():
+    source = Numbers(200, bad=range(60))
+    assert read_or_replace(source, 11)[2] == 60
+    with pytest.raises(DataError, match=r"50 images in a row cannot be read: .*, and 45 more"):
+        read_or_replace(source, 10)
+    with pytest.raises(DataError, match="3 pairs in a row cannot be read"):
+        read_or_replace(Numbers(3, bad=range(3)), 1, item="pair")
+
+
+def test_a_source_may_say_what_replaces_what():
+    source = Numbers(12, bad=(5,))
+    source.replacement = lambda index, step: index if step == 0 else 2
+    made = batches(NumberData(source))
+    assert sorted(torch.cat([batch["indices"] for batch in made]).tolist()).count(2) == 2
+
+
+def test_limit_and_counts():
+    data = NumberData(limit_images=5)
+    assert [batch["indices"].tolist() for batch in batches(data, "val")] == [[0, 1, 2, 3], [4]]
+    assert data.batches_per_epoch == len(batches(data)) == 1
+    with pytest.raises(OptionError) as caught:
+        batches(NumberData(batch_size=13))
+    assert str(caught.value) == (
+        "12 training images do not fill one batch of 13 on 1 processes; pass a smaller "
+        "--data.batch_size"
+    )
+
+
+@pytest.mark.parametrize("option", [{"batch_size": 0}, {"workers": -1}, {"limit_images": 0}])
+def test_values_out_of_range(option):
+    (name, value), *_ = option.items()
+    with pytest.raises(OptionError, match=rf"{name} must be at least \d, got {value}"):
+        NumberData(**option)
+
+
+def test_sources_are_opened_once_and_what_they_skip_is_reported(capsys):
+    data = NumberData(train=Numbers(12, skipped=("a.txt is no image",)))
+    data.setup("fit")
+    data.setup("fit")
+    assert data.opened == ["train", "val"]
+    assert capsys.readouterr().err == "quadtree: train: skipped 1 files: a.txt is no image\n"
+
+
+def test_classes_of_both_splits_must_be_equal():
+    data = NumberData(Numbers(12, classes=["cat", "dog"]), Numbers(6, classes=["cat", "wolf"]))
+    assert data.classes == ["cat", "dog"]
+    with pytest.raises(DataError) as caught:
+        data.setup("fit")
+    assert str(caught.value) == (
+        "train has the classes cat, dog, val has cat, wolf; both need the same"
+    )
+
+
+def test_option_without_effect_is_refused():
+    no_effect("generated", root=None)
+    with pytest.raises(OptionError) as caught:
+        no_effect("generated", root="coco")
+    assert str(caught.value) == (
+        "--data.root has no effect with --data.source generated, got 'coco'; leave out one of them"
+    )
