@@ -21,7 +21,7 @@ from quadtree_attention.errors import (
 )
 
 try:
-    from PIL import Image, ImageOps, UnidentifiedImageError
+    from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 except ModuleNotFoundError as error:
     raise MissingDependencyError(
         f"reading images needs pillow, got {error}; pip install 'quadtree-attention[models]'"
@@ -29,6 +29,7 @@ except ModuleNotFoundError as error:
 
 Array: TypeAlias = np.ndarray[Any, Any]
 ImageLike: TypeAlias = str | os.PathLike[str] | bytes | Image.Image | Array | Tensor
+SUFFIXES = frozenset({".bmp", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp"})
 CHANNELS = (1, 3, 4)  # grey, RGB, RGBA
 
 
@@ -55,6 +56,36 @@ def to_image(image: ImageLike) -> Image.Image:
         "an image must be a path, bytes, a PIL image, an array or a tensor, got "
         f"{type(image).__name__}; pass one of them, or a list of them"
     )
+
+
+def image_size(path: str | os.PathLike[str]) -> tuple[int, int]:
+    """Width and height of an image file, upright; only its header is read.
+
+    Raises:
+        DataError: The file cannot be read as an image.
+    """
+    data = _read(Path(path))
+    with _failures_named(str(path)), Image.open(io.BytesIO(data)) as image:
+        turned = image.getexif().get(ExifTags.Base.Orientation, 1) in (5, 6, 7, 8)
+        return (image.height, image.width) if turned else image.size
+
+
+def images_inside(folder: Path) -> list[str]:
+    """The images in a folder, by name; folders inside it are not searched.
+
+    Raises:
+        DataError: There are none, or the folder cannot be read.
+    """
+    try:
+        inside = sorted(str(p) for p in folder.iterdir() if p.suffix.lower() in SUFFIXES)
+    except OSError as error:
+        raise DataError(f"cannot look into the folder {folder}: {error.strerror}") from error
+    if not inside:
+        raise DataError(
+            f"there are no images in the folder {folder}: names must end in "
+            f"{', '.join(sorted(SUFFIXES))}; folders inside it are not searched"
+        )
+    return inside
 
 
 def _read(path: Path) -> bytes:

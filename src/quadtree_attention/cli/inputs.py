@@ -8,7 +8,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from quadtree_attention.errors import DataError, QuadtreeAttentionError
-from quadtree_attention.tasks.classify.sources import SUFFIXES
+from quadtree_attention.images import images_inside
 
 STDIN = "-"
 
@@ -25,19 +25,6 @@ def expand(images: Sequence[str]) -> tuple[list[str], bool]:
             failed = True
             complain(error)
     return paths, failed
-
-
-def images_inside(folder: Path) -> list[str]:
-    try:
-        inside = sorted(str(p) for p in folder.iterdir() if p.suffix.lower() in SUFFIXES)
-    except OSError as error:
-        raise DataError(f"cannot look into the folder {folder}: {error.strerror}") from error
-    if not inside:
-        raise DataError(
-            f"there are no images in the folder {folder}: names must end in "
-            f"{', '.join(sorted(SUFFIXES))}; folders inside it are not looked into"
-        )
-    return inside
 
 
 def complain(error: QuadtreeAttentionError) -> None:

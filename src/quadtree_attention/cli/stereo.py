@@ -14,10 +14,9 @@ import numpy as np
 from tqdm import tqdm
 
 from quadtree_attention.cli.evaluate import printable
-from quadtree_attention.cli.inputs import images_inside
 from quadtree_attention.errors import DataError, OptionError, QuadtreeAttentionError
 from quadtree_attention.files import check_writable, write_whole
-from quadtree_attention.images import to_image
+from quadtree_attention.images import images_inside, to_image
 from quadtree_attention.tasks.stereo.evaluate import settings_of
 from quadtree_attention.tasks.stereo.formats import disparity_format
 from quadtree_attention.tasks.stereo.predictor import (

@@ -84,8 +84,12 @@ class Source(Protocol[Truth_co]):
     A source can be pickled. Names are unique; slashes in them are folders.
     """
 
-    classes: Sequence[str] | None
-    skipped: Sequence[str]  # found but unusable, one reason each; with strict=True opening raises
+    @property
+    def classes(self) -> Sequence[str] | None: ...
+
+    @property
+    def skipped(self) -> Sequence[str]:
+        """Found but unusable, one reason each; with strict=True opening raises instead."""
 
     def __len__(self) -> int: ...
 
@@ -307,12 +311,17 @@ class Scores:
 
     def to_text(self) -> str:
         """The scores as a table."""
-        width = max((len(name) for name in [*self.facts, *self.mean]), default=0)
+        rows = list(self.rows[: self.listed]) if self.columns else []
+        in_table = {column.key for column in self.columns} if rows else set()
+        above = [name for name in self.mean if name not in in_table]
+        width = max((len(name) for name in [*self.facts, *above]), default=0)
         lines = [f"{name:{width}}  {value}" for name, value in self.facts.items()]
-        lines += [f"{name:{width}}  {Column(name, name).text(self.mean)}" for name in self.mean]
-        if self.rows and self.columns:
+        lines += [f"{name:{width}}  {Column(name, name).text(self.mean)}" for name in above]
+        if rows:
+            if len(above) < len(self.mean):
+                rows.append({self.columns[0].key: "mean", **self.mean})
             table = [[c.title for c in self.columns]]
-            table += [[c.text(row) for c in self.columns] for row in self.rows[: self.listed]]
+            table += [[c.text(row) for c in self.columns] for row in rows]
             widths = [max(map(len, cells)) for cells in zip(*table, strict=True)]
             lines.append("")
             for cells in table:  # names to the left, numbers to the right
