@@ -75,8 +75,9 @@ DEBUG = {  # recipes of old checkouts
 }
 
 
-def is_new() -> bool:
-    return find_spec("quadtree_attention.tasks.contract") is not None
+def has(module: str) -> bool:
+    """Whether the checkout has a module, which tells its interfaces apart."""
+    return find_spec(f"quadtree_attention.{module}") is not None
 
 
 # ---- inputs, made once, by the older checkout
@@ -186,7 +187,7 @@ def _network(name: str) -> Any:
     model, kwargs, _ = TINY[name]
     task = name.partition("-")[0]
     torch.manual_seed(1)
-    if is_new():
+    if has("models.registry"):
         from quadtree_attention import models
 
         network = models.create(RENAMED.get((task, model), model), **kwargs)
@@ -258,7 +259,7 @@ def predictions(checkout: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
 
 
 def _predictor(task: str, path: Path | None, own: dict[str, Any]) -> Any:
-    if is_new():
+    if has(f"tasks.{task}.result"):
         tasks = importlib.import_module("quadtree_attention.tasks")
         if task == "detect":
             own = {**own, "threshold": 0.001}
@@ -290,7 +291,7 @@ def _arrays(task: str, found: Any) -> dict[str, np.ndarray]:
 
 
 def synthetic(checkout: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    where = "synthetic" if find_spec("quadtree_attention.synthetic") else "data"
+    where = "synthetic" if has("synthetic") else "data"
     package = importlib.import_module(f"quadtree_attention.{where}")
     textures = package.ProceduralTextures(4, size=64)
     arrays = {}
@@ -307,9 +308,9 @@ def commands(checkout: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     arrays: dict[str, np.ndarray] = {}
     shutil.rmtree("out", ignore_errors=True)
     Path("out").mkdir()
-    save, score = ("--save", "--threshold") if is_new() else ("--save-dir", "--score")
-    out = "--save" if is_new() else "--out"
-    convert = "--save" if is_new() else "-o"
+    new = has("cli.predict")
+    save, score = ("--save", "--threshold") if new else ("--save-dir", "--score")
+    out, convert = ("--save", "--save") if new else ("--out", "-o")
     weights = {name: f"{INPUTS}/weights/{name}.safetensors" for name in TINY}
     photos, images = f"{INPUTS}/photos", f"{INPUTS}/images"
     stereo = [f"{images}/stereo_left.jpg", f"{images}/stereo_right.jpg", "--size", "192"]
@@ -438,7 +439,9 @@ def training(checkout: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     arrays: dict[str, np.ndarray] = {}
     shutil.rmtree("runs", ignore_errors=True)
     for task, options in SCALE.items():
-        recipe = checkout / "recipes" / task / ("debug.yaml" if is_new() else f"{DEBUG[task]}.yaml")
+        recipe = checkout / "recipes" / task / "debug.yaml"
+        if not recipe.exists():
+            recipe = recipe.with_stem(DEBUG[task])
         folder = Path("runs", task)
         command = [sys.executable, "-P", "-m", "quadtree_attention.cli", "train", task, "--config",
                    str(recipe), "--run_dir", str(folder), "--save_every=3", *options,
