@@ -36,7 +36,7 @@ from benchmarks.measure import Call, cuda_peak_mib, measure, use_threads
 from benchmarks.models import SEED, count
 from benchmarks.program import OneLineParser, at_least_one, one_line_of, release_memory
 from benchmarks.tables import ATTENTIONS, ROOT, number
-from quadtree_attention.models.weights import build_model
+from quadtree_attention.models.registry import create
 
 PROGRAM = "python -m benchmarks.attentions"
 RECIPES = ROOT / "recipes" / "classify"
@@ -170,7 +170,7 @@ def build(recipe: Recipe, *, counted: bool = False) -> nn.Module:
     if counted and "attention" not in options:
         options["backend"] = "cpu"
     torch.manual_seed(SEED)
-    return build_model(settings["model"], drop_path_rate=settings.get("drop_path", 0.0), **options)
+    return create(settings["model"], drop_path_rate=settings.get("drop_path", 0.0), **options)
 
 
 def training_step(recipe: Recipe, options: Namespace) -> tuple[Call, Call]:

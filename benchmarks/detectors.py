@@ -34,7 +34,7 @@ from benchmarks.program import (
     version_of,
 )
 from benchmarks.tables import DETECTORS, OUT_OF_MEMORY, number
-from quadtree_attention.models.detection import detector
+from quadtree_attention.models.registry import create
 from quadtree_attention.tasks.predictor import out_of_memory
 
 PROGRAM = "python -m benchmarks.detectors"
@@ -180,7 +180,7 @@ def prepare(work: Work) -> Callable[[], object]:
     width, height = work.image
     dtype = getattr(torch, work.precision)
     limits = {"min_size": min(work.image), "max_size": max(work.image)}
-    whole = detector(work.model, CLASSES, **limits, **ATTENTIONS[work.attention].options)
+    whole = create(work.model, num_classes=CLASSES, **limits, **ATTENTIONS[work.attention].options)
     whole = whole.to(work.device, dtype).eval()
     images = torch.rand(work.batch, 3, height, width).to(work.device, dtype)
     if work.part == PARTS[0]:

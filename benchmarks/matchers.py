@@ -40,9 +40,11 @@ from benchmarks.program import (
     release_memory,
 )
 from benchmarks.tables import MATCHERS, OUT_OF_MEMORY, number
-from quadtree_attention.models.matcher import FeatureMatcher, matcher, matcher_names
+from quadtree_attention.models.matcher import LoFTR
 from quadtree_attention.models.parts.coarse_matching import CoarseMatches
 from quadtree_attention.models.parts.context_attention import ATTENTIONS
+from quadtree_attention.models.registry import create
+from quadtree_attention.models.registry import names as model_names
 from quadtree_attention.tasks.predictor import out_of_memory
 
 PROGRAM = "python -m benchmarks.matchers"
@@ -98,9 +100,10 @@ def parse(argv: Sequence[str]) -> Namespace:
     parser = OneLineParser(prog=PROGRAM, description=__doc__)
     add = parser.add_argument
     available = "cuda" if torch.cuda.is_available() else "cpu"
-    names = ",".join(matcher_names())
+    names = ",".join(model_names("match"))
     add("--device", choices=("cpu", "cuda"), default=available)
-    add("--models", type=list_of(matcher_names()), default="quadtree_small,quadtree_indoor",
+    usual = "loftr_quadtree_small,loftr_quadtree_indoor"
+    add("--models", type=list_of(model_names("match")), default=usual,
         help=f"matchers whose attention is exchanged, of {names}")  # fmt: skip
     add("--attentions", type=list_of(list(ATTENTIONS)), default="quadtree_b,linear,full")
     add("--images", type=sizes, help="WIDTHxHEIGHT, several with commas; default: "
@@ -157,10 +160,10 @@ def measured(work: Work, options: Namespace) -> dict[str, Any]:
         return row | {"error": OUT_OF_MEMORY if out_of_memory(error) else one_line_of(error)}
 
 
-def prepare(work: Work) -> tuple[FeatureMatcher, Callable[[], object]]:
+def prepare(work: Work) -> tuple[LoFTR, Callable[[], object]]:
     """A matcher, and the call to measure."""
     torch.manual_seed(SEED)
-    model = matcher(work.model, attention=work.attention).to(work.device).eval()
+    model = create(work.model, attention=work.attention).to(work.device).eval()
     width, height = work.image
     noise = torch.rand(2, 1, 1, height, width).to(work.device)
     data = {"image0": noise[0], "image1": noise[1]}
@@ -222,7 +225,7 @@ def _peaks_here(work: Work, threads: int) -> dict[str, Any]:
     return peaks(work)
 
 
-def _stages(model: FeatureMatcher) -> dict[str, list[nn.Module]]:
+def _stages(model: LoFTR) -> dict[str, list[nn.Module]]:
     modules = (
         [model.backbone],
         [model.coarse_transformer],

@@ -40,8 +40,8 @@ from benchmarks.program import (
 )
 from benchmarks.tables import RESULTS, ROOT
 from quadtree_attention.errors import QuadtreeAttentionError
+from quadtree_attention.files import file_sha256
 from quadtree_attention.images import ImageLike, to_image
-from quadtree_attention.models.weights import file_sha256
 from quadtree_attention.tasks.match.evaluate import Scores, evaluate
 from quadtree_attention.tasks.match.metrics import Array
 from quadtree_attention.tasks.match.pairs import PairLine, read_pairs

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-import quadtree_attention.models  # noqa: F401  registers our models with timm
+import quadtree_attention.models.backbone  # noqa: F401  registers our models with timm
 
 Task = Literal["classification", "backbone"]
 Image = tuple[int, int]

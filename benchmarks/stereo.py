@@ -42,8 +42,8 @@ from benchmarks.program import (
 from benchmarks.stereo_tables import STEREO, check_result, text_table
 from benchmarks.tables import RESULTS, ROOT
 from quadtree_attention.errors import DataError, QuadtreeAttentionError
+from quadtree_attention.files import file_sha256
 from quadtree_attention.images import Array
-from quadtree_attention.models.weights import file_sha256
 from quadtree_attention.tasks.stereo.evaluate import Scores, evaluate
 from quadtree_attention.tasks.stereo.filling import from_farther_side
 from quadtree_attention.tasks.stereo.predictor import SIZE, Disparity, StereoMatcher

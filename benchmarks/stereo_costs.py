@@ -33,7 +33,8 @@ from benchmarks.program import (
 from benchmarks.stereo_cost_tables import KIND, NETWORKS, PASSES, check_result, text_table
 from benchmarks.tables import OUT_OF_MEMORY, STEREO_COSTS, number
 from quadtree_attention import use_backend
-from quadtree_attention.models.stereo import StereoNetwork, stereo_network
+from quadtree_attention.models.registry import create
+from quadtree_attention.models.stereo import STTR
 from quadtree_attention.tasks.predictor import out_of_memory
 from quadtree_attention.tasks.stereo.losses import stereo_losses
 
@@ -152,7 +153,7 @@ def count(network: str, image: tuple[int, int]) -> Count:
     options = {**NETWORKS[network].options, "max_entries": sys.maxsize}
     if options["attention"] != "full":  # the reference has no formula
         options = {**options, "backend": "cpu"}
-    model = stereo_network("sttr", **options).eval()
+    model = create("sttr", **options).eval()
     width, height = image
     with FakeTensorMode(allow_non_fake_inputs=True):
         views = {f"image{i}": torch.zeros(1, 3, height, width) for i in range(2)}
@@ -177,7 +178,7 @@ def _is_attention(op: Any) -> bool:
 def prepare(work: Work) -> Callable[[], object]:
     """The call to measure, on a network and images that exist already."""
     torch.manual_seed(SEED)
-    model = stereo_network("sttr", **NETWORKS[work.network].options).to(work.device)
+    model = create("sttr", **NETWORKS[work.network].options).to(work.device)
     model.train(work.training)
     batch = noise(work.image, work.device)
     parameters = list(model.parameters())
@@ -202,7 +203,7 @@ def prepare(work: Work) -> Callable[[], object]:
     return training if work.training else inference
 
 
-def loss_of(model: StereoNetwork, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+def loss_of(model: STTR, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     output = model(batch, true_disparity=batch["disparity0"])
     losses = stereo_losses(output, batch, model.at_cells, model.max_disparity)
     return torch.stack(list(losses.values())).sum()

@@ -3,24 +3,19 @@
 
 import csv
 import re
-from functools import partial
 
 import pytest
 import torch
 import yaml
 
 from quadtree_attention.errors import OptionError
+from quadtree_attention.models.registry import create
 from tests.cli.test_info import command
 from tests.conftest import ROOT
 
 pytest.importorskip("pytorch_lightning", reason="training needs the extra 'train'")
 
 import quadtree_attention.nn.baselines as rivals
-from quadtree_attention.models.detection import detector
-from quadtree_attention.models.matcher import matcher
-from quadtree_attention.models.segmentation import segmenter
-from quadtree_attention.models.stereo import stereo_network
-from quadtree_attention.models.weights import build_model
 from quadtree_attention.nn import QuadtreeAttention
 from quadtree_attention.tasks.training.command import train
 
@@ -56,19 +51,11 @@ def load(path):
     return yaml.safe_load(path.read_text())
 
 
-BUILD = {  # by task
-    "classify": build_model,
-    "match": matcher,
-    "stereo": stereo_network,
-    "detect": partial(detector, num_classes=3),
-    "segment": partial(segmenter, num_classes=3),
-}
-
-
 def model_of(path):
     settings = load(path)["model"]
+    classes = {"num_classes": 3} if path.parent.name in ("detect", "segment") else {}
     with torch.device("meta"):
-        return BUILD[path.parent.name](settings["model"], **settings.get("options", {}))
+        return create(settings["model"], **classes, **settings.get("options", {}))
 
 
 def best_top1(folder):

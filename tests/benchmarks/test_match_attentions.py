@@ -27,7 +27,7 @@ DATA = ROOT.parent / "shared" / "data" / "matching"
 NARROW = {"dims": [16, 24, 32], "num_pairs": 1, "num_heads": 2, "fine_heads": 2}
 RECIPE = {
     "seed_everything": 0,
-    "model": {"model": "quadtree_small", "lr": 8e-3, "warmup_epochs": 0, "fine_matches": 32},
+    "model": {"model": "loftr_quadtree_small", "lr": 8e-3, "warmup_epochs": 0, "fine_matches": 32},
     "data": {
         "source": "synthetic",
         "procedural": 8,
@@ -134,7 +134,8 @@ def test_from_training_to_pictures(
 
 
 def assert_weights_are_those_of_the_runs(weights: Path, work: Path, result: dict) -> None:
-    from quadtree_attention.models.weights import file_sha256, read_checkpoint
+    from quadtree_attention.files import file_sha256
+    from quadtree_attention.models.weights import read_checkpoint
     from quadtree_attention.tasks.match.predictor import load_matcher
 
     files = sorted(weights.iterdir())  # one a run, and nothing else: they travel as files

@@ -31,7 +31,7 @@ def tables() -> ModuleType:
 
 def row(**changes) -> dict:
     fields = {
-        "model": "quadtree_small", "attention": "quadtree_b", "image": [2048, 1024],
+        "model": "loftr_quadtree_small", "attention": "quadtree_b", "image": [2048, 1024],
         "matches": 2000, "precision": "float32", "median_ms": 100.0, "q25_ms": 90.0,
         "q75_ms": 120.0, "repeats": 3, "peak_mib": 4000.0,
         "stages_ms": dict(zip([*STAGES, "attention"], [30.0, 20.0, 40.0, 5.0, 12.5], strict=True)),
@@ -67,11 +67,11 @@ def result(*rows: dict, **changes) -> dict:
 
 def test_a_run(tmp_path, tables):
     out = tmp_path / "matchers--here.json"
-    options = "--device cpu --models quadtree_small --attentions linear,full --images 80x64"
+    options = "--device cpu --models loftr_quadtree_small --attentions linear,full --images 80x64"
     limits = "--matches 30 --threads 1 --seconds-per-row 0.05"
     done = program("matchers", *options.split(), *limits.split(), "--out", str(out))
     assert done.returncode == 0, done.stderr
-    assert "[2/2] 80x64 quadtree_small full float32: " in done.stderr
+    assert "[2/2] 80x64 loftr_quadtree_small full float32: " in done.stderr
     assert f"written: {out}" in done.stdout and "Peak memory in MiB" in done.stdout
     found = json.loads(out.read_text())
     tables.check_result(found)
@@ -89,7 +89,7 @@ def test_a_run(tmp_path, tables):
 
 
 def test_so_many_matches_go_to_the_fine_stage(matchers):
-    work = matchers.Work("quadtree_small", "quadtree_b", (80, 64), 123, "float32", "cpu")
+    work = matchers.Work("loftr_quadtree_small", "quadtree_b", (80, 64), 123, "float32", "cpu")
     model, call = matchers.prepare(work)
     sizes = []
     model.fine_transformer.register_forward_hook(lambda *args: sizes.append(len(args[2][0])))
@@ -148,9 +148,11 @@ def test_peaks_are_those_of_the_stages():
 
 def test_failing_rows_say_why(matchers):
     options = Namespace(seconds_per_row=0.05, threads=1)
-    huge = matchers.Work("quadtree_small", "linear", (3_000_000, 3_000_000), 1, "float32", "cpu")
+    huge = matchers.Work(
+        "loftr_quadtree_small", "linear", (3_000_000, 3_000_000), 1, "float32", "cpu"
+    )
     assert matchers.measured(huge, options)["error"] == "out of memory"
-    unknown = matchers.Work("quadtree_small", "none", (64, 64), 1, "float32", "cpu")
+    unknown = matchers.Work("loftr_quadtree_small", "none", (64, 64), 1, "float32", "cpu")
     assert "out of memory" not in matchers.measured(unknown, options)["error"]
 
 
@@ -165,13 +167,15 @@ def test_tables(tables):
     lines = tables.markdown({"matchers--gpu": found}).splitlines()
     assert lines[0] == "### GPU: `matchers--gpu.json`"
     assert "PyTorch was given 8.00 GiB of the GPU." in lines
-    start = "| 2048x1024 | quadtree_small | float32 |"
+    start = "| 2048x1024 | loftr_quadtree_small | float32 |"
     times = f"{start} quadtree_b | 100 | 90.0 - 120 | 30.0 | 20.0 | 12.5 | 40.0 | 5.00 |"
     memory = f"{start} quadtree_b | 4000 | 4000 | 3000 | 2000 | 1000 |"
     assert lines.index(times) < lines.index("#### Peak memory in MiB") < lines.index(memory)
     assert f"{start} full | out of memory | - | - | - | - | - | - |" in lines
     assert f"{start} full | out of memory | - | - | - | - |" in lines
-    assert lines[-1] == "- 2048x1024, quadtree_small, float32, linear: failed: RuntimeError: no"
+    assert (
+        lines[-1] == "- 2048x1024, loftr_quadtree_small, float32, linear: failed: RuntimeError: no"
+    )
     assert all(line.count("|") == times.count("|") for line in lines if line.endswith("5.00 |"))
     unknown = tables.markdown({"m": result(row(peak_mib=None, stages_mib=None))})
     assert f"{start} quadtree_b | - | - | - | - | - |" in unknown

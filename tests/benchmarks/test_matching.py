@@ -118,13 +118,13 @@ def test_a_matcher_of_ones_own(tmp_path, matching, tables):
     """Weights of a tiny model, which finds what it finds, beside SIFT."""
     from PIL import Image
 
-    from quadtree_attention.models.matcher import matcher
+    from quadtree_attention.models.registry import create
     from quadtree_attention.models.weights import save_weights
 
     kwargs = {"dims": [16, 24, 32], "num_pairs": 1, "num_heads": 2, "fine_heads": 2}
-    card = {"model": "quadtree_small", "kwargs": kwargs, "task": "match"}
+    card = {"model": "loftr_quadtree_small", "kwargs": kwargs, "task": "match"}
     weights = tmp_path / "tiny.safetensors"
-    save_weights(weights, matcher("quadtree_small", **kwargs).state_dict(), card)
+    save_weights(weights, create("loftr_quadtree_small", **kwargs).state_dict(), card)
     folder = tmp_path / "data" / "oxford_affine" / "graf"
     folder.mkdir(parents=True)
     picture = np.random.default_rng(0).integers(0, 255, (24, 32), np.uint8)
@@ -139,7 +139,7 @@ def test_a_matcher_of_ones_own(tmp_path, matching, tables):
     tiny, sift = found["rows"]
     assert (tiny["method"], sift["method"]) == ("tiny", "SIFT")
     assert sift["details"][0]["errors"]["poselib"] < 0.1 and sift["precision"] == 100
-    assert found["methods"]["tiny"]["model"] == "quadtree_small"
+    assert found["methods"]["tiny"]["model"] == "loftr_quadtree_small"
     assert str(tmp_path) not in json.dumps(found)
 
 

@@ -11,7 +11,7 @@ pytest.importorskip("timm", reason="models need timm")
 typer_testing = pytest.importorskip("typer.testing", reason="the command needs typer")
 
 from quadtree_attention.cli.main import app  # noqa: E402
-from quadtree_attention.models.weights import file_sha256  # noqa: E402
+from quadtree_attention.files import file_sha256  # noqa: E402
 from tests.cli.test_info import START, command  # noqa: E402
 from tests.tasks.classify.test_evaluate import write_images, write_predictions  # noqa: E402
 from tests.tasks.classify.test_predictor import CLASSES, jpeg, write_weights  # noqa: E402

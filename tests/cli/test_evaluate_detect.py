@@ -14,7 +14,7 @@ pytest.importorskip("faster_coco_eval", reason="scores need faster-coco-eval")
 
 from quadtree_attention.cli.evaluate_detect import DetectRequest, run
 from quadtree_attention.errors import DataError, OptionError
-from quadtree_attention.models.weights import file_sha256
+from quadtree_attention.files import file_sha256
 from tests.tasks.detect.files import entry, with_mask, write_split, write_weights
 
 pytestmark = pytest.mark.usefixtures("only_reference")

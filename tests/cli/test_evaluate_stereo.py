@@ -59,7 +59,7 @@ def test_a_network_in_two_loops(weights):
     first = run(weights, "--data", "data", "--out", "out", "--size", 48, "--scores", "s.json")
     assert first.exit_code == 0, first.output
     assert sorted(os.listdir("out")) == ["a.npz", "b.npz", "settings.json"]
-    assert "quadtree_small, sha256 " in first.stdout and "at most 48 pixels" in first.stdout
+    assert "sttr_quadtree_small, sha256 " in first.stdout and "at most 48 pixels" in first.stdout
     scores = json.loads(Path("s.json").read_text())
     assert scores["settings"]["size"] == 48 and scores["mean"]["epe_all"] > 0
     again = run(weights, "--data", "data", "--out", "out", "--size", 48, "--json")

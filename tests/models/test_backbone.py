@@ -471,7 +471,7 @@ def test_built_under_the_meta_device():
     # In a process of its own: conftest replaces torch.empty, which hides it from the context.
     script = """
 import timm, torch
-import quadtree_attention.models
+import quadtree_attention.models.backbone
 with torch.device("meta"):
     for name in ("test_quadtree", "swin_tiny_quadtree_b"):
         model = timm.create_model(name, drop_path_rate=0.1, features_only=True)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-import quadtree_attention.models  # noqa: F401  registers the names
+import quadtree_attention.models.backbone  # noqa: F401  registers the names
 
 timm = pytest.importorskip("timm", reason="the backbones need timm (extra 'models')")
 pytestmark = pytest.mark.usefixtures("only_reference", "one_thread")

@@ -14,13 +14,12 @@ from torchvision.models.detection.image_list import ImageList  # noqa: E402
 from torchvision.ops import box_iou  # noqa: E402
 
 from quadtree_attention.models.detection import (  # noqa: E402
-    MaskRCNNDetector,
-    RetinaNetDetector,
-    detector,
-    known_detectors,
+    MaskRCNN,
+    RetinaNet,
 )
 from quadtree_attention.models.parts.padded_detection import PyramidAnchors  # noqa: E402
-from quadtree_attention.models.weights import known_models, save_weights  # noqa: E402
+from quadtree_attention.models.registry import create  # noqa: E402
+from quadtree_attention.models.weights import save_weights  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("only_reference", "one_thread")
 
@@ -29,12 +28,12 @@ SIZES = [(70, 45), (33, 91), (8, 50)]
 SMALL = {"min_size": 48, "max_size": 96, "channels": 16, "score_thresh": 0.0}
 
 
-def tiny(kind: str, *, gain: float = 1.5, **options) -> RetinaNetDetector | MaskRCNNDetector:
+def tiny(kind: str, *, gain: float = 1.5, **options) -> RetinaNet | MaskRCNN:
     """A detector whose random weights tell cells, boxes and classes apart."""
     options = SMALL | options
     if kind == "mask_rcnn":
         options = {"proposals": 100, "rois_per_image": 32, "detections_per_img": 30} | options
-    model = detector(f"{kind}_test_quadtree", 3, **options)
+    model = create(f"{kind}_test_quadtree", num_classes=3, **options)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if not name.startswith("backbone.body."):
@@ -202,7 +201,8 @@ def test_anchors_of_the_padding_are_not_proposed_or_learnt_from():
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_parameter_learns(kind, checkpointing):
-    model = tiny(kind, drop_path_rate=0.1, grad_checkpointing=checkpointing).train()
+    model = tiny(kind, drop_path_rate=0.1).train()
+    model.set_grad_checkpointing(checkpointing)
     assert model.backbone.body.stages[0].grad_checkpointing is checkpointing
     losses = model(images(torch.float32), targets())
     assert len(losses) == {"retinanet": 2, "mask_rcnn": 5}[kind]
@@ -282,7 +282,7 @@ def test_learns_where_things_are_and_what(kind, steps):
     options = {"min_size": 32, "max_size": 64, "channels": 32, "anchor_scale": 2.0}
     if kind == "mask_rcnn":
         options |= {"proposals": 50, "rois_per_image": 32, "anchor_scale": 4.0}
-    model = detector(f"{kind}_test_quadtree", 3, **options).train()
+    model = create(f"{kind}_test_quadtree", num_classes=3, **options).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, total_steps=steps)
     for _ in range(steps):
@@ -305,14 +305,6 @@ def test_learns_where_things_are_and_what(kind, steps):
 # ---- how they are built
 
 
-def test_names():
-    names = known_detectors()
-    assert names == [f"{kind}_{name}" for kind in KINDS for name in known_models()]
-    assert "retinanet_quadtree_b_b0" in names and "mask_rcnn_swin_tiny_quadtree_b" in names
-    with pytest.raises(OptionError, match=r"got 'retinanet_quadtree_b0'; did you mean .*_b_b0"):
-        detector("retinanet_quadtree_b0", 3)
-
-
 @pytest.mark.parametrize(
     ("name", "params"),
     [
@@ -322,7 +314,7 @@ def test_names():
     ],
 )
 def test_parameters_of_the_published_detectors(name, params):
-    model = detector(name, 80)
+    model = create(name, num_classes=80)
     assert sum(p.numel() for p in model.parameters()) == params
     assert sum(p.numel() for p in model.backbone.body.parameters()) == 3_332_468
     blocks = [block for stage in model.backbone.body.stages for block in stage.blocks]
@@ -367,9 +359,9 @@ def test_extra_maps_come_from_the_last_map_of_the_backbone():
 
 
 def test_options_reach_detector_and_backbone():
-    model = detector(
+    model = create(
         "retinanet_test_quadtree",
-        3,
+        num_classes=3,
         channels=16,
         min_size=(40, 48),
         max_size=64,
@@ -395,19 +387,19 @@ def test_options_reach_detector_and_backbone():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"topq": 3}, "cannot be built with .*topq"),
+        ({"topq": 3}, "got 'topq'; did you mean topk"),
         ({"num_classes": 0}, "num_classes must be an integer of at least 1, got 0"),
         ({"min_size": ()}, "min_size must be one size or several, got none"),
         ({"min_size": (64, 0)}, "min_size must be an integer of at least 1, got 0"),
         ({"anchor_scale": 0}, r"above 0, got 0 and \(0\.5, 1\.0, 2\.0\)"),
-        ({"global_pool": "avg"}, "without its classifier of images, got global_pool"),
+        ({"global_pool": "avg"}, "got 'global_pool'; "),
         ({"attention": "window", "topk": 3}, "no use for options of quadtree attention, got topk"),
     ],
 )
 def test_options_that_are_refused(options, message):
     options = {"num_classes": 3} | options
     with pytest.raises(OptionError, match=message):
-        detector("retinanet_test_quadtree", **options)
+        create("retinanet_test_quadtree", **options)
 
 
 # ---- weights of a backbone
@@ -418,27 +410,29 @@ def test_backbone_weights_of_a_classifier(tmp_path):
     path = tmp_path / "best.safetensors"
     card = {"model": "test_quadtree", "kwargs": {"num_classes": 7}}
     save_weights(path, classifier.state_dict(), card)
-    model = detector("mask_rcnn_test_quadtree", 3, channels=16, backbone_weights=path)
+    model = create("mask_rcnn_test_quadtree", num_classes=3, channels=16, backbone_weights=path)
     for name, parameter in model.backbone.body.named_parameters():
         assert torch.equal(parameter, classifier.get_parameter(name)), name
     with pytest.raises(CheckpointError, match=r"best\.safetensors holds no weights of this .* mis"):
-        detector("retinanet_quadtree_b_b0", 3, backbone_weights=path)
+        create("retinanet_quadtree_b_b0", num_classes=3, backbone_weights=path)
     with pytest.raises(CheckpointError, match=r"no weights of this .*stages\.0\.blocks\.0\.attn"):
-        detector("retinanet_test_quadtree", 3, attention="window", backbone_weights=path)
+        create("retinanet_test_quadtree", num_classes=3, attention="window", backbone_weights=path)
     with pytest.raises(CheckpointError, match="there is no file"):
-        detector("retinanet_test_quadtree", 3, backbone_weights=tmp_path / "none.safetensors")
+        create(
+            "retinanet_test_quadtree", num_classes=3, backbone_weights=tmp_path / "none.safetensors"
+        )
 
 
 def test_backbone_weights_that_are_refused(tmp_path):
     official = {"backbone.patch_embed1.proj.weight": torch.zeros(1)}
     torch.save({"state_dict": official}, tmp_path / "official.pth")
     with pytest.raises(CheckpointError, match=r"an official checkpoint, .* quadtree convert "):
-        detector("retinanet_test_quadtree", 3, backbone_weights=tmp_path / "official.pth")
+        create("retinanet_test_quadtree", num_classes=3, backbone_weights=tmp_path / "official.pth")
     state = timm.create_model("test_quadtree", num_classes=0).state_dict()
     state["stages.0.norm.bias"] = torch.full((8,), torch.nan)
     torch.save(state, tmp_path / "nan.pth")
     with pytest.raises(CheckpointError, match=r"not finite, in stages\.0\.norm\.bias"):
-        detector("retinanet_test_quadtree", 3, backbone_weights=tmp_path / "nan.pth")
+        create("retinanet_test_quadtree", num_classes=3, backbone_weights=tmp_path / "nan.pth")
 
 
 # ---- bad input

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from quadtree_attention import CheckpointError, DTypeError, OptionError, ShapeError
 from quadtree_attention.models.convert import check_fit
-from quadtree_attention.models.matcher import FeatureMatcher, Features, matcher, matcher_names
+from quadtree_attention.models.matcher import Features, LoFTR
 from quadtree_attention.models.matcher_convert import (
     convert_matcher,
     infer_matcher,
@@ -18,6 +18,7 @@ from quadtree_attention.models.matcher_convert import (
     load_official_matcher,
 )
 from quadtree_attention.models.parts.coarse_matching import CoarseMatches, matches_for_training
+from quadtree_attention.models.registry import create, names
 from tests.conftest import GOLDEN, Golden, golden_files
 from tests.models.test_backbone import recipe
 
@@ -46,10 +47,10 @@ def official_state(golden: Golden) -> dict[str, torch.Tensor]:
     return state
 
 
-def official_model(golden: Golden, **options) -> FeatureMatcher:
+def official_model(golden: Golden, **options) -> LoFTR:
     name = {"ds_indoor": "loftr"}.get(golden.meta["model"])
-    model = matcher(
-        name or f"quadtree_{golden.meta['model']}",
+    model = create(
+        name or f"loftr_quadtree_{golden.meta['model']}",
         position="fixed" if golden.meta["temp_bug_fix"] else "legacy",
         border=golden.meta["border_rm"],
         threshold=golden.meta["thr"],
@@ -88,7 +89,7 @@ def close(got: torch.Tensor, golden: Golden, key: str, atol: float = 2e-6) -> No
     torch.testing.assert_close(got, expected, rtol=0, atol=atol, msg=lambda m: f"{key}: {m}")
 
 
-def check_coarse(model: FeatureMatcher, golden: Golden, features: Features) -> None:
+def check_coarse(model: LoFTR, golden: Golden, features: Features) -> None:
     for i, tokens in enumerate((features.coarse0, features.coarse1)):
         tokens = tokens.flatten(1, 2)
         close(tokens[:, ::16, ::4], golden, f"coarse{i}")
@@ -168,8 +169,8 @@ def test_masks_act_in_ours(path):
 @pytest.mark.parametrize("path", golden_files("manifests/loftr_*.json"))
 def test_manifest_converts_with_nothing_left_over(path):
     official = manifest(path.stem)
-    name = {"loftr_linear_ds": "loftr"}.get(path.stem) or path.stem.removeprefix("loftr_")
-    model = matcher(name, device="meta")
+    name = {"loftr_linear_ds": "loftr"}.get(path.stem, path.stem)
+    model = create(name, device="meta")
     assert sum(p.numel() for p in model.parameters()) == official["parameters"]
     assert sum(b.numel() for b in model.buffers()) == official["buffers"]
     shapes = official["state_dict"]
@@ -181,7 +182,7 @@ def test_manifest_converts_with_nothing_left_over(path):
     if name == "loftr":
         assert infer_matcher(converted) == "loftr"
     else:
-        with pytest.raises(CheckpointError, match=r"indoor .* and quadtree_outdoor .* name the"):
+        with pytest.raises(CheckpointError, match=r"indoor .* and .*outdoor .* name the"):
             infer_matcher(converted)
 
 
@@ -198,7 +199,7 @@ def test_names_that_are_not_official_are_refused():
 
 
 def test_dustbin_score_has_an_official_name():
-    model = matcher("loftr", matching="optimal_transport", device="meta")
+    model = create("loftr", matching="optimal_transport", device="meta")
     name = "coarse_matching.bin_score"
     assert name in model.state_dict()
     assert list(convert_matcher({f"matcher.{name}": torch.ones(())})) == [name]
@@ -210,7 +211,7 @@ ATTENTIONS = ["linear", "full", "spatial_reduction", "quadtree_a", "quadtree_b"]
 KINDS = [(attention, block) for attention in ATTENTIONS for block in ("loftr", "vit")]
 
 
-def tiny(**options) -> FeatureMatcher:
+def tiny(**options) -> LoFTR:
     """Random weights that tell cells apart, and match whatever is each other's best."""
     defaults = {
         "dims": (8, 16, 32),
@@ -221,7 +222,7 @@ def tiny(**options) -> FeatureMatcher:
         "border": 0,
         "dtype": torch.float64,
     }
-    model = matcher("quadtree_small", **defaults | options)
+    model = create("loftr_quadtree_small", **defaults | options)
     dtype = model.fine_windows.merge.weight.dtype
     with torch.no_grad():
         for block in model.coarse_transformer.layers:  # a fresh one hardly changes anything
@@ -430,19 +431,19 @@ def test_large_images_go_through_the_cnn_one_by_one(monkeypatch):
 # ---- names and options
 
 
-@pytest.mark.parametrize("name", matcher_names())
+@pytest.mark.parametrize("name", names("match"))
 def test_names(name):
-    model = matcher(name, device="meta")
+    model = create(name, device="meta")
     parameters = sum(p.numel() for p in model.parameters())
-    if name == "quadtree_small":  # half precision in 12 MB, with room for the header
+    if name == "loftr_quadtree_small":  # half precision in 12 MB, with room for the header
         assert 2_500_000 < parameters < 5_000_000
         assert 2 * sum(t.numel() for t in model.state_dict().values()) < 11_900_000
     for attention in ATTENTIONS:
-        assert matcher(name, attention=attention, device="meta")
+        assert create(name, attention=attention, device="meta")
 
 
 def test_lite_has_half_of_all_channels():
-    full, lite = (matcher(name, device="meta").state_dict() for name in ("loftr", "loftr_lite"))
+    full, lite = (create(name, device="meta").state_dict() for name in ("loftr", "loftr_lite"))
     assert full.keys() == lite.keys()
     for name in full:
         for a, b in zip(full[name].shape, lite[name].shape, strict=True):
@@ -450,16 +451,12 @@ def test_lite_has_half_of_all_channels():
 
 
 def test_what_is_refused():
-    with pytest.raises(OptionError, match=r"loftr, loftr_lite, .*'loftr_light'; did you mean"):
-        matcher("loftr_light")
-    with pytest.raises(OptionError, match=r"loftr cannot be built with .*depth.*; leave out what"):
-        matcher("loftr", depth=3)
     with pytest.raises(OptionError, match=r"'linear' accepts no options, got topk=3; leave it out"):
-        matcher("loftr", topk=3)
+        create("loftr", topk=3)
     with pytest.raises(OptionError, match=r"window_size must be an odd number .*, got 4"):
-        matcher("loftr", window_size=4)
+        create("loftr", window_size=4)
     with pytest.raises(OptionError, match=r"dim=98; change"):
-        matcher("loftr", dims=(8, 8, 98), num_heads=2)
+        create("loftr", dims=(8, 8, 98), num_heads=2)
 
 
 @pytest.mark.parametrize(

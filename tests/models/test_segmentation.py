@@ -12,13 +12,12 @@ pytest.importorskip("timm", reason="the backbones need timm (extra 'models')")
 pytest.importorskip("torchvision", reason="the feature pyramid needs torchvision (extra 'models')")
 
 from quadtree_attention.errors import CheckpointError, OptionError, ShapeError
+from quadtree_attention.models.registry import create
 from quadtree_attention.models.segmentation import (
     SemanticFPN,
-    known_segmenters,
-    segmenter,
     sliding_window,
 )
-from quadtree_attention.models.weights import build_model, known_models, save_weights
+from quadtree_attention.models.weights import save_weights
 from quadtree_attention.nn import QuadtreeAttention
 from quadtree_attention.nn.baselines import WindowAttention
 
@@ -34,7 +33,7 @@ PARAMETERS = {
 
 
 def tiny(num_classes=5, **options):
-    return segmenter("semfpn_test_quadtree", num_classes, **{**SMALL, **options})
+    return create("semfpn_test_quadtree", num_classes=num_classes, **{**SMALL, **options})
 
 
 def attentions(model):
@@ -56,14 +55,10 @@ def model():
 # ---- what can be built
 
 
-def test_every_backbone_has_a_segmenter():
-    assert known_segmenters() == [f"semfpn_{name}" for name in known_models()]
-
-
 @pytest.mark.parametrize(("size", "attention"), PARAMETERS)
 def test_parameters(size, attention):
     with torch.device("meta"):
-        model = segmenter(f"semfpn_quadtree_b_{size}", 150, attention=attention)
+        model = create(f"semfpn_quadtree_b_{size}", num_classes=150, attention=attention)
     count = sum(p.numel() for p in model.parameters()) / 1e6
     assert count == pytest.approx(PARAMETERS[size, attention], abs=0.06)
 
@@ -78,7 +73,7 @@ def test_official_options_are_the_default():
 
 def test_other_attentions():
     with torch.device("meta"):
-        plain = segmenter("semfpn_quadtree_a_b0", 3)
+        plain = create("semfpn_quadtree_a_b0", num_classes=3)
     assert all(type(a) is QuadtreeAttention and a.variant == "A" for a in attentions(plain))
     windows = tiny(attention="window", attention_options={"window_size": 4}, lepe=True)
     assert all(type(attention) is WindowAttention for attention in attentions(windows))
@@ -87,10 +82,8 @@ def test_other_attentions():
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("semfpn_test_quadtre", {}, "did you mean semfpn_test_quadtree"),
-        ("test_quadtree", {}, "the segmenter must be one of"),
-        ("semfpn_test_quadtree", {"wings": 2}, "cannot be built with"),
-        ("semfpn_test_quadtree", {"global_pool": "avg"}, "without its classifier of images"),
+        ("semfpn_test_quadtree", {"wings": 2}, "must be one of num_classes, .*, got 'wings'"),
+        ("semfpn_test_quadtree", {"global_pool": "avg"}, "got 'global_pool'"),
         ("semfpn_test_quadtree", {"norm": "layer"}, "norm must be one of batch, group"),
         ("semfpn_test_quadtree", {"norm": "group", "head_channels": 8}, "a multiple of 32"),
         ("semfpn_test_quadtree", {"dropout": 1.0}, "dropout must be from 0"),
@@ -99,7 +92,7 @@ def test_other_attentions():
 )
 def test_what_cannot_be_built(name, options, message):
     with pytest.raises(OptionError, match=message):
-        segmenter(name, 3, **options)
+        create(name, num_classes=3, **options)
 
 
 def test_no_classes():
@@ -204,7 +197,7 @@ def test_level_weights_do_not_decay():
 
 
 def test_backbone_starts_from_the_weights_of_a_classifier(tmp_path):
-    classifier = build_model("test_quadtree", num_classes=7)
+    classifier = create("test_quadtree", num_classes=7)
     card = {"model": "test_quadtree", "kwargs": {"num_classes": 7}}
     save_weights(tmp_path / "best.safetensors", classifier.state_dict(), card)
     model = tiny(backbone_weights=tmp_path / "best.safetensors")

@@ -6,7 +6,7 @@ import torch
 
 from quadtree_attention.errors import DTypeError, OptionError, ShapeError
 from quadtree_attention.models.parts.stereo_features import ConvNorm, resampled
-from quadtree_attention.models.stereo import stereo_names, stereo_network
+from quadtree_attention.models.registry import create, names
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -22,7 +22,7 @@ TINY = {
 
 def tiny(**options):
     torch.manual_seed(0)
-    return stereo_network("quadtree_small", **{**TINY, **options}).eval()
+    return create("sttr_quadtree_small", **{**TINY, **options}).eval()
 
 
 def trained(**options):
@@ -169,12 +169,12 @@ def test_places_are_exact_in_half_precision():
 
 
 def test_names():
-    for name in stereo_names():
+    for name in names("stereo"):
         with torch.device("meta"):
-            count = sum(p.numel() for p in stereo_network(name).parameters())
+            count = sum(p.numel() for p in create(name).parameters())
         assert count < 6e6, name  # 12 MB in half precision
     with torch.device("meta"):
-        assert stereo_network("sttr").stride == 3 and stereo_network("sttr_quadtree").stride == 2
+        assert create("sttr").stride == 3 and create("sttr_quadtree").stride == 2
 
 
 @pytest.mark.parametrize(
@@ -194,15 +194,11 @@ def test_bad_images(change, error, message):
 def test_bad_options():
     with pytest.raises(OptionError, match="add image1"):
         tiny()({"image0": torch.rand(1, 3, 32, 48)})
-    with pytest.raises(OptionError, match="did you mean 'sttr_quadtree'"):
-        stereo_network("sttr_quadtre")
-    with pytest.raises(OptionError, match="leave out what it does not know"):
-        stereo_network("sttr", depth=3)
     with pytest.raises(OptionError, match="accepts no options of quadtree attention, got topk"):
-        stereo_network("sttr", topk=3)
+        create("sttr", topk=3)
     with pytest.raises(OptionError, match="stride must be 2, 3, 4, got 5"):
-        stereo_network("sttr", stride=5)
+        create("sttr", stride=5)
     with pytest.raises(OptionError, match="dims must be four numbers of channels"):
-        stereo_network("sttr", dims=(8, 8, 8))
+        create("sttr", dims=(8, 8, 8))
     with pytest.raises(OptionError, match=r"context must be four .* 1/8, 1/16, 1/32, all"):
-        stereo_network("sttr", context=(8, 8, 8, 12))
+        create("sttr", context=(8, 8, 8, 12))

@@ -20,12 +20,9 @@ from quadtree_attention import CheckpointError, OptionError
 timm = pytest.importorskip("timm", reason="weights need timm (extra 'models')")
 safetensors_torch = pytest.importorskip("safetensors.torch", reason="weights need safetensors")
 
-from quadtree_attention.models import weights  # noqa: E402
+from quadtree_attention.models import load  # noqa: E402
 from quadtree_attention.models.weights import (  # noqa: E402
-    build_model,
     card_path,
-    known_models,
-    load_model,
     read_card,
     read_checkpoint,
     save_weights,
@@ -186,18 +183,22 @@ def test_round_trip(tmp_path):
     card = save_weights(path, model.state_dict(), CARD)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["tiny.json", "tiny.safetensors"]
     assert card == read_card(path) == json.loads((tmp_path / "tiny.json").read_text())
+    assert card["kwargs"].items() >= {**KWARGS, "depths": [1, 1, 2, 1], "in_chans": 3}.items()
+    assert not card["kwargs"].keys() & {"device", "dtype", "backend"}
     assert card == CARD | {
+        "kwargs": card["kwargs"],
+        "task": "classify",
         "tensors": len(model.state_dict()),
         "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
         "version": quadtree_attention.__version__,
     }
     x = torch.randn(1, 3, 130, 97)
-    loaded = load_model(path)
+    loaded = load(path)
     assert loaded.training and same(loaded.state_dict(), model.state_dict())
     assert torch.equal(loaded.eval()(x), model(x))
-    other = load_model(path, topk=1, value_act="gelu").eval()  # both change what it computes
+    other = load(path, topk=1, value_act="gelu").eval()  # both change what it computes
     assert not torch.allclose(other(x), model(x))
-    assert {p.dtype for p in load_model(path, dtype=torch.float64).parameters()} == {torch.float64}
+    assert {p.dtype for p in load(path, dtype=torch.float64).parameters()} == {torch.float64}
 
 
 def test_the_same_weights_have_the_same_checksum(tmp_path):
@@ -207,11 +208,13 @@ def test_the_same_weights_have_the_same_checksum(tmp_path):
 
 def test_one_file_is_enough(tmp_path):
     path = tmp_path / "tiny.safetensors"
-    save_weights(path, tiny().state_dict(), CARD)
+    more = {"classes": list("abcde"), "image_size": 64, "eval_crop": 0.9, "base_size": None}
+    card = save_weights(path, tiny().state_dict(), {**CARD, **more})
     card_path(path).unlink()
-    assert read_card(path) == {"model": "test_quadtree", "kwargs": KWARGS}
+    inside = ("model", "kwargs", "task", "classes", "image_size", "eval_crop")
+    assert read_card(path) == {key: card[key] for key in inside}
     moved = path.rename(tmp_path / "elsewhere.safetensors")
-    assert load_model(moved).num_classes == 5
+    assert load(moved).num_classes == 5
 
 
 def test_timm_takes_the_file(tmp_path):
@@ -286,7 +289,7 @@ def test_a_full_disk_leaves_everything_as_it_was(tmp_path, limit):
         timeout=120,
         check=False,
     )
-    assert f"{path} cannot be written: File too large; what was there before is" in done.stdout
+    assert f"{path}, {card_path(path)} cannot be written: File too large; what" in done.stdout
     assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before
 
 
@@ -327,7 +330,7 @@ def test_a_card_of_other_weights(tmp_path):
 def test_weights_without_a_card(tmp_path, metadata, words):
     path = tmp_path / "x.safetensors"
     safetensors_torch.save_file(TENSORS, path, metadata)
-    for read in (read_card, load_model):
+    for read in (read_card, load):
         with pytest.raises(CheckpointError) as caught:
             read(path)
         assert words in str(caught.value)
@@ -336,20 +339,24 @@ def test_weights_without_a_card(tmp_path, metadata, words):
 @pytest.mark.parametrize(
     ("model", "kwargs", "words"),
     [
-        ("resnet18", {}, "the model must be one of quadtree_a_b0, "),
-        ("hf-hub:someone/something", {}, "got 'hf-hub:someone/something'; take one of them"),
+        ("resnet18", {}, "model must be one of quadtree_a_b0, "),
+        ("hf-hub:someone/something", {}, "got 'hf-hub:someone/something'; pass one of them"),
         ("quadtre_b_b2", {}, "did you mean quadtree_b_b2"),
-        ("test_quadtree", {"pretrained": True}, "of the model test_quadtree, got pretrained; call"),
-        ("test_quadtree", {"checkpoint_path": "/etc/passwd"}, "got checkpoint_path; call timm"),
-        ("test_quadtree", {"colour": "red"}, "unexpected keyword argument 'colour'; leave out"),
+        ("test_quadtree", {"pretrained": True}, "dtype, got 'pretrained'; "),
+        ("test_quadtree", {"checkpoint_path": "/etc/passwd"}, "dtype, got 'checkpoint_path'; "),
+        ("test_quadtree", {"colour": "red"}, "an option of test_quadtree must be one of in_chans"),
+        ("retinanet_test_quadtree", {}, "retinanet_test_quadtree needs num_classes; pass it"),
     ],
 )
 def test_cards_that_are_not_followed(tmp_path, model, kwargs, words):
-    path = tmp_path / "x.safetensors"
-    save_weights(path, TENSORS, {"model": model, "kwargs": kwargs})
+    path, card = tmp_path / "x.safetensors", {"model": model, "kwargs": kwargs}
     with pytest.raises(OptionError) as caught:
-        load_model(path)
-    assert words in str(caught.value)
+        save_weights(path, TENSORS, card)
+    assert words in str(caught.value) and not path.exists()
+    safetensors_torch.save_file(TENSORS, path, {"card": json.dumps(card)})
+    with pytest.raises(CheckpointError) as caught:
+        load(path)
+    assert words in str(caught.value) and f"the card of {path} does not" in str(caught.value)
 
 
 def test_loading_is_strict(tmp_path):
@@ -362,19 +369,7 @@ def test_loading_is_strict(tmp_path):
         r"1 mismatched: head\.weight is \(6, 32\), must be \(5, 32\)"
     )
     with pytest.raises(CheckpointError, match=message):
-        load_model(path)
+        load(path)
     torch.save(state, tmp_path / "x.pth")
-    with pytest.raises(CheckpointError, match="cannot be read as a file of safetensors"):
-        load_model(tmp_path / "x.pth")
-
-
-def test_known_models_are_ours():
-    names = known_models()
-    assert {"quadtree_a_b0", "quadtree_b_b4", "test_quadtree"} <= set(names)
-    assert not any(name.startswith(("resnet", "vit_")) for name in names)
-    assert build_model("test_quadtree", num_classes=3).num_classes == 3
-
-
-def test_only_public_names_of_timm():
-    source = Path(weights.__file__).read_text()
-    assert "timm.models._" not in source
+    with pytest.raises(CheckpointError, match=r"must be a \.safetensors file, got .*x\.pth"):
+        load(tmp_path / "x.pth")

@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from quadtree_attention.errors import CheckpointError, OptionError
+from quadtree_attention.files import file_sha256
 from quadtree_attention.models.convert import (
     check_fit,
     convert_backbone,
@@ -21,17 +22,15 @@ from quadtree_attention.models.convert import (
     is_official_backbone,
     split_backbone,
 )
-from quadtree_attention.models.matcher import matcher
 from quadtree_attention.models.matcher_convert import (
     convert_matcher,
     infer_matcher,
     is_official_matcher,
 )
+from quadtree_attention.models.registry import create, current_name
 from quadtree_attention.models.weights import (
-    build_model,
     card_path,
     check_target,
-    file_sha256,
     read_checkpoint,
     save_weights,
 )
@@ -112,7 +111,7 @@ def convert(state: Mapping[str, Tensor], request: Request) -> Converted:
         left_out += [key for key in tensors if key.startswith("head.")]
         tensors = {key: x for key, x in tensors.items() if not key.startswith("head.")}
     # Without what is only assumed, so that another variant is told by its tensors.
-    model = build_model(name, device="meta", **{**given, "num_classes": options["num_classes"]})
+    model = create(name, device="meta", **{**given, "num_classes": options["num_classes"]})
     check_fit(model, tensors)
     return Converted(name, options, tensors, _parameters(model), left_out, has_classifier)
 
@@ -121,12 +120,12 @@ def _convert_matcher(state: Mapping[str, Tensor], request: Request) -> Converted
     _check_without(request, "act", "a backbone", "a matcher")
     _check_without(request, "num_classes", "a backbone", "a matcher")
     tensors = convert_matcher(state)
-    name = request.model or _matcher_name(tensors)
+    name = current_name(request.model or _matcher_name(tensors))
     options: dict[str, Any] = {"topk": request.topk, "position": request.position}
     options = {option: value for option, value in options.items() if value is not None}
     if "coarse_matching.bin_score" in tensors:
         options["matching"] = "optimal_transport"
-    model = matcher(name, device="meta", **options)
+    model = create(name, device="meta", **options)
     check_fit(model, tensors)
     return Converted(name, options, tensors, _parameters(model), [], task="match")
 
@@ -239,7 +238,7 @@ def _usage(converted: Converted, output: Path) -> list[str]:
     if not converted.kwargs["num_classes"]:
         result = "maps = model.forward_intermediates(images, intermediates_only=True)"
     return [
-        "from quadtree_attention.models.weights import load_model",
-        f"model = load_model({str(output)!r}).eval()",
+        "from quadtree_attention import models",
+        f"model = models.load({str(output)!r}).eval()",
         f"{result}  # images: (batch, 3, y, x)",
     ]

@@ -20,9 +20,8 @@ from quadtree_attention.errors import (
     QuadtreeAttentionError,
     ShapeError,
 )
-from quadtree_attention.files import check_writable, make_folder, write_whole
+from quadtree_attention.files import check_writable, file_sha256, make_folder, write_whole
 from quadtree_attention.images import to_image
-from quadtree_attention.models.weights import file_sha256
 from quadtree_attention.tasks.match.estimate import Estimator, Pose, check_camera
 from quadtree_attention.tasks.match.metrics import Array, rotation_error
 from quadtree_attention.tasks.match.pairs import PairLine, read_pairs

@@ -29,7 +29,7 @@ Examples:
   quadtree convert retinanet.pth -o b1_det.safetensors --json
   quadtree convert mine.pth -o mine.safetensors --model quadtree_b_b2 --act gelu --topk 16
   quadtree convert quadtree_b2.pth -o b2_features.safetensors --num-classes 0 --force
-  quadtree convert indoor.ckpt -o indoor.safetensors --model quadtree_indoor
+  quadtree convert indoor.ckpt -o indoor.safetensors --model loftr_quadtree_indoor
 """
 
 TRAIN_HELP = """Train a model from a recipe file.

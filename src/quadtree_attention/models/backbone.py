@@ -7,7 +7,7 @@ patch embeddings, an MLP with a convolution inside, a norm that closes every sta
 
 Example:
     >>> import timm, torch
-    >>> import quadtree_attention.models  # registers the names
+    >>> import quadtree_attention.models.backbone  # registers the names
     >>> model = timm.create_model("test_quadtree", num_classes=5)
     >>> model(torch.randn(1, 3, 70, 45)).shape
     torch.Size([1, 5])
@@ -24,15 +24,12 @@ from torch.utils.checkpoint import checkpoint
 
 from quadtree_attention.errors import MissingDependencyError, OptionError
 from quadtree_attention.models.convert import convert_backbone, is_official_backbone
-from quadtree_attention.models.parts.attention import (
-    QUADTREE_OPTIONS,
-    build_attention,
-    options_by_stage,
-)
+from quadtree_attention.models.parts.attention import build_attention, options_by_stage
 from quadtree_attention.models.parts.masks import masks_of_maps
 from quadtree_attention.models.parts.patches import PatchEmbed, PatchMerging
 from quadtree_attention.models.parts.resnet_fpn import hide_map
 from quadtree_attention.models.pvt import convert_pvt_v2, is_pvt_v2
+from quadtree_attention.models.registry import BACKBONES, preset
 from quadtree_attention.nn.attention import QuadtreeAttention, ValuePyramid
 from quadtree_attention.nn.baselines import MapAttention
 from quadtree_attention.nn.block import Block, ConvMlp
@@ -413,118 +410,31 @@ def _cfg(**options: Any) -> dict[str, Any]:
     }
 
 
-_NARROW = {"embed_dims": (32, 64, 160, 256)}
-_WIDE = {"embed_dims": (64, 128, 320, 512)}
-_SIZES: dict[str, dict[str, Any]] = {
-    "b0": {"depths": (2, 2, 2, 2), **_NARROW},
-    "b1": {"depths": (2, 2, 2, 2), **_WIDE},
-    "b2": {"depths": (3, 4, 6, 3), **_WIDE},
-    "b3": {"depths": (3, 4, 18, 3), **_WIDE},
-    "b4": {"depths": (3, 8, 27, 3), **_WIDE},
+_DIFFERENT: dict[str, dict[str, Any]] = {
+    "swin_tiny_quadtree_b": {"crop_pct": 0.9},
+    "test_quadtree": {"input_size": (3, 96, 96), "pool_size": (3, 3), "crop_pct": 0.95},
 }
-
-default_cfgs = generate_default_cfgs(
-    {
-        **{f"quadtree_{letter}_{size}": _cfg() for letter in "ab" for size in _SIZES},
-        "swin_tiny_quadtree_b": _cfg(crop_pct=0.9),
-        "test_quadtree": _cfg(input_size=(3, 96, 96), pool_size=(3, 3), crop_pct=0.95),
-    }
-)
+default_cfgs = generate_default_cfgs({name: _cfg(**_DIFFERENT.get(name, {})) for name in BACKBONES})
 
 
-def _create(name: str, pretrained: bool, options: Mapping[str, Any], /, **kwargs: Any) -> nn.Module:
-    if kwargs.get("attention", "quadtree") != "quadtree":
-        # What a name says of quadtree attention is no choice of who wants another.
-        options = {key: value for key, value in options.items() if key not in QUADTREE_OPTIONS}
-    options = {**options, **kwargs}
-    # "variant" is also what timm calls the name of a model.
-    build = partial(PyramidTransformer, variant=options.pop("variant", None))
-    return build_model_with_cfg(
-        build,
-        name,
-        pretrained,
-        pretrained_filter_fn=checkpoint_filter_fn,
-        feature_cfg={"out_indices": (0, 1, 2, 3), "flatten_sequential": True},
-        **options,
-    )
+def _registered(name: str) -> Callable[..., nn.Module]:
+    """What timm calls to build the backbone of this name."""
+
+    def build(pretrained: bool = False, **kwargs: Any) -> nn.Module:
+        options = preset(name, kwargs)
+        # "variant" is also what timm calls the name of a model.
+        network = partial(PyramidTransformer, variant=options.pop("variant", None))
+        return build_model_with_cfg(
+            network,
+            name,
+            pretrained,
+            pretrained_filter_fn=checkpoint_filter_fn,
+            feature_cfg={"out_indices": (0, 1, 2, 3), "flatten_sequential": True},
+            **options,
+        )
+
+    build.__name__ = name
+    return register_model(build)
 
 
-@register_model
-def quadtree_a_b0(pretrained: bool = False, **kwargs: Any) -> nn.Module:
-    return _create("quadtree_a_b0", pretrained, {"variant": "A", **_SIZES["b0"]}, **kwargs)
-
-
-@register_model
-def quadtree_a_b1(pretrained: bool = False, **kwargs: Any) -> nn.Module:
-    return _create("quadtree_a_b1", pretrained, {"variant": "A", **_SIZES["b1"]}, **kwargs)
-
-
-@register_model
-def quadtree_a_b2(pretrained: bool = False, **kwargs: Any) -> nn.Module:
-    return _create("quadtree_a_b2", pretrained, {"variant": "A", **_SIZES["b2"]}, **kwargs)
-
-
-@register_model
-def quadtree_a_b3(pretrained: bool = False, **kwargs: Any) -> nn.Module:
-    return _create("quadtree_a_b3", pretrained, {"variant": "A", **_SIZES["b3"]}, **kwargs)
-
-
-@register_model
-def quadtree_a_b4(pretrained: bool = False, **kwargs: Any) -> nn.Module:
-    return _create("quadtree_a_b4", pretrained, {"variant": "A", **_SIZES["b4"]}, **kwargs)
-
-
-@register_model
-def quadtree_b_b0(pretrained: bool = False, **kwargs: Any) -> nn.Module:
-    return _create("quadtree_b_b0", pretrained, {"variant": "B", **_SIZES["b0"]}, **kwargs)
-
-
-@register_model
-def quadtree_b_b1(pretrained: bool = False, **kwargs: Any) -> nn.Module:
-    return _create("quadtree_b_b1", pretrained, {"variant": "B", **_SIZES["b1"]}, **kwargs)
-
-
-@register_model
-def quadtree_b_b2(pretrained: bool = False, **kwargs: Any) -> nn.Module:
-    return _create("quadtree_b_b2", pretrained, {"variant": "B", **_SIZES["b2"]}, **kwargs)
-
-
-@register_model
-def quadtree_b_b3(pretrained: bool = False, **kwargs: Any) -> nn.Module:
-    return _create("quadtree_b_b3", pretrained, {"variant": "B", **_SIZES["b3"]}, **kwargs)
-
-
-@register_model
-def quadtree_b_b4(pretrained: bool = False, **kwargs: Any) -> nn.Module:
-    return _create("quadtree_b_b4", pretrained, {"variant": "B", **_SIZES["b4"]}, **kwargs)
-
-
-@register_model
-def swin_tiny_quadtree_b(pretrained: bool = False, **kwargs: Any) -> nn.Module:
-    """Swin-T with its shifted windows replaced by quadtree attention, variant B."""
-    options = {
-        "layout": "swin",
-        "depths": (2, 2, 6, 2),
-        "embed_dims": (96, 192, 384, 768),
-        "num_heads": (3, 6, 12, 24),
-        "mlp_ratios": (4, 4, 4, 4),
-        "value_pyramid": "mean",
-    }
-    return _create("swin_tiny_quadtree_b", pretrained, options, **kwargs)
-
-
-@register_model
-def test_quadtree(pretrained: bool = False, **kwargs: Any) -> nn.Module:  # noqa: PT028
-    """A tiny model, for tests."""
-    options = {
-        "depths": (1, 1, 2, 1),
-        "embed_dims": (8, 16, 24, 32),
-        "num_heads": (1, 2, 3, 4),
-        "mlp_ratios": (2, 2, 2, 2),
-        "topk": 4,
-    }
-    return _create("test_quadtree", pretrained, options, **kwargs)
-
-
-# Named after timm's convention for tiny models; pytest would take it for a test.
-test_quadtree.__test__ = False  # type: ignore[attr-defined]
+globals().update({name: _registered(name) for name in BACKBONES})

@@ -11,16 +11,14 @@ pixel at 0.
 
 Example:
     >>> import torch
-    >>> model = detector("retinanet_test_quadtree", num_classes=3, min_size=64).eval()
+    >>> from quadtree_attention import models
+    >>> model = models.create("retinanet_test_quadtree", num_classes=3, min_size=64).eval()
     >>> with torch.no_grad():
     ...     found = model([torch.rand(3, 70, 45), torch.rand(3, 48, 90)])
     >>> [sorted(one) for one in found]
     [['boxes', 'labels', 'scores'], ['boxes', 'labels', 'scores']]
 """
 
-import difflib
-import inspect
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -34,7 +32,6 @@ from quadtree_attention.errors import (
     ShapeError,
 )
 from quadtree_attention.models.backbone import PyramidTransformer
-from quadtree_attention.models.parts.dense_backbone import dense_backbone
 from quadtree_attention.models.parts.padded_detection import (
     LevelsOfLastMap,
     MaskedRetinaHead,
@@ -50,10 +47,9 @@ from quadtree_attention.models.parts.padded_detection import (
     anchors_of,
     padding_masks,
 )
-from quadtree_attention.models.weights import known_models
 
 try:
-    from torchvision.models.detection import MaskRCNN, RetinaNet
+    from torchvision.models import detection
     from torchvision.models.detection.faster_rcnn import TwoMLPHead
     from torchvision.models.detection.mask_rcnn import MaskRCNNHeads
 except ModuleNotFoundError as error:
@@ -80,7 +76,7 @@ class _OnBackbone:
         return {f"backbone.body.{name}" for name in self.backbone.body.no_weight_decay()}
 
 
-class RetinaNetDetector(_OnBackbone, RetinaNet):
+class RetinaNet(_OnBackbone, detection.RetinaNet):
     """RetinaNet (Lin et al. 2017) on maps at 1/8 to 1/128 of the image.
 
     The pyramid stands on the last three stages of the backbone; the maps at 1/64 and 1/128 are made
@@ -184,7 +180,7 @@ class RetinaNetDetector(_OnBackbone, RetinaNet):
         return self.transform.postprocess(detections, batch.image_sizes, _sizes(images))
 
 
-class MaskRCNNDetector(_OnBackbone, MaskRCNN):
+class MaskRCNN(_OnBackbone, detection.MaskRCNN):
     """Mask R-CNN (He et al. 2017) on maps at 1/4 to 1/64 of the image.
 
     The pyramid stands on all four stages of the backbone; the map at 1/64 is every second cell of
@@ -199,7 +195,7 @@ class MaskRCNNDetector(_OnBackbone, MaskRCNN):
         proposals: Boxes that the second stage looks at, and that each map proposes; in training
             twice as many.
         rois_per_image: Boxes that the second stage learns from.
-        min_size: As `RetinaNetDetector`; so are those that follow.
+        min_size: As `RetinaNet`; so are those that follow.
         max_size: Of the longer side.
         size_divisible: Divides the sides of the canvas.
         image_mean: Mean of the channels.
@@ -300,61 +296,6 @@ class MaskRCNNDetector(_OnBackbone, MaskRCNN):
         return self.transform.postprocess(found, batch.image_sizes, _sizes(images))
 
 
-_KINDS: dict[str, type[RetinaNetDetector] | type[MaskRCNNDetector]] = {
-    "retinanet": RetinaNetDetector,
-    "mask_rcnn": MaskRCNNDetector,
-}
-
-
-def known_detectors() -> list[str]:
-    """Names of the detectors that `detector` can build: two for every backbone."""
-    return [f"{kind}_{name}" for kind in _KINDS for name in known_models()]
-
-
-def detector(
-    name: str,
-    num_classes: int,
-    *,
-    backbone_weights: str | os.PathLike[str] | None = None,
-    grad_checkpointing: bool = False,
-    **options: Any,
-) -> RetinaNetDetector | MaskRCNNDetector:
-    """A detector by name, with fresh weights, or with those of a trained backbone.
-
-    Args:
-        name: "retinanet_" or "mask_rcnn_" and the name of a backbone, such as
-            "retinanet_quadtree_b_b0".
-        num_classes: Classes, the background not counted.
-        backbone_weights: Weights of that backbone, as `quadtree train classify`
-            (`best.safetensors`) and `quadtree convert` write them; their classifier is left out.
-        grad_checkpointing: Recompute blocks of the backbone in the backward pass, to save memory.
-        **options: Those of `RetinaNetDetector` or `MaskRCNNDetector`, such as `min_size`; all
-            others are those of the backbone, such as `drop_path_rate`. Quadtree attention has
-            `topk=32`, and ReLU in a learned value pyramid, as the official detectors;
-            `attention="window"` puts a rival in its place, with `attention_options`.
-
-    Raises:
-        OptionError: There is no such name or option.
-        CheckpointError: The weights cannot be read, or are of another backbone.
-
-    Example:
-        >>> model = detector("mask_rcnn_test_quadtree", 3, channels=32, attention="window")
-        >>> type(model.backbone.body.stages[0].blocks[0].attn).__name__
-        'WindowAttention'
-    """
-    kind = _kind(name)
-    parameters = inspect.signature(_KINDS[kind]).parameters.values()
-    own = {parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY}
-    body = dense_backbone(
-        name.removeprefix(f"{kind}_"),
-        weights=backbone_weights,
-        **{option: value for option, value in options.items() if option not in own},
-    )
-    body.set_grad_checkpointing(grad_checkpointing)
-    about = {option: value for option, value in options.items() if option in own}
-    return _KINDS[kind](body, num_classes, **about)
-
-
 def check_images(images: Sequence[Tensor]) -> None:
     """Raises an error that names the first image that is none."""
     if isinstance(images, Tensor) or not images:
@@ -432,14 +373,6 @@ def _check_shape(
             f"{name} must be {shape} here, got {which} with {name}.shape="
             f"{tuple(target[name].shape)}; give every object one entry"
         )
-
-
-def _kind(name: str) -> str:
-    if name not in (known := known_detectors()):
-        close = difflib.get_close_matches(str(name), known, n=3)
-        hint = f"did you mean {' or '.join(close)}?" if close else "take one of them"
-        raise OptionError(f"the detector must be one of {', '.join(known)}, got {name!r}; {hint}")
-    return next(kind for kind in _KINDS if name.startswith(f"{kind}_"))
 
 
 def _sizes(images: Sequence[Tensor]) -> list[tuple[int, int]]:

@@ -11,14 +11,14 @@ ceil(H / 8) x ceil(W / 8) cells, and cell (row, column) is at the pixel (8 * col
 
 Example:
     >>> import torch
-    >>> model = matcher("quadtree_small").eval()
+    >>> from quadtree_attention import models
+    >>> model = models.create("loftr_quadtree_small").eval()
     >>> with torch.no_grad():
     ...     found = model({"image0": torch.rand(1, 1, 97, 131), "image1": torch.rand(1, 1, 64, 80)})
     >>> sorted(found)
     ['batch_indexes', 'confidence', 'keypoints0', 'keypoints1']
 """
 
-import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,11 +28,7 @@ from torch import Tensor, nn
 
 from quadtree_attention.errors import DTypeError, OptionError, ShapeError
 from quadtree_attention.models.parts.coarse_matching import CoarseMatches, CoarseMatching, Method
-from quadtree_attention.models.parts.context_attention import (
-    ATTENTIONS,
-    build_context_attention,
-    options_of_attention,
-)
+from quadtree_attention.models.parts.context_attention import build_context_attention
 from quadtree_attention.models.parts.fine_matching import FineWindows, expected_offset
 from quadtree_attention.models.parts.masks import stack_masks
 from quadtree_attention.models.parts.match_transformer import BlockKind, MatchTransformer
@@ -83,7 +79,7 @@ class FineMatches:
         keypoints0: Points of image 0 (M, 2), at coarse cells.
         keypoints1: Points of image 1 (M, 2).
         offset: keypoints1 less the point of the coarse cell (M, 2), in units of
-            `FeatureMatcher.window_radius` pixels; what the fine loss compares.
+            `LoFTR.window_radius` pixels; what the fine loss compares.
         std: Sum of its deviations along x and y (M,), same units.
     """
 
@@ -93,7 +89,7 @@ class FineMatches:
     std: Tensor
 
 
-class FeatureMatcher(nn.Module):
+class LoFTR(nn.Module):
     """Matches images of any size, also a pair of two sizes, also padded batches.
 
     In evaluation a padded image with a mask gives the matches it gives alone, if what the mask
@@ -342,54 +338,3 @@ def _check_inputs(data: Mapping[str, Tensor]) -> tuple[list[Tensor], list[Tensor
             "use Tensor.expand to match one image with many"
         )
     return images, masks
-
-
-_PRESETS: dict[str, dict[str, Any]] = {
-    "loftr": {"attention": "linear", "block": "loftr"},
-    "loftr_lite": {"attention": "linear", "block": "loftr", "dims": (64, 98, 128)},
-    "quadtree_indoor": {"attention": "quadtree_b", "topk": (32, 16)},
-    "quadtree_outdoor": {"attention": "quadtree_b", "topk": (16, 8)},
-    "quadtree_small": {
-        "attention": "quadtree_b",
-        "dims": (64, 96, 128),
-        "num_heads": 4,
-        "fine_heads": 4,
-    },
-}
-
-
-def matcher_names() -> list[str]:
-    """Names of the matchers that `matcher` can build."""
-    return list(_PRESETS)
-
-
-def matcher(name: str = "quadtree_small", **overrides: Any) -> FeatureMatcher:
-    """A matcher by name, with fresh weights.
-
-    Args:
-        name: "loftr", "loftr_lite" (half of all channels), "quadtree_indoor", "quadtree_outdoor" or
-            "quadtree_small".
-        **overrides: Options of `FeatureMatcher` that replace those of the name.
-
-    Raises:
-        OptionError: There is no such name or option.
-
-    Example:
-        >>> matcher("loftr_lite", attention="quadtree_b", topk=8).coarse_matching
-        CoarseMatching(dual_softmax, temperature=0.1, threshold=0.2, border=2)
-    """
-    if name not in _PRESETS:
-        close = difflib.get_close_matches(str(name), _PRESETS, n=1)
-        hint = f"did you mean {close[0]!r}?" if close else "take one of them"
-        raise OptionError(f"the matcher must be one of {', '.join(_PRESETS)}, got {name!r}; {hint}")
-    preset = _PRESETS[name]
-    attention = overrides.get("attention", preset["attention"])
-    if attention in ATTENTIONS and "topk" not in options_of_attention(attention):
-        # What a name says of quadtree attention is no choice of who wants another.
-        preset = {option: value for option, value in preset.items() if option != "topk"}
-    try:
-        return FeatureMatcher(**{**preset, **overrides})
-    except TypeError as error:
-        raise OptionError(
-            f"{name} cannot be built with {overrides}: {error}; leave out what it does not know"
-        ) from error

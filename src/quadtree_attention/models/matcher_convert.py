@@ -8,7 +8,7 @@ from torch import Tensor
 
 from quadtree_attention.errors import CheckpointError
 from quadtree_attention.models.convert import check_fit, convert_attention
-from quadtree_attention.models.matcher import FeatureMatcher
+from quadtree_attention.models.matcher import LoFTR
 
 _NORM = r"(weight|bias|running_mean|running_var|num_batches_tracked)"
 _PREFIX = "matcher."  # of the Lightning module around the network
@@ -112,13 +112,13 @@ def infer_matcher(state: Mapping[str, Tensor]) -> str:
     """
     if any(name.endswith(".attn.proj.bias") for name in state):
         raise CheckpointError(
-            "the tensors fit quadtree_indoor (K 32, 16) and quadtree_outdoor (K 16, 8) alike; name "
-            "the one the file was published as"
+            "the tensors fit loftr_quadtree_indoor (K 32, 16) and loftr_quadtree_outdoor (K 16, 8) "
+            "alike; name the one the file was published as"
         )
     return "loftr"
 
 
-def load_official_matcher(model: FeatureMatcher, state: Mapping[str, Tensor]) -> None:
+def load_official_matcher(model: LoFTR, state: Mapping[str, Tensor]) -> None:
     """Loads an official state dict into one of our matchers, every tensor or none.
 
     Raises:

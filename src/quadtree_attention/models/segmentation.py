@@ -8,17 +8,16 @@ size of the image.
 
 Example:
     >>> import torch
-    >>> model = segmenter("semfpn_test_quadtree", num_classes=5).eval()
+    >>> from quadtree_attention import models
+    >>> model = models.create("semfpn_test_quadtree", num_classes=5).eval()
     >>> with torch.no_grad():
     ...     model(torch.randn(1, 3, 70, 45)).shape
     torch.Size([1, 5, 70, 45])
 """
 
-import difflib
 import math
-import os
 from collections import OrderedDict
-from typing import Any, Literal, cast, get_args
+from typing import Literal, cast, get_args
 
 import torch
 import torch.nn.functional as F
@@ -26,8 +25,6 @@ from torch import Tensor, nn
 
 from quadtree_attention.errors import MissingDependencyError, OptionError, ShapeError
 from quadtree_attention.models.backbone import PyramidTransformer
-from quadtree_attention.models.parts.dense_backbone import dense_backbone
-from quadtree_attention.models.weights import known_models
 
 try:
     from torchvision.ops import FeaturePyramidNetwork
@@ -37,7 +34,6 @@ except ModuleNotFoundError as error:
     ) from error
 
 Norm = Literal["batch", "group"]
-PREFIX = "semfpn_"
 STRIDE = 4  # of the finest map, at which pixels are classified
 _GROUPS = 32
 
@@ -110,60 +106,6 @@ class SemanticFPN(nn.Module):
     def no_weight_decay(self) -> set[str]:
         """Names of parameters that are a choice between levels, not a weight."""
         return {f"backbone.{name}" for name in self.backbone.no_weight_decay()}
-
-
-def known_segmenters() -> list[str]:
-    """Names of the segmenters that `segmenter` can build, one for every backbone."""
-    return [PREFIX + name for name in known_models()]
-
-
-def segmenter(
-    name: str,
-    num_classes: int,
-    *,
-    backbone_weights: str | os.PathLike[str] | None = None,
-    channels: int = 256,
-    head_channels: int = 128,
-    dropout: float = 0.1,
-    norm: Norm = "batch",
-    **options: Any,
-) -> SemanticFPN:
-    """A segmenter by name, with fresh weights, or with those of a trained backbone.
-
-    Args:
-        name: "semfpn_" and the name of a backbone, such as "semfpn_quadtree_b_b0".
-        num_classes: Classes.
-        backbone_weights: Weights of that backbone, as `quadtree train classify`
-            (`best.safetensors`) and `quadtree convert` write them; their classifier is left out.
-        channels: Of the feature pyramid.
-        head_channels: Of the head.
-        dropout: In the head.
-        norm: Of the head, "batch" or "group".
-        **options: Those of the backbone. Quadtree attention has `topk=32`, and ReLU in a learned
-            value pyramid, as the official segmenters; `attention` puts a rival in its place.
-
-    Raises:
-        OptionError: There is no such name or option.
-        CheckpointError: The weights cannot be read, or are of another backbone.
-
-    Example:
-        >>> model = segmenter("semfpn_test_quadtree", num_classes=3, attention="window")
-        >>> type(model.backbone.stages[0].blocks[0].attn).__name__
-        'WindowAttention'
-    """
-    if name not in (known := known_segmenters()):
-        close = difflib.get_close_matches(str(name), known, n=3)
-        hint = f"did you mean {' or '.join(close)}?" if close else "take one of them"
-        raise OptionError(f"the segmenter must be one of {', '.join(known)}, got {name!r}; {hint}")
-    backbone = dense_backbone(name.removeprefix(PREFIX), weights=backbone_weights, **options)
-    return SemanticFPN(
-        backbone,
-        num_classes,
-        channels=channels,
-        head_channels=head_channels,
-        dropout=dropout,
-        norm=norm,
-    )
 
 
 def sliding_window(

@@ -11,14 +11,14 @@ negative. With a feature stride s, cell (i, j) of a map is at the pixel (s * i, 
 
 Example:
     >>> import torch
-    >>> model = stereo_network("quadtree_small").eval()
+    >>> from quadtree_attention import models
+    >>> model = models.create("sttr_quadtree_small").eval()
     >>> with torch.no_grad():
     ...     found = model({"image0": torch.rand(1, 3, 45, 70), "image1": torch.rand(1, 3, 45, 70)})
     >>> found.disparity.shape
     torch.Size([1, 45, 70])
 """
 
-import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -66,7 +66,7 @@ class StereoOutput:
         return self.occlusion_logits.sigmoid()
 
 
-class StereoNetwork(nn.Module):
+class STTR(nn.Module):
     """Disparity and occlusion of the left view of rectified pairs of any size.
 
     Masks of cross attention are where STTR has them: the assignment, its last cross attention, sees
@@ -212,58 +212,3 @@ def _check_inputs(data: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
             "rectified views have"
         )
     return image0, image1
-
-
-_PRESETS: dict[str, dict[str, Any]] = {
-    "sttr": {"attention": "full", "stride": 3},
-    "sttr_quadtree": {"attention": "quadtree_b"},
-    "quadtree_small": {
-        "attention": "quadtree_b",
-        "dims": (32, 64, 96, 128),
-        "dim": 96,
-        "num_heads": 6,
-        "num_layers": 4,
-        "mlp_ratio": 2.0,
-        "context": (32, 48, 64, 96),
-    },
-}
-
-
-def stereo_names() -> list[str]:
-    """Names of the networks that `stereo_network` can build."""
-    return list(_PRESETS)
-
-
-def stereo_network(name: str = "quadtree_small", **overrides: Any) -> StereoNetwork:
-    """A stereo network by name, with fresh weights.
-
-    Args:
-        name: "sttr" (full attention, features at 1/3), "sttr_quadtree" (the paper's: quadtree
-            attention, features at 1/2) or "quadtree_small".
-        **overrides: Options of `StereoNetwork` that replace those of the name.
-
-    Raises:
-        OptionError: There is no such name or option.
-
-    Example:
-        >>> stereo_network("quadtree_small", attention="full").transformer.blocks[0].self_attn
-        RowAttention(
-          full, num_heads=6
-          (q_proj): Linear(in_features=96, out_features=96, bias=True)
-          (k_proj): Linear(in_features=96, out_features=96, bias=True)
-          (v_proj): Linear(in_features=96, out_features=96, bias=True)
-          (proj): Linear(in_features=96, out_features=96, bias=True)
-        )
-    """
-    if name not in _PRESETS:
-        close = difflib.get_close_matches(str(name), _PRESETS, n=1)
-        hint = f"did you mean {close[0]!r}?" if close else "take one of them"
-        raise OptionError(
-            f"the stereo network must be one of {', '.join(_PRESETS)}, got {name!r}; {hint}"
-        )
-    try:
-        return StereoNetwork(**{**_PRESETS[name], **overrides})
-    except TypeError as error:
-        raise OptionError(
-            f"{name} cannot be built with {overrides}: {error}; leave out what it does not know"
-        ) from error

@@ -1,52 +1,46 @@
 # SPDX-License-Identifier: Apache-2.0
 """Files of weights: checkpoints read without running their code, safetensors written with a card.
 
-A card is JSON beside the weights, `b2.json` for `b2.safetensors`: the model, the keyword arguments
-that rebuild it, where the weights come from. Model and arguments are also inside the weights file,
-so that it can travel alone.
+A card is JSON beside the weights, `b2.json` for `b2.safetensors`: the network by name, all its
+options, where the weights come from. What is needed to use them is also inside the weights file, so
+that it can travel alone.
 
 Example:
-    >>> import tempfile, timm
+    >>> import tempfile
     >>> from pathlib import Path
-    >>> model = timm.create_model("test_quadtree", num_classes=5, topk=2)
+    >>> from quadtree_attention import models
+    >>> model = models.create("test_quadtree", num_classes=5, topk=2)
     >>> path = Path(tempfile.mkdtemp()) / "tiny.safetensors"
     >>> card = {"model": "test_quadtree", "kwargs": {"num_classes": 5, "topk": 2}}
     >>> _ = save_weights(path, model.state_dict(), card)
-    >>> load_model(path).stages[0].blocks[0].attn.topk
+    >>> models.load(path).stages[0].blocks[0].attn.topk
     (2, 2, 2)
 """
 
 import argparse
-import difflib
 import hashlib
-import inspect
 import json
 import os
 import pickle
 import re
-import secrets
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from quadtree_attention import __version__
-from quadtree_attention.errors import CheckpointError, MissingDependencyError, OptionError
-from quadtree_attention.models.convert import check_fit
+from quadtree_attention import __version__, checks, files
+from quadtree_attention.errors import CheckpointError, OptionError
+from quadtree_attention.files import file_sha256
+from quadtree_attention.models import registry
+from quadtree_attention.models.convert import check_fit, is_official_backbone
 
-try:
-    import timm
+with checks.needs("models", "reading and writing weights"):
     from safetensors import SafetensorError, safe_open
     from safetensors.torch import load_file, save
-    from timm.models import model_entrypoint
-except ModuleNotFoundError as error:
-    raise MissingDependencyError(
-        f"weights need timm and safetensors, got {error}; pip install 'quadtree-attention[models]'"
-    ) from error
 
 _numpy_scalar: Callable[..., Any] = np.float64().__reduce__()[0]  # type: ignore[assignment]
 # Beside tensors, training scripts store their arguments and numpy numbers. These are data: to make
@@ -60,36 +54,10 @@ _PLAIN_DATA: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = [
 _WRAPPERS = ("module.", "_orig_mod.")  # DistributedDataParallel, torch.compile
 
 
-def known_models() -> list[str]:
-    """Names of the models that this package has registered with timm."""
-    ours = __name__.split(".")[0] + "."
-    return [
-        name for name in timm.list_models() if model_entrypoint(name).__module__.startswith(ours)
-    ]
-
-
-def build_model(name: str, **options: Any) -> nn.Module:
-    """One of this package's models, by the name it has in timm; nothing is downloaded.
-
-    Raises:
-        OptionError: There is no such model, or it has no such option.
-    """
-    if name not in (known := known_models()):
-        close = difflib.get_close_matches(name, known, n=3)
-        hint = f"did you mean {' or '.join(close)}?" if close else "take one of them"
-        raise OptionError(f"the model must be one of {', '.join(known)}, got {name!r}; {hint}")
-    # timm's own arguments could make it fetch or open other files, as a card should not.
-    if reserved := options.keys() & inspect.signature(timm.create_model).parameters.keys():
-        raise OptionError(
-            f"options must be those of the model {name}, got {', '.join(sorted(reserved))}; "
-            "call timm.create_model for what timm does"
-        )
-    try:
-        return timm.create_model(name, **options)
-    except TypeError as error:
-        raise OptionError(
-            f"{name} cannot be built with {options}: {error}; leave out what it does not know"
-        ) from error
+# Of a card, also inside the weights: what building the network, its input and its output need
+_INSIDE = ("model", "kwargs", "task", "topk", "classes", "palette")
+_INSIDE += ("image_size", "eval_crop", "base_size")
+_FROM_INSIDE = ("model", "kwargs", "task", "topk")  # which no card beside them can replace
 
 
 def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Tensor]:
@@ -121,37 +89,42 @@ def save_weights(
     Args:
         path: File to write, `.safetensors`; the card gets the same name with `.json`.
         tensors: Tensors by name.
-        card: What to tell about them as JSON: `model`, a name in timm, `kwargs` that rebuild it,
-            and whatever else. Counts, checksum and version are added.
+        card: Facts about them as JSON: `model`, one of `names()`, `kwargs` that rebuild it, and
+            whatever else. Options that are not in `kwargs`, task, counts, checksum and version are
+            added. An entry `topk` is given to `set_topk` on loading.
         overwrite: Replace files that are there.
 
     Returns:
         The card as written.
 
     Raises:
-        OptionError: The path does not do, or something is there already.
+        OptionError: The path is not accepted, a file is there already, or the card names no
+            network or one without these options.
         CheckpointError: Writing failed; what was there before is unchanged.
     """
     path = check_target(path, overwrite=overwrite)
     own = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}
-    essentials = {"model": card["model"], "kwargs": card["kwargs"]}
-    # One entry, because safetensors shuffles several, and with them the checksum.
-    data = save(own, metadata={"card": json.dumps(essentials)})
+    model = registry.current_name(card["model"], card.get("task"))
     full = {
         **card,
+        "model": model,
+        "kwargs": registry.complete(model, card["kwargs"]),
+        "task": registry.SPECS[model].task,
+    }
+    inside = {key: full[key] for key in _INSIDE if full.get(key) is not None}
+    # One entry, because safetensors shuffles several, and with them the checksum.
+    data = save(own, metadata={"card": json.dumps(inside)})
+    full |= {
         "tensors": len(own),
         "sha256": hashlib.sha256(data).hexdigest(),
         "version": __version__,
     }
     text = json.dumps(full, indent=2) + "\n"
     try:
-        _replace_all({path: data, card_path(path): text.encode()})
-    except OSError as error:
-        raise CheckpointError(
-            f"{path} cannot be written: {error.strerror or error}; what was there before is "
-            "unchanged; make room or write elsewhere"
-        ) from error
-    return full
+        files.write_all({path: data, card_path(path): text.encode()})
+    except OptionError as error:
+        raise CheckpointError(str(error)) from error
+    return cast(dict[str, Any], json.loads(text))
 
 
 def check_target(path: str | os.PathLike[str], *, overwrite: bool = False) -> Path:
@@ -178,16 +151,22 @@ def card_path(path: str | os.PathLike[str]) -> Path:
 
 
 def read_card(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The card of weights; without the file beside them, its entries `model` and `kwargs`.
+    """Return the card of weights; without the file beside them, the entries inside the weights.
 
     Raises:
         CheckpointError: The weights name no model, or the card beside them is of other weights.
     """
     path = _existing_file(path)
-    essentials = _essentials(path)
+    if path.suffix != ".safetensors":
+        raise CheckpointError(
+            f"weights must be a .safetensors file, got {str(path)!r}; pass the run's "
+            "best.safetensors, which training writes when it ends; quadtree convert "
+            f"{path.name} -o {path.stem}.safetensors makes one of an official checkpoint"
+        )
+    inside = _inside(path)
     beside = card_path(path)
     if not beside.is_file():
-        return essentials
+        return inside
     try:
         card = json.loads(beside.read_bytes())
         checksum = card["sha256"]
@@ -200,53 +179,49 @@ def read_card(path: str | os.PathLike[str]) -> dict[str, Any]:
             f"{beside} is the card of other weights: it has sha256={checksum!r}, {path} has "
             f"{found!r}; restore the one that belongs to it, or delete it"
         )
-    return {**card, **essentials}
+    return {**inside, **card} | {key: inside[key] for key in _FROM_INSIDE if key in inside}
 
 
-def load_model(path: str | os.PathLike[str], **overrides: Any) -> nn.Module:
-    """The model that weights belong to, with the weights in it.
+def fill(
+    model: nn.Module, path: str | os.PathLike[str], tensors: Mapping[str, Tensor] | None = None
+) -> None:
+    """Loads weights, which may be stored in half precision, into a model of float32.
 
     Args:
-        path: Weights from `save_weights` or `quadtree convert`; the card beside is not needed.
-        **overrides: Options of the model that replace or join those it was saved with, such as
-            `topk`, `backend` or `drop_path_rate`. For other classes, call the model's
-            `reset_classifier` afterwards.
-
-    Raises:
-        CheckpointError: The file cannot be read, or does not fit its model.
-        OptionError: The model has no such option.
-    """
-    path = _existing_file(path)
-    card = _essentials(path)
-    model = build_model(card["model"], **{**card["kwargs"], **overrides})
-    tensors = read_checkpoint(path)
-    check_fit(model, tensors)
-    model.load_state_dict(tensors)
-    return model
-
-
-def fill(model: nn.Module, path: str | os.PathLike[str]) -> None:
-    """Loads weights, which may be stored in half precision, into a model of float32.
+        model: The network.
+        path: File of the weights.
+        tensors: Those of the file that are loaded; None: all.
 
     Raises:
         CheckpointError: They do not fit, or are not finite.
     """
-    tensors = {
-        name: tensor.float() if tensor.is_floating_point() else tensor
-        for name, tensor in read_checkpoint(path).items()
-    }
-    check_fit(model, tensors)
-    if broken := [name for name, tensor in tensors.items() if not tensor.isfinite().all()]:
+    tensors = read_checkpoint(path) if tensors is None else tensors
+    own = {name: x.float() if x.is_floating_point() else x for name, x in tensors.items()}
+    check_fit(model, own)
+    if broken := [name for name, tensor in own.items() if not tensor.isfinite().all()]:
         raise CheckpointError(
             f"{path} holds numbers that are not finite, in {', '.join(broken[:3])}; training "
             "diverged, or they did not fit into half precision; take other weights"
         )
-    model.load_state_dict(tensors)
+    model.load_state_dict(own)
 
 
-def file_sha256(path: str | os.PathLike[str]) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def fill_backbone(backbone: nn.Module, path: str | os.PathLike[str]) -> None:
+    """Loads weights of a classifier, or of a backbone; nothing but a classifier may be left over.
+
+    Raises:
+        CheckpointError: The file cannot be read, does not fit, or is not finite.
+    """
+    tensors = read_checkpoint(path)
+    if is_official_backbone(tensors):
+        raise CheckpointError(
+            f"{path} is an official checkpoint, whose tensors have other names; turn it into "
+            f"weights of ours first: quadtree convert {path} -o backbone.safetensors"
+        )
+    try:
+        fill(backbone, path, {k: x for k, x in tensors.items() if not k.startswith("head.")})
+    except CheckpointError as error:
+        raise CheckpointError(f"{path} holds no weights of this backbone: {error}") from error
 
 
 def _existing_file(path: str | os.PathLike[str]) -> Path:
@@ -313,8 +288,8 @@ def _is_tensor(name: object, value: object) -> bool:
     return isinstance(name, str) and isinstance(value, Tensor) and value.layout == torch.strided
 
 
-def _essentials(path: Path) -> dict[str, Any]:
-    """The model and its arguments, from the weights file itself."""
+def _inside(path: Path) -> dict[str, Any]:
+    """The card inside the weights."""
     try:
         with safe_open(path, framework="pt") as file:
             text = (file.metadata() or {}).get("card", "no card")
@@ -322,8 +297,9 @@ def _essentials(path: Path) -> dict[str, Any]:
         raise _unreadable(path, "safetensors") from error
     try:
         match json.loads(text):
-            case {"model": str(model), "kwargs": dict(kwargs)}:
-                return {"model": model, "kwargs": kwargs}
+            case {"model": str(), "kwargs": dict(), **others} as card:
+                if isinstance(others.get("task", ""), str):
+                    return {key: card[key] for key in _INSIDE if key in card}
     except (ValueError, RecursionError):  # not JSON
         pass
     raise CheckpointError(
@@ -331,20 +307,3 @@ def _essentials(path: Path) -> dict[str, Any]:
         f"and kwargs, got {text[:200]}; write it with save_weights, or hand it to "
         "timm.create_model(name, checkpoint_path=...)"
     )
-
-
-def _replace_all(contents: Mapping[Path, bytes]) -> None:
-    """Writes every file beside its place, and moves them there when all are on the disk."""
-    written: dict[Path, Path] = {}
-    try:
-        for path, data in contents.items():
-            written[path] = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
-            with open(written[path], "xb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-        for path, temporary in written.items():
-            os.replace(temporary, path)
-    finally:
-        for temporary in written.values():
-            temporary.unlink(missing_ok=True)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-import quadtree_attention.models  # noqa: F401  registers the names
+import quadtree_attention.models.backbone  # noqa: F401  registers the names
 from quadtree_attention import OptionError, QuadtreeAttention
 from quadtree_attention.nn import BASELINES
 

@@ -15,7 +15,7 @@ timm = pytest.importorskip("timm", reason="models need timm")
 from PIL import Image  # noqa: E402
 
 from quadtree_attention.errors import CheckpointError, DataError, OptionError  # noqa: E402
-from quadtree_attention.models.weights import file_sha256  # noqa: E402
+from quadtree_attention.files import file_sha256  # noqa: E402
 from quadtree_attention.tasks.classify import evaluate  # noqa: E402
 from quadtree_attention.tasks.classify.evaluate import (  # noqa: E402
     ClassScore,

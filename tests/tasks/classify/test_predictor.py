@@ -24,7 +24,8 @@ from quadtree_attention.errors import (  # noqa: E402
     OptionError,
     ShapeError,
 )
-from quadtree_attention.models.weights import load_model, save_weights  # noqa: E402
+from quadtree_attention.models.registry import load, weights_path  # noqa: E402
+from quadtree_attention.models.weights import save_weights  # noqa: E402
 from quadtree_attention.tasks.classify.predictor import (  # noqa: E402
     Classifier,
     Prediction,
@@ -108,7 +109,7 @@ def test_equals_the_model_called_directly(weights, classifier, size):
     x = prepared_by_hand(image)
     torch.testing.assert_close(classifier.prepare(image), x, rtol=0, atol=1e-5)
     with torch.no_grad():
-        expected = load_model(weights).eval()(x[None]).softmax(dim=1)[0]
+        expected = load(weights).eval()(x[None]).softmax(dim=1)[0]
     got = classifier(image)
     probabilities = sorted(expected.tolist(), reverse=True)
     assert [p.probability for p in got] == pytest.approx(probabilities, abs=1e-5)
@@ -382,9 +383,8 @@ def test_weights_that_do_not_do(tmp_path):
     (tmp_path / "text.safetensors").write_text("hello, no weights\n")
     with pytest.raises(CheckpointError, match="damaged"):
         Classifier(tmp_path / "text.safetensors")
-    path = write_weights(tmp_path / "m.safetensors", task="match")
     with pytest.raises(CheckpointError, match="for the task match, not for classify"):
-        Classifier(path)
+        Classifier(weights_path(None, "match"))
     path = write_weights(tmp_path / "b.safetensors", random_model(0), classes=None)
     with pytest.raises(CheckpointError, match="no classifier, only a backbone"):
         Classifier(path)
@@ -410,7 +410,7 @@ def test_weights_that_are_no_numbers(tmp_path):
     model = random_model()
     next(iter(model.parameters())).data.fill_(float("nan"))
     path = write_weights(tmp_path / "nan.safetensors", model)
-    with pytest.raises(CheckpointError, match="answers nan"):
+    with pytest.raises(CheckpointError, match="holds numbers that are not finite"):
         Classifier(path, device="cpu")(pixels())
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from quadtree_attention.models.detection import detector
+from quadtree_attention.models.registry import create
 from quadtree_attention.models.weights import save_weights
 from quadtree_attention.tasks.detect.masks import encode_mask
 from tests.conftest import ROOT
@@ -54,5 +54,5 @@ def write_weights(path, kind="retinanet", classes=("square", "disc", "star"), **
     options = {"num_classes": len(classes), "score_thresh": 0.0, **TINY, **options}
     name = f"{kind}_test_quadtree"
     card = {"model": name, "kwargs": options, "task": "detect", "classes": list(classes)}
-    save_weights(path, detector(name, **options).state_dict(), card, overwrite=True)
+    save_weights(path, create(name, **options).state_dict(), card, overwrite=True)
     return path

@@ -12,7 +12,7 @@ from PIL import Image
 pytest.importorskip("timm", reason="models need timm")
 
 from quadtree_attention.errors import CheckpointError, DataError, OptionError
-from quadtree_attention.models.detection import detector
+from quadtree_attention.models.registry import create, weights_path
 from quadtree_attention.models.weights import card_path, read_checkpoint
 from quadtree_attention.tasks.detect.masks import decode_mask
 from quadtree_attention.tasks.detect.predictor import Detector
@@ -39,9 +39,8 @@ def image():
 
 def test_what_the_model_finds(folder, image):
     found = Detector(folder / "boxes.safetensors", device="cpu", score=0.0)(image)
-    model = detector(
-        "retinanet_test_quadtree", 3, min_size=48, max_size=64, channels=16, score_thresh=0.0
-    )
+    options = {"min_size": 48, "max_size": 64, "channels": 16, "score_thresh": 0.0}
+    model = create("retinanet_test_quadtree", num_classes=3, **options)
     model.load_state_dict(read_checkpoint(folder / "boxes.safetensors"))
     pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1) / 255
     with torch.no_grad():
@@ -115,9 +114,9 @@ def test_images_of_all_kinds(folder, image, tmp_path):
     assert np.allclose(together[0].boxes, expected.boxes, atol=1e-3)
 
 
-def test_names_without_a_card_are_numbers(folder, tmp_path):
+def test_names_without_a_card(folder, tmp_path):
     alone = shutil.copy(folder / "boxes.safetensors", tmp_path)
-    assert Detector(alone, device="cpu").names == ["1", "2", "3"]
+    assert Detector(alone, device="cpu").names == ["square", "disc", "star"]  # inside them
 
 
 def test_weights_that_do_not_do(folder, tmp_path):
@@ -128,9 +127,9 @@ def test_weights_that_do_not_do(folder, tmp_path):
         Detector(tmp_path / "last.ckpt")
     path = shutil.copy(folder / "boxes.safetensors", tmp_path)
     card = json.loads(card_path(folder / "boxes.safetensors").read_text())
-    card_path(path).write_text(json.dumps({**card, "task": "classify"}))
-    with pytest.raises(CheckpointError, match="weights for the task classify, not for detect"):
-        Detector(path)
+    stereo = weights_path(None, "stereo")
+    with pytest.raises(CheckpointError, match="weights for the task stereo, not for detect"):
+        Detector(stereo)
     card_path(path).write_text(json.dumps({**card, "classes": ["one"]}))
     with pytest.raises(CheckpointError, match="must name the 3 classes of the model, got 1 names"):
         Detector(path)

@@ -9,7 +9,7 @@ from PIL import Image
 
 pytest.importorskip("poselib", reason="estimators need the extra 'models'")
 
-from quadtree_attention.models.matcher import matcher
+from quadtree_attention.models.registry import create
 from quadtree_attention.models.weights import save_weights
 from quadtree_attention.synthetic import ProceduralTextures, homography_pairs
 from quadtree_attention.tasks.match.predictor import Matcher, Matches
@@ -32,7 +32,7 @@ UPRIGHT = {
 def loose(tmp_path_factory):
     """A tiny matcher that tells cells apart, and matches whatever is each other's best."""
     torch.manual_seed(0)
-    model = matcher("quadtree_small", **KWARGS)
+    model = create("loftr_quadtree_small", **KWARGS)
     with torch.no_grad():
         for layer in model.coarse_transformer.layers:  # a fresh one hardly changes anything
             for parameter in layer.parameters():
@@ -43,7 +43,7 @@ def loose(tmp_path_factory):
                 module.momentum = 1.0
         model.train().backbone(torch.rand(2, 1, 128, 160))
     path = tmp_path_factory.mktemp("weights") / "tiny.safetensors"
-    card = {"model": "quadtree_small", "kwargs": KWARGS, "task": "match"}
+    card = {"model": "loftr_quadtree_small", "kwargs": KWARGS, "task": "match"}
     save_weights(path, model.state_dict(), card)
     return Matcher(path, threshold=0.0, device="cpu")
 

@@ -26,7 +26,7 @@ SMALL = {
     "topk": 4,
 }  # fmt: skip
 RECIPE = f"""
-model: {{model: quadtree_small, options: {SMALL}, warmup_epochs: 1, fine_matches: 32}}
+model: {{model: loftr_quadtree_small, options: {SMALL}, warmup_epochs: 1, fine_matches: 32}}
 data: {{source: megadepth, size: 128, batch_size: 2, pairs_per_scene: 2, workers: 0}}
 trainer: {{max_epochs: 1, accelerator: cpu, enable_progress_bar: false}}
 """

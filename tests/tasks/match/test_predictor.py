@@ -9,12 +9,11 @@ from PIL import Image
 pytest.importorskip("poselib", reason="estimators need the extra 'models'")
 
 from quadtree_attention.errors import CheckpointError, DataError, OptionError
-from quadtree_attention.models.matcher import matcher
+from quadtree_attention.models.registry import PRETRAINED, create
 from quadtree_attention.models.weights import save_weights
 from quadtree_attention.synthetic import ProceduralTextures, homography_pairs
 from quadtree_attention.tasks.match.metrics import transform
 from quadtree_attention.tasks.match.predictor import Matcher, Matches, shrunk
-from quadtree_attention.tasks.pretrained import PRETRAINED
 
 KWARGS = {"dims": [16, 24, 32], "num_pairs": 1, "num_heads": 2, "fine_heads": 2, "topk": 4}
 
@@ -22,8 +21,8 @@ KWARGS = {"dims": [16, 24, 32], "num_pairs": 1, "num_heads": 2, "fine_heads": 2,
 def write_weights(path, **changed):
     """A tiny untrained matcher, stored in half precision."""
     torch.manual_seed(0)
-    state = matcher("quadtree_small", **KWARGS).state_dict() | changed
-    card = {"model": "quadtree_small", "kwargs": KWARGS, "task": "match"}
+    state = create("loftr_quadtree_small", **KWARGS).state_dict() | changed
+    card = {"model": "loftr_quadtree_small", "kwargs": KWARGS, "task": "match"}
     halves = {n: t.half() if t.is_floating_point() else t for n, t in state.items()}
     save_weights(path, halves, card)
     return path
@@ -182,15 +181,17 @@ def test_homography_of_matches():
 
 
 def test_weights_that_come_with_the_package(tmp_path, monkeypatch, photo):
-    monkeypatch.setitem(PRETRAINED["matcher"], "default", tmp_path / "matcher.safetensors")
-    with pytest.raises(CheckpointError, match="the default matcher weights are not installed"):
+    monkeypatch.setitem(PRETRAINED, "loftr_quadtree_small", tmp_path / "matcher.safetensors")
+    with pytest.raises(
+        CheckpointError, match="the weights of loftr_quadtree_small are not installed"
+    ):
         Matcher()
     write_weights(tmp_path / "matcher.safetensors")
     named = Matcher.from_pretrained("default", threshold=0.0)
     assert np.array_equal(
         named(photo, photo).keypoints1, Matcher(threshold=0.0)(photo, photo).keypoints1
     )
-    with pytest.raises(OptionError, match="pretrained matcher weights are default, got 'outdoor'"):
+    with pytest.raises(CheckpointError, match="there is no file 'outdoor'"):
         Matcher.from_pretrained("outdoor")
 
 
@@ -215,6 +216,6 @@ def test_what_is_refused(weights, tmp_path):
     with pytest.raises(DataError, match="cannot read"):
         Matcher(weights)(tmp_path / "a.jpg", tmp_path / "b.jpg")
     other = tmp_path / "other.safetensors"
-    save_weights(other, {"x": torch.zeros(1)}, {"model": "x", "kwargs": {}, "task": "classify"})
-    with pytest.raises(CheckpointError, match="are weights for the task classify, not for match"):
+    save_weights(other, {"x": torch.zeros(1)}, {"model": "test_quadtree", "kwargs": {}})
+    with pytest.raises(CheckpointError, match="holds weights for the task classify, not for match"):
         Matcher(other)

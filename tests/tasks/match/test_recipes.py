@@ -12,12 +12,12 @@ pytest.importorskip("pytorch_lightning", reason="training needs the extra 'train
 pytest.importorskip("poselib", reason="estimators need the extra 'models'")
 
 from quadtree_attention.errors import DataError, MissingDependencyError, OptionError
-from quadtree_attention.models.matcher import matcher
 from quadtree_attention.models.parts.context_attention import (
     FullAttention,
     LinearAttention,
     PooledAttention,
 )
+from quadtree_attention.models.registry import create
 from quadtree_attention.nn import QuadtreeAttention
 from quadtree_attention.tasks.match.megadepth import MegaDepthData
 from quadtree_attention.tasks.training.command import train
@@ -43,7 +43,7 @@ def load(name):
 def attentions(name):
     settings = load(name)["model"]
     with torch.device("meta"):
-        model = matcher(settings["model"], **settings["options"])
+        model = create(settings["model"], **settings["options"])
     return [layer.attn for layer in model.coarse_transformer.layers]
 
 

@@ -21,7 +21,7 @@ from tests.tasks.match.posed_files import batch_of, scannet_pairs, write_scannet
 SIZE = {"height": 96, "width": 128}
 RECIPE = """
 model:
-  model: quadtree_small
+  model: loftr_quadtree_small
   options: {dims: [16, 24, 32], num_pairs: 1, num_heads: 2, fine_heads: 2, num_levels: 2, topk: 4}
   warmup_epochs: 1
   fine_matches: 32

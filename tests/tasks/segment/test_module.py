@@ -11,7 +11,8 @@ import torch.nn.functional as F
 pl = pytest.importorskip("pytorch_lightning", reason="training needs the extra 'train'")
 
 from quadtree_attention.errors import CheckpointError, DataError, OptionError  # noqa: E402
-from quadtree_attention.models.weights import build_model, save_weights  # noqa: E402
+from quadtree_attention.models.registry import create  # noqa: E402
+from quadtree_attention.models.weights import save_weights  # noqa: E402
 from quadtree_attention.tasks.segment.data import SegmentData  # noqa: E402
 from quadtree_attention.tasks.segment.evaluate import predict, score  # noqa: E402
 from quadtree_attention.tasks.segment.metrics import IGNORE  # noqa: E402
@@ -173,7 +174,7 @@ def test_weights_score_what_training_said(tmp_path, capsys):
     """Through the command: a recipe that steps end, then the two loops of evaluation."""
     root = write_set(tmp_path / "data", count=4)
     (root / "images/train/3.png").write_bytes(b"hello")
-    classifier = build_model("test_quadtree", depths=(1, 1, 1, 1), num_classes=2)
+    classifier = create("test_quadtree", depths=(1, 1, 1, 1), num_classes=2)
     card = {"model": "test_quadtree", "kwargs": {"num_classes": 2}}
     backbone = tmp_path / "backbone.safetensors"
     save_weights(backbone, classifier.state_dict(), card)
@@ -222,7 +223,7 @@ def test_no_truth_in_validation(tmp_path):
 
 
 def test_weights_of_another_backbone(tmp_path):
-    wide = build_model("test_quadtree", embed_dims=(16, 16, 24, 32), num_classes=0)
+    wide = create("test_quadtree", embed_dims=(16, 16, 24, 32), num_classes=0)
     path = tmp_path / "wide.safetensors"
     save_weights(path, wide.state_dict(), {"model": "test_quadtree", "kwargs": {}})
     with pytest.raises(CheckpointError, match="mismatched: patch_embed"):

@@ -121,7 +121,7 @@ def test_names_without_a_card(weights, tmp_path):
     bare = tmp_path / "bare.safetensors"
     bare.write_bytes(weights.read_bytes())
     found = Segmenter(bare, device="cpu")
-    assert found.names == ["0", "1", "2"] and found.palette == palette(3)
+    assert found.names == CLASSES and found.palette[0] == (10, 20, 30)  # inside the weights
 
 
 def test_what_is_no_image(segmenter, tmp_path):
@@ -132,8 +132,10 @@ def test_what_is_no_image(segmenter, tmp_path):
 @pytest.mark.parametrize(
     ("card", "message"),
     [
-        ({"task": "classify"}, "for the task classify, not for segment"),
-        ({"model": "test_quadtree"}, "are no weights of a segmenter"),
+        (
+            {"model": "test_quadtree", "kwargs": {}},
+            "for the task classify, not for segment",
+        ),
         ({"classes": ["a"]}, "must name the 3 classes of the model, got 1 names"),
         ({"palette": [[1, 2, 3]]}, "a colour of three bytes for each of 3 classes"),
         ({"palette": [[1, 2], [3], []]}, "a colour of three bytes for each of 3 classes"),

@@ -12,10 +12,9 @@ pytest.importorskip("timm", reason="weights need timm")
 pytest.importorskip("cv2", reason="checking pairs needs the extra 'models'")
 
 from quadtree_attention.errors import CheckpointError, DataError, OptionError
-from quadtree_attention.models.stereo import stereo_network
+from quadtree_attention.models.registry import PRETRAINED, create
 from quadtree_attention.models.weights import save_weights
 from quadtree_attention.synthetic import ProceduralTextures, stereo_pairs
-from quadtree_attention.tasks.pretrained import PRETRAINED
 from quadtree_attention.tasks.stereo.filling import fill_hidden
 from quadtree_attention.tasks.stereo.formats import read_disparity
 from quadtree_attention.tasks.stereo.predictor import (
@@ -40,8 +39,8 @@ KWARGS = {
 def write_weights(path, **changed):
     """A tiny untrained network, stored in half precision."""
     torch.manual_seed(0)
-    state = stereo_network("quadtree_small", **KWARGS).state_dict() | changed
-    card = {"model": "quadtree_small", "kwargs": KWARGS, "task": "stereo"}
+    state = create("sttr_quadtree_small", **KWARGS).state_dict() | changed
+    card = {"model": "sttr_quadtree_small", "kwargs": KWARGS, "task": "stereo"}
     halves = {n: t.half() if t.is_floating_point() else t for n, t in state.items()}
     save_weights(path, halves, card)
     return path
@@ -232,13 +231,15 @@ def test_a_swapped_pair_is_warned_of(weights):
 
 
 def test_weights_that_come_with_the_package(tmp_path, monkeypatch, pair, found):
-    monkeypatch.setitem(PRETRAINED["stereo"], "default", tmp_path / "stereo.safetensors")
-    with pytest.raises(CheckpointError, match="the default stereo weights are not installed"):
+    monkeypatch.setitem(PRETRAINED, "sttr_quadtree_small", tmp_path / "stereo.safetensors")
+    with pytest.raises(
+        CheckpointError, match="the weights of sttr_quadtree_small are not installed"
+    ):
         StereoMatcher()
     write_weights(tmp_path / "stereo.safetensors")
     for named in (StereoMatcher(size=90), StereoMatcher.from_pretrained("default", size=90)):
         assert np.array_equal(named(*pair).disparity, found.disparity)
-    with pytest.raises(OptionError, match="pretrained stereo weights are default, got 'outdoor'"):
+    with pytest.raises(CheckpointError, match="there is no file 'outdoor'"):
         StereoMatcher.from_pretrained("outdoor")
 
 
@@ -262,6 +263,6 @@ def test_what_is_refused(weights, matcher, pair, tmp_path):
     with pytest.raises(CheckpointError, match="there is no file"):
         StereoMatcher(tmp_path / "nowhere.safetensors")
     other = tmp_path / "other.safetensors"
-    save_weights(other, {"x": torch.zeros(1)}, {"model": "x", "kwargs": {}, "task": "match"})
-    with pytest.raises(CheckpointError, match="are weights for the task match, not for stereo"):
+    save_weights(other, {"x": torch.zeros(1)}, {"model": "loftr", "kwargs": {}})
+    with pytest.raises(CheckpointError, match="holds weights for the task match, not for stereo"):
         StereoMatcher(other)

@@ -9,9 +9,9 @@ import torch
 pytest.importorskip("pytorch_lightning", reason="training needs the extra 'train'")
 
 from quadtree_attention.errors import CheckpointError
-from quadtree_attention.models.stereo import stereo_network
-from quadtree_attention.models.weights import file_sha256, fill, read_card, read_checkpoint
-from quadtree_attention.tasks.pretrained import pretrained_path
+from quadtree_attention.files import file_sha256
+from quadtree_attention.models.registry import create, weights_path
+from quadtree_attention.models.weights import fill, read_card, read_checkpoint
 from quadtree_attention.tasks.stereo.data import StereoData
 from quadtree_attention.tasks.stereo.losses import stereo_losses
 from quadtree_attention.tasks.stereo.module import LOGGED, StereoModule
@@ -36,18 +36,18 @@ def test_debug_recipe(tmp_path):
     assert all(float(row[name]) >= 0 for row in rows for name in names)
     card = read_card(folder / "best.safetensors")
     assert card["task"] == "stereo"
-    model = stereo_network(card["model"], **card["kwargs"])
+    model = create(card["model"], **card["kwargs"])
     fill(model, folder / "best.safetensors")
 
 
 def test_starting_from_the_weights_of_the_package():
-    path = pretrained_path("stereo")
+    path = weights_path(None, "stereo")
     module = StereoModule(weights="default")
     for name, tensor in read_checkpoint(path).items():
         assert torch.equal(module.model.state_dict()[name], tensor.float())
     assert module.card()["started_from"] == {"sha256": file_sha256(path)}
     assert "started_from" not in StereoModule().card()
-    with pytest.raises(CheckpointError, match="does not fit StereoNetwork"):
+    with pytest.raises(CheckpointError, match="does not fit STTR"):
         StereoModule("sttr", weights="default")
 
 
@@ -66,7 +66,7 @@ def test_it_learns():
     data.setup()
     numbers = {"indices": torch.arange(2), "training": True}
     batch = data.on_after_batch_transfer(numbers, 0)
-    model = stereo_network(
+    model = create(
         dims=(8, 16, 16, 16),
         dim=16,
         num_heads=2,

@@ -11,7 +11,8 @@ import yaml
 pl = pytest.importorskip("pytorch_lightning", reason="training needs the extra 'train'")
 
 from quadtree_attention.errors import OptionError  # noqa: E402
-from quadtree_attention.models.weights import load_model, read_card  # noqa: E402
+from quadtree_attention.models.registry import load  # noqa: E402
+from quadtree_attention.models.weights import read_card  # noqa: E402
 from quadtree_attention.tasks.training.command import train  # noqa: E402
 
 # 2 epochs of 4 steps, in a second
@@ -87,7 +88,7 @@ def test_averaged_weights_by_lightnings_callback(tmp_path):
 
 def test_weights_are_those_of_the_best_epoch(finished):
     best = torch.load(finished / "best.ckpt", weights_only=True)["state_dict"]
-    model = load_model(finished / "best.safetensors")
+    model = load(finished / "best.safetensors")
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, best[f"model.{name}"])
 

@@ -312,7 +312,7 @@ def _check_source(source: "ImageSource", *, strict: bool) -> None:
 
 
 def _settings(classifier: "Classifier", source: "ImageSource", data: str) -> dict[str, Any]:
-    from quadtree_attention.models.weights import file_sha256
+    from quadtree_attention.files import file_sha256
 
     listing = [[source.name(i), source.classes[source.label(i)]] for i in range(len(source))]
     return {

@@ -9,9 +9,8 @@ from timm.data import Mixup
 from timm.loss import SoftTargetCrossEntropy
 from torch import Tensor, nn
 
-import quadtree_attention.models  # noqa: F401 (registers the backbones)
 from quadtree_attention.errors import OptionError
-from quadtree_attention.models.weights import build_model
+from quadtree_attention.models.registry import create
 from quadtree_attention.tasks.classify.metrics import ranks
 from quadtree_attention.tasks.training.loader import seed_from, set_seed
 from quadtree_attention.tasks.training.module import TaskModule, check_options
@@ -66,7 +65,7 @@ class ClassifyModule(TaskModule):
         self.save_hyperparameters()
         set_seed(seed_from(seed))  # the same first weights on every process
         self.kwargs = {"num_classes": num_classes, **(options or {})}
-        self.model: nn.Module = build_model(model, drop_path_rate=drop_path, **self.kwargs)
+        self.model: nn.Module = create(model, drop_path_rate=drop_path, **self.kwargs)
         if grad_checkpointing:
             cast(Any, self.model).set_grad_checkpointing(True)
         if compile:

@@ -33,8 +33,7 @@ from quadtree_attention.errors import (
     QuadtreeAttentionError,
 )
 from quadtree_attention.images import ImageLike, to_image
-from quadtree_attention.models.convert import check_fit
-from quadtree_attention.models.weights import build_model, load_model, read_card, read_checkpoint
+from quadtree_attention.models.registry import load_with_card
 from quadtree_attention.tasks.predictor import out_of_memory, usable_device
 
 try:
@@ -97,7 +96,7 @@ class Classifier:
         self.batch_size = batch_size
         self.dtype = dtype
         self.device = usable_device(device)
-        self.card, model = _load(self.path)
+        self.card, model = load_with_card(self.path, task="classify")
         self.model = model.to(self.device).eval()
         self.names = _class_names(self.card, _outputs(model, self.path), self.path)
         config = cast(Any, model).pretrained_cfg  # for weights whose card is silent
@@ -216,41 +215,6 @@ def _is_one(images: object) -> bool:
         return images.ndim < 4  # more axes: a batch
     one = isinstance(images, str | os.PathLike | bytes | Image.Image)
     return one or not isinstance(images, Iterable)
-
-
-def _load(path: Path) -> tuple[dict[str, Any], nn.Module]:
-    if os.path.isfile(path) and path.suffix == ".ckpt":
-        return _load_training_checkpoint(path)
-    if os.path.isfile(path) and path.suffix != ".safetensors":
-        raise CheckpointError(
-            f"weights must be a .safetensors file, got {str(path)!r}; training writes "
-            f"best.safetensors, and official checkpoints become one with quadtree convert "
-            f"{path.name} -o {path.stem}.safetensors"
-        )
-    card = read_card(path)
-    if (task := card.get("task", "classify")) != "classify":
-        raise CheckpointError(f"{path} are weights for the task {task}, not for classify")
-    return card, load_model(path)
-
-
-def _load_training_checkpoint(path: Path) -> tuple[dict[str, Any], nn.Module]:
-    """The model of a run: its tensors from the checkpoint, the rest from the run's card."""
-    best = path.with_name("best.safetensors")
-    if not best.is_file():
-        raise CheckpointError(
-            f"{path} does not say which classes it knows; pass the run's best.safetensors, which "
-            "training writes when it ends"
-        )
-    card = read_card(best)
-    model = build_model(card["model"], **card["kwargs"])
-    tensors = {
-        name.removeprefix("model."): tensor
-        for name, tensor in read_checkpoint(path).items()
-        if name.startswith("model.")
-    }
-    check_fit(model, tensors)
-    model.load_state_dict(tensors)
-    return card, model
 
 
 def _outputs(model: nn.Module, path: Path) -> int:

@@ -446,7 +446,7 @@ def settings_path(path: str | os.PathLike[str]) -> Path:
 
 
 def _settings(model: "Detector", source: CocoFile, data: str) -> dict[str, Any]:
-    from quadtree_attention.models.weights import file_sha256
+    from quadtree_attention.files import file_sha256
 
     listing = [[image.id, image.path.name, image.width, image.height] for image in source.images]
     listing.append(list(source.categories.items()))

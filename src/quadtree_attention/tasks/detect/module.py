@@ -9,7 +9,7 @@ from torch import Tensor, distributed, nn
 from torchmetrics.detection import MeanAveragePrecision
 
 from quadtree_attention.errors import DataError, OptionError
-from quadtree_attention.models.detection import detector
+from quadtree_attention.models.registry import create
 from quadtree_attention.tasks.detect.coco import Target
 from quadtree_attention.tasks.readers import summary
 from quadtree_attention.tasks.training.loader import seed_from, set_seed
@@ -76,12 +76,8 @@ class DetectModule(TaskModule):
         self.save_hyperparameters()
         set_seed(seed_from(seed))  # the same first weights on every process
         self.kwargs = {"num_classes": num_classes, **(options or {})}
-        self.model: nn.Module = detector(
-            model,
-            backbone_weights=backbone_weights,
-            grad_checkpointing=grad_checkpointing,
-            **self.kwargs,
-        )
+        self.model: nn.Module = create(model, backbone_weights=backbone_weights, **self.kwargs)
+        cast(Any, self.model).set_grad_checkpointing(grad_checkpointing)
         self.has_masks = model.startswith("mask_rcnn")
         self.ap = _metric(masks=self.has_masks)
 

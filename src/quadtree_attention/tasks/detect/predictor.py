@@ -4,11 +4,11 @@
 Example:
     >>> import tempfile
     >>> from pathlib import Path
-    >>> from quadtree_attention.models.weights import save_weights
+    >>> from quadtree_attention.models import create, save_weights
     >>> path = Path(tempfile.mkdtemp()) / "tiny.safetensors"
     >>> name, options = "retinanet_test_quadtree", {"num_classes": 2, "min_size": 64}
     >>> card = {"model": name, "kwargs": options, "task": "detect", "classes": ["cat", "dog"]}
-    >>> _ = save_weights(path, detector(name, **options).state_dict(), card)
+    >>> _ = save_weights(path, create(name, **options).state_dict(), card)
     >>> found = Detector(path)(np.zeros((70, 45, 3)))
     >>> found.boxes.shape == (len(found), 4)
     True
@@ -28,8 +28,7 @@ from torch import Tensor, nn
 
 from quadtree_attention.errors import CheckpointError, OptionError
 from quadtree_attention.images import ImageLike, to_image
-from quadtree_attention.models.detection import detector
-from quadtree_attention.models.weights import fill, read_card
+from quadtree_attention.models.registry import load_with_card
 from quadtree_attention.tasks.detect.masks import Array, encode_mask
 from quadtree_attention.tasks.predictor import out_of_memory, usable_device
 from quadtree_attention.viz.canvas import save_picture
@@ -124,7 +123,7 @@ class Detector:
         self.path = Path(path)
         self.score = score
         self.device = usable_device(device)
-        self.card, model = _load(self.path)
+        self.card, model = load_with_card(self.path, task="detect")
         self.model = model.to(self.device).eval()
         self.names = _class_names(self.card, self.path)
         _raise_threshold(model, score)
@@ -203,23 +202,6 @@ def _raise_threshold(model: nn.Module, score: float) -> None:
     heads = getattr(heads, "roi_heads", heads)
     below = np.nextafter(np.float32(score), np.float32(-1))  # the model wants more than that
     heads.score_thresh = max(heads.score_thresh, float(below))
-
-
-def _load(path: Path) -> tuple[dict[str, Any], nn.Module]:
-    if os.path.isfile(path) and path.suffix != ".safetensors":
-        raise CheckpointError(
-            f"weights must be a .safetensors file, got {str(path)!r}; training writes "
-            "best.safetensors when it ends"
-        )
-    card = read_card(path)
-    if (task := card.get("task", "detect")) != "detect":
-        raise CheckpointError(
-            f"{path} are weights for the task {task}, not for detect; take those of quadtree train "
-            "detect, which starts with a backbone of yours by --model.backbone_weights"
-        )
-    model = detector(card["model"], **card["kwargs"])
-    fill(model, path)
-    return card, model
 
 
 def _class_names(card: dict[str, Any], path: Path) -> list[str]:

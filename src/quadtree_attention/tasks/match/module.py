@@ -2,15 +2,16 @@
 """Training of a matcher."""
 
 import sys
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from quadtree_attention.errors import MissingDependencyError
-from quadtree_attention.models.matcher import COARSE_STRIDE, FeatureMatcher, Features, matcher
+from quadtree_attention.models.matcher import COARSE_STRIDE, Features, LoFTR
 from quadtree_attention.models.parts.coarse_matching import CoarseMatches, matches_for_training
+from quadtree_attention.models.registry import create
 from quadtree_attention.tasks.match.data import grey
 from quadtree_attention.tasks.match.losses import coarse_loss, fine_loss
 from quadtree_attention.tasks.match.metrics import POSE_THRESHOLDS, auc, pose_error
@@ -34,9 +35,9 @@ class MatchModule(TaskModule):
     `val/auc20`) are estimated where opencv and poselib are installed.
 
     Args:
-        model: Name of a matcher: loftr, loftr_lite, quadtree_indoor, quadtree_outdoor or
-            quadtree_small.
-        options: Keyword arguments of `FeatureMatcher` that replace those of the name.
+        model: Name of a matcher: loftr, loftr_lite, or loftr_quadtree_ and
+            indoor, outdoor or small.
+        options: Keyword arguments of `LoFTR` that replace those of the name.
         lr: Learning rate at a batch of 16 pairs on all processes together; scaled linearly.
         min_lr: Where the cosine ends, at that batch size too.
         warmup_epochs: Epochs in which the learning rate rises to `lr`.
@@ -51,7 +52,7 @@ class MatchModule(TaskModule):
 
     def __init__(
         self,
-        model: str = "quadtree_small",
+        model: str = "loftr_quadtree_small",
         options: dict[str, Any] | None = None,
         lr: float = 2e-3,
         min_lr: float = 1e-6,
@@ -65,7 +66,7 @@ class MatchModule(TaskModule):
         self.save_hyperparameters()
         set_seed(seed_from(seed))  # the same first weights on every process
         self.kwargs = options or {}
-        self.model: FeatureMatcher = matcher(model, **self.kwargs)
+        self.model: LoFTR = cast(LoFTR, create(model, **self.kwargs))
         self.no_poses = why_no_poses()
         self.errors: list[float] = []
 

@@ -4,12 +4,11 @@
 Example:
     >>> import tempfile
     >>> from pathlib import Path
-    >>> from quadtree_attention.models.matcher import matcher
-    >>> from quadtree_attention.models.weights import save_weights
+    >>> from quadtree_attention.models import create, save_weights
     >>> path = Path(tempfile.mkdtemp()) / "tiny.safetensors"
     >>> kwargs = {"dims": [16, 24, 32], "num_pairs": 1, "num_heads": 2, "fine_heads": 2}
-    >>> model = matcher("quadtree_small", **kwargs)
-    >>> card = {"model": "quadtree_small", "kwargs": kwargs, "task": "match"}
+    >>> model = create("loftr_quadtree_small", **kwargs)
+    >>> card = {"model": "loftr_quadtree_small", "kwargs": kwargs, "task": "match"}
     >>> _ = save_weights(path, model.state_dict(), card)
     >>> matches = Matcher(path)(np.zeros((70, 90)), np.zeros((64, 120, 3)))
     >>> matches.keypoints0.shape[1]
@@ -20,19 +19,18 @@ import io
 import os
 import time
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
 
-from quadtree_attention.errors import CheckpointError, DataError, OptionError
+from quadtree_attention.errors import DataError, OptionError
 from quadtree_attention.files import write_whole
 from quadtree_attention.images import ImageLike, to_image
-from quadtree_attention.models.matcher import FeatureMatcher, matcher
-from quadtree_attention.models.weights import fill, read_card
+from quadtree_attention.models.matcher import LoFTR
+from quadtree_attention.models.registry import load_with_card, weights_path
 from quadtree_attention.tasks.match.estimate import (
     Estimator,
     Homography,
@@ -42,7 +40,6 @@ from quadtree_attention.tasks.match.estimate import (
 )
 from quadtree_attention.tasks.match.metrics import Array
 from quadtree_attention.tasks.predictor import out_of_memory, usable_device
-from quadtree_attention.tasks.pretrained import pretrained_path
 from quadtree_attention.viz.canvas import save_picture
 
 SIZE = 640  # pixels of the longer side that images are matched at
@@ -190,7 +187,7 @@ class Matcher:
             raise OptionError(f"threshold must be from 0 to below 1, got {threshold}; pass such")
         self.size = size
         self.device = usable_device(device)
-        self.path = pretrained_path("matcher") if path is None else Path(path)
+        self.path = weights_path(path, "match")
         self.card, model = load_matcher(self.path)
         if threshold is not None:
             model.coarse_matching.threshold = threshold
@@ -208,7 +205,7 @@ class Matcher:
             OptionError: There are no weights of that name.
             CheckpointError: They were not installed.
         """
-        return cls(pretrained_path("matcher", name), **options)
+        return cls(weights_path(name, "match"), **options)
 
     def __call__(self, image0: ImageLike, image1: ImageLike) -> Matches:
         """The matches of two images.
@@ -248,14 +245,10 @@ class Matcher:
             ) from error
 
 
-def load_matcher(path: str | os.PathLike[str]) -> tuple[dict[str, Any], FeatureMatcher]:
+def load_matcher(path: str | os.PathLike[str]) -> tuple[dict[str, Any], LoFTR]:
     """The card and the matcher of a file of weights, which may be stored in half precision."""
-    card = read_card(path)
-    if (task := card.get("task", "match")) != "match":
-        raise CheckpointError(f"{path} are weights for the task {task}, not for match")
-    model = matcher(card["model"], **card["kwargs"])
-    fill(model, path)
-    return card, model
+    card, model = load_with_card(path, task="match")
+    return card, cast(LoFTR, model)
 
 
 def shrunk(image: Image.Image, size: int) -> Image.Image:

@@ -264,7 +264,7 @@ def _number(value: float) -> float | None:
 
 
 def _settings(segmenter: "Segmenter", source: SegmentSource, data: str) -> dict[str, Any]:
-    from quadtree_attention.models.weights import file_sha256
+    from quadtree_attention.files import file_sha256
 
     return {
         "model": segmenter.card["model"],

@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quadtree_attention.errors import DataError, OptionError
-from quadtree_attention.models.segmentation import SemanticFPN, segmenter
-from quadtree_attention.models.weights import file_sha256
+from quadtree_attention.files import file_sha256
+from quadtree_attention.models.registry import create
+from quadtree_attention.models.segmentation import SemanticFPN
 from quadtree_attention.tasks.readers import summary
 from quadtree_attention.tasks.segment.augment import normalised
 from quadtree_attention.tasks.segment.metrics import IGNORE, confusion, scores
@@ -78,9 +79,8 @@ class SegmentModule(TaskModule):
         self.save_hyperparameters()
         set_seed(seed_from(seed))  # the same first weights on every process
         self.kwargs = {"num_classes": num_classes, **(options or {})}
-        self.model: SemanticFPN = segmenter(
-            model, backbone_weights=backbone_weights, drop_path_rate=drop_path, **self.kwargs
-        )
+        start = {"backbone_weights": backbone_weights, "drop_path_rate": drop_path}
+        self.model = cast(SemanticFPN, create(model, **start, **self.kwargs))
         self.pretrained = _origin(backbone_weights)
         if grad_checkpointing:
             self.model.set_grad_checkpointing(True)

@@ -4,11 +4,10 @@
 Example:
     >>> import tempfile
     >>> from pathlib import Path
-    >>> from quadtree_attention.models.segmentation import segmenter
-    >>> from quadtree_attention.models.weights import save_weights
+    >>> from quadtree_attention.models import create, save_weights
     >>> path = Path(tempfile.mkdtemp()) / "tiny.safetensors"
     >>> kwargs = {"num_classes": 2, "channels": 8, "head_channels": 8}
-    >>> model = segmenter("semfpn_test_quadtree", **kwargs)
+    >>> model = create("semfpn_test_quadtree", **kwargs)
     >>> card = {"model": "semfpn_test_quadtree", "kwargs": kwargs, "task": "segment"}
     >>> _ = save_weights(path, model.state_dict(), {**card, "classes": ["cat", "dog"]})
     >>> found = Segmenter(path)(np.zeros((70, 45, 3)))
@@ -22,7 +21,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -33,8 +32,8 @@ from torch import Tensor
 from quadtree_attention.errors import CheckpointError, OptionError
 from quadtree_attention.files import write_whole
 from quadtree_attention.images import ImageLike, to_image
-from quadtree_attention.models.segmentation import SemanticFPN, segmenter, sliding_window
-from quadtree_attention.models.weights import fill, read_card
+from quadtree_attention.models.registry import load_with_card
+from quadtree_attention.models.segmentation import SemanticFPN, sliding_window
 from quadtree_attention.tasks.predictor import out_of_memory, usable_device
 from quadtree_attention.tasks.segment.augment import at_base, normalised
 from quadtree_attention.tasks.segment.sources import Array, Colour, palette
@@ -203,21 +202,8 @@ class Segmenter:
 
 def load_segmenter(path: str | os.PathLike[str]) -> tuple[dict[str, Any], SemanticFPN]:
     """The card and the segmenter of a file of weights."""
-    if os.path.isfile(path) and Path(path).suffix != ".safetensors":
-        raise CheckpointError(
-            f"weights must be a .safetensors file, got {str(path)!r}; quadtree train segment "
-            "writes best.safetensors"
-        )
-    card = read_card(path)
-    if (task := card.get("task", "segment")) != "segment":
-        raise CheckpointError(f"{path} are weights for the task {task}, not for segment")
-    kwargs = {key: value for key, value in card["kwargs"].items() if key != "backbone_weights"}
-    try:
-        model = segmenter(card["model"], **kwargs)
-    except (OptionError, TypeError) as error:
-        raise CheckpointError(f"{path} are no weights of a segmenter: {error}") from error
-    fill(model, path)
-    return card, model
+    card, model = load_with_card(path, task="segment")
+    return card, cast(SemanticFPN, model)
 
 
 def best_classes(logits: Tensor, size: tuple[int, int]) -> tuple[Tensor, float]:

@@ -131,7 +131,7 @@ def predict(
 
 def settings_of(matcher: "StereoMatcher") -> dict[str, Any]:
     """What disparities depend on beside the pair."""
-    from quadtree_attention.models.weights import file_sha256
+    from quadtree_attention.files import file_sha256
 
     return {
         "weights_sha256": file_sha256(matcher.path),

@@ -22,7 +22,7 @@ def stereo_losses(
     Args:
         output: Of the network, with the true disparity given to it.
         batch: `disparity0`, `known0`, `visible0` and `occluded0` (B, H, W).
-        at_cells: From pixels to cells of the network's maps, `StereoNetwork.at_cells`.
+        at_cells: From pixels to cells of the network's maps, `STTR.at_cells`.
         max_disparity: Largest disparity that the network can find; larger ones are left out.
 
     Returns:

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Training of a stereo network."""
 
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor
 
-from quadtree_attention.models.stereo import StereoNetwork, stereo_network
-from quadtree_attention.models.weights import file_sha256, fill
-from quadtree_attention.tasks.pretrained import pretrained_path
+from quadtree_attention.files import file_sha256
+from quadtree_attention.models.registry import create, weights_path
+from quadtree_attention.models.stereo import STTR
+from quadtree_attention.models.weights import fill
 from quadtree_attention.tasks.stereo.losses import stereo_losses
 from quadtree_attention.tasks.stereo.metrics import scores
 from quadtree_attention.tasks.training.loader import seed_from, set_seed
@@ -22,8 +23,8 @@ class StereoModule(TaskModule):
     The best epoch is the one with most pixels within 3 pixels of the truth (`val/good3`).
 
     Args:
-        model: Name of a network: sttr, sttr_quadtree or quadtree_small.
-        options: Keyword arguments of `StereoNetwork` that replace those of the name.
+        model: Name of a network: sttr, sttr_quadtree or sttr_quadtree_small.
+        options: Keyword arguments of `STTR` that replace those of the name.
         weights: Weights to start from, of such a network: a file, or "default" for those of the
             package.
         lr: Learning rate at a batch of 8 pairs on all processes together; scaled linearly.
@@ -40,7 +41,7 @@ class StereoModule(TaskModule):
 
     def __init__(
         self,
-        model: str = "quadtree_small",
+        model: str = "sttr_quadtree_small",
         options: dict[str, Any] | None = None,
         weights: str | None = None,
         lr: float = 6e-4,
@@ -55,10 +56,10 @@ class StereoModule(TaskModule):
         self.save_hyperparameters()
         set_seed(seed_from(seed))  # the same first weights on every process
         self.kwargs = options or {}
-        self.model: StereoNetwork = stereo_network(model, **self.kwargs)
+        self.model: STTR = cast(STTR, create(model, **self.kwargs))
         self.start = None
         if weights is not None:
-            path = pretrained_path("stereo") if weights == "default" else weights
+            path = weights_path(weights, "stereo")
             fill(self.model, path)
             self.start = file_sha256(path)
         self.model.set_grad_checkpointing(grad_checkpointing)

@@ -4,11 +4,10 @@
 Example:
     >>> import tempfile
     >>> from pathlib import Path
-    >>> from quadtree_attention.models.stereo import stereo_network
-    >>> from quadtree_attention.models.weights import save_weights
+    >>> from quadtree_attention.models import create, save_weights
     >>> path = Path(tempfile.mkdtemp()) / "tiny.safetensors"
     >>> kwargs = {"dims": [8, 8, 8, 8], "dim": 16, "num_layers": 1, "num_heads": 2}
-    >>> model = stereo_network("sttr", **kwargs)
+    >>> model = create("sttr", **kwargs)
     >>> card = {"model": "sttr", "kwargs": kwargs, "task": "stereo"}
     >>> _ = save_weights(path, model.state_dict(), card)
     >>> found = StereoMatcher(path)(np.zeros((32, 60)), np.zeros((32, 60, 3)))
@@ -19,8 +18,7 @@ Example:
 import os
 import time
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import numpy as np
 import torch
@@ -28,12 +26,11 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
 
-from quadtree_attention.errors import CheckpointError, DataError, OptionError
+from quadtree_attention.errors import DataError, OptionError
 from quadtree_attention.images import Array, ImageLike, to_image
-from quadtree_attention.models.stereo import StereoNetwork, stereo_network
-from quadtree_attention.models.weights import fill, read_card
+from quadtree_attention.models.registry import load_with_card, weights_path
+from quadtree_attention.models.stereo import STTR
 from quadtree_attention.tasks.predictor import out_of_memory, usable_device
-from quadtree_attention.tasks.pretrained import pretrained_path
 from quadtree_attention.tasks.stereo.checks import pair_warnings, result_warnings
 from quadtree_attention.tasks.stereo.filling import fill_hidden
 from quadtree_attention.tasks.stereo.formats import write_disparity
@@ -157,7 +154,7 @@ class StereoMatcher:
         self.size = size
         self.max_disparity = max_disparity
         self.device = usable_device(device)
-        self.path = pretrained_path("stereo") if path is None else Path(path)
+        self.path = weights_path(path, "stereo")
         self.card, model = load_stereo(self.path)
         self.model = model.to(self.device).eval()
 
@@ -173,7 +170,7 @@ class StereoMatcher:
             OptionError: There are no weights of that name.
             CheckpointError: They were not installed.
         """
-        return cls(pretrained_path("stereo", name), **options)
+        return cls(weights_path(name, "stereo"), **options)
 
     def __call__(self, left: ImageLike, right: ImageLike) -> Disparity:
         """The disparities of a rectified pair.
@@ -225,14 +222,10 @@ class StereoMatcher:
         return torch.from_numpy(filled), occlusion
 
 
-def load_stereo(path: str | os.PathLike[str]) -> tuple[dict[str, Any], StereoNetwork]:
+def load_stereo(path: str | os.PathLike[str]) -> tuple[dict[str, Any], STTR]:
     """The card and the network of a file of weights, which may be stored in half precision."""
-    card = read_card(path)
-    if (task := card.get("task", "stereo")) != "stereo":
-        raise CheckpointError(f"{path} are weights for the task {task}, not for stereo")
-    model = stereo_network(card["model"], **card["kwargs"])
-    fill(model, path)
-    return card, model
+    card, model = load_with_card(path, task="stereo")
+    return card, cast(STTR, model)
 
 
 def check_cameras(focal: float, baseline: float, offset: float = 0.0) -> None:

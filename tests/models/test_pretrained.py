@@ -3,14 +3,15 @@
 
 import pytest
 
-from quadtree_attention.models.weights import file_sha256, read_card
-from quadtree_attention.tasks.pretrained import PRETRAINED, pretrained_path
+from quadtree_attention.files import file_sha256
+from quadtree_attention.models.registry import PRETRAINED, weights_path
+from quadtree_attention.models.weights import read_card
 from tests.conftest import ROOT
 
 
-@pytest.mark.parametrize("kind", PRETRAINED)
-def test_card_tells_what_the_weights_are(kind):
-    path = pretrained_path(kind)
+@pytest.mark.parametrize("name", PRETRAINED)
+def test_card_tells_what_the_weights_are(name):
+    path = weights_path(name)
     card = read_card(path)
     assert card["sha256"] == file_sha256(path)
     assert path.stat().st_size < 12e6

@@ -1,0 +1,365 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All networks by name: what there is, how it is built, and how weights of it are loaded.
+
+A name stands for a task, a class and the options in which the network differs from the defaults of
+its class. Importing this module imports neither torch nor timm; building a network imports what it
+needs, which for the matcher and the stereo network is not timm.
+
+Example:
+    >>> create("loftr_lite", attention="quadtree_b", topk=8).coarse_matching
+    CoarseMatching(dual_softmax, temperature=0.1, threshold=0.2, border=2)
+    >>> names(task="stereo")
+    ['sttr', 'sttr_quadtree', 'sttr_quadtree_small']
+"""
+
+import inspect
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from quadtree_attention import checks
+from quadtree_attention.errors import CheckpointError, OptionError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+StrPath = str | os.PathLike[str]
+WEIGHTS = Path(__file__).parents[1] / "weights"
+PRETRAINED = {  # by name of the network; the first of a task is its default
+    "loftr_quadtree_small": WEIGHTS / "matcher.safetensors",
+    "sttr_quadtree_small": WEIGHTS / "stereo.safetensors",
+}
+_QUADTREE = ("num_levels", "topk", "variant", "value_pyramid", "value_act", "backend")
+_OF_A_CALL = ("device", "dtype", "backend")  # how a network is run, no part of what it is
+_OF_THE_CLASSIFIER = ("num_classes", "global_pool", "drop_rate")  # which a dense network has not
+
+_NARROW, _WIDE = (32, 64, 160, 256), (64, 128, 320, 512)
+_SIZES = {  # blocks and channels per stage
+    "b0": {"depths": (2, 2, 2, 2), "embed_dims": _NARROW},
+    "b1": {"depths": (2, 2, 2, 2), "embed_dims": _WIDE},
+    "b2": {"depths": (3, 4, 6, 3), "embed_dims": _WIDE},
+    "b3": {"depths": (3, 4, 18, 3), "embed_dims": _WIDE},
+    "b4": {"depths": (3, 8, 27, 3), "embed_dims": _WIDE},
+}
+BACKBONES: dict[str, dict[str, Any]] = {
+    **{
+        f"quadtree_{letter}_{size}": {"variant": letter.upper(), **options}
+        for letter in "ab"
+        for size, options in _SIZES.items()
+    },
+    "swin_tiny_quadtree_b": {  # Swin-T with quadtree attention in place of its shifted windows
+        "layout": "swin",
+        "depths": (2, 2, 6, 2),
+        "embed_dims": (96, 192, 384, 768),
+        "num_heads": (3, 6, 12, 24),
+        "mlp_ratios": (4, 4, 4, 4),
+        "value_pyramid": "mean",
+    },
+    "test_quadtree": {  # for tests, not listed
+        "depths": (1, 1, 2, 1),
+        "embed_dims": (8, 16, 24, 32),
+        "num_heads": (1, 2, 3, 4),
+        "mlp_ratios": (2, 2, 2, 2),
+        "topk": 4,
+    },
+}
+_LOFTR: dict[str, dict[str, Any]] = {
+    "loftr": {"attention": "linear", "block": "loftr"},
+    "loftr_lite": {"attention": "linear", "block": "loftr", "dims": (64, 98, 128)},
+    "loftr_quadtree_indoor": {"attention": "quadtree_b", "topk": (32, 16)},
+    "loftr_quadtree_outdoor": {"attention": "quadtree_b", "topk": (16, 8)},
+    "loftr_quadtree_small": {
+        "attention": "quadtree_b",
+        "dims": (64, 96, 128),
+        "num_heads": 4,
+        "fine_heads": 4,
+    },
+}
+_STTR: dict[str, dict[str, Any]] = {
+    "sttr": {"attention": "full", "stride": 3},
+    "sttr_quadtree": {"attention": "quadtree_b"},
+    "sttr_quadtree_small": {
+        "attention": "quadtree_b",
+        "dims": (32, 64, 96, 128),
+        "dim": 96,
+        "num_heads": 6,
+        "num_layers": 4,
+        "mlp_ratio": 2.0,
+        "context": (32, 48, 64, 96),
+    },
+}
+_DENSE = {  # by the start of the name, which a backbone follows: task and class
+    "retinanet_": ("detect", "detection:RetinaNet"),
+    "mask_rcnn_": ("detect", "detection:MaskRCNN"),
+    "semfpn_": ("segment", "segmentation:SemanticFPN"),
+}
+_OLD_NAMES = {  # in cards before names were unique, by task
+    ("match", "quadtree_indoor"): "loftr_quadtree_indoor",
+    ("match", "quadtree_outdoor"): "loftr_quadtree_outdoor",
+    ("match", "quadtree_small"): "loftr_quadtree_small",
+    ("stereo", "quadtree_small"): "sttr_quadtree_small",
+}
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What a name stands for.
+
+    Args:
+        task: The task that the network is for.
+        network: Module of this package and class, "matcher:LoFTR".
+        options: Options of the class, where they are not its defaults.
+        backbone: Name of the backbone that the network stands on, if it takes one.
+    """
+
+    task: str
+    network: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    backbone: str | None = None
+
+    def load(self) -> type["nn.Module"]:
+        """The class."""
+        module, name = self.network.split(":")
+        cls: type[nn.Module] = getattr(import_module(f"{__package__}.{module}"), name)
+        return cls
+
+    def build(self, name: str, **options: Any) -> "nn.Module":
+        """The network of this name; backbones by timm, which keeps its configuration with them."""
+        if self.task != "classify":
+            return self.load()(**options)
+        self.load()  # registers the names
+        network: nn.Module = import_module("timm").create_model(name, **options)
+        return network
+
+
+SPECS = {
+    **{name: Spec("classify", "backbone:PyramidTransformer", o) for name, o in BACKBONES.items()},
+    **{
+        prefix + name: Spec(task, network, backbone=name)
+        for prefix, (task, network) in _DENSE.items()
+        for name in BACKBONES
+    },
+    **{name: Spec("match", "matcher:LoFTR", options) for name, options in _LOFTR.items()},
+    **{name: Spec("stereo", "stereo:STTR", options) for name, options in _STTR.items()},
+}
+
+
+def names(task: str | None = None, *, pretrained: bool = False) -> list[str]:
+    """Names of the networks that `create` builds, of one task or of all.
+
+    Args:
+        task: "classify", "detect", "segment", "match" or "stereo".
+        pretrained: Only those whose weights come with the package.
+    """
+    checks.one_of(dict.fromkeys(spec.task for spec in SPECS.values()), task=task)
+    return [
+        name
+        for name, spec in SPECS.items()
+        if task in (None, spec.task)
+        and not name.endswith("test_quadtree")
+        and (name in PRETRAINED or not pretrained)
+    ]
+
+
+def create(name: str, pretrained: bool = False, **options: Any) -> "nn.Module":
+    """Return a network by name, with fresh weights or with those that come with the package.
+
+    Args:
+        name: One of `names()`.
+        pretrained: Load the packaged weights of that name; nothing is downloaded.
+        **options: Options of the class that replace those of the name. Detectors and segmenters
+            need `num_classes`, also take the options of their backbone, and load the weights of a
+            trained one by `backbone_weights`. Their quadtree attention has `topk=32`, and ReLU in a
+            learned value pyramid, as the official ones. With another `attention`, the name's
+            options of quadtree attention are left out.
+
+    Raises:
+        OptionError: There is no such name or option.
+        CheckpointError: There are no such weights, or they do not fit.
+
+    Example:
+        >>> model = create("mask_rcnn_test_quadtree", num_classes=3, attention="window")
+        >>> type(model.backbone.body.stages[0].blocks[0].attn).__name__
+        'WindowAttention'
+    """
+    name = current_name(name)
+    if pretrained:
+        return load(name, **options)
+    spec = SPECS[name]
+    weights = options.pop("backbone_weights", None) if spec.backbone else None
+    _check_options(name, options)
+    options = preset(name, options)
+    try:
+        if spec.backbone is None:
+            return spec.build(name, **options)
+        own = {key: value for key, value in options.items() if key in _own_parameters(spec)}
+        rest = {key: value for key, value in options.items() if key not in own}
+        body = create(spec.backbone, num_classes=0, **rest)
+        if weights is not None:
+            from quadtree_attention.models.weights import fill_backbone
+
+            fill_backbone(body, weights)
+        return spec.load()(body, **own)
+    except TypeError as error:
+        raise OptionError(f"{name} cannot be built with {options}: {error}; change them") from error
+
+
+def load(name_or_path: StrPath, *, task: str | None = None, **overrides: Any) -> "nn.Module":
+    """Return the network that weights belong to, with the weights in it.
+
+    Args:
+        name_or_path: A file written by `save_weights`, training or `quadtree convert`, or one of
+            `names(pretrained=True)`. The card beside the file is not needed. `last.ckpt` of a run
+            is read if the run's `best.safetensors` lies beside it.
+        task: Refuse weights of another task.
+        **overrides: Options that replace those of the card, such as `topk` or `backend`. For other
+            classes, call `reset_classifier` of a backbone afterwards.
+
+    Raises:
+        CheckpointError: The file cannot be read, is of another task, or does not fit its network.
+        OptionError: The network has no such option.
+    """
+    return load_with_card(name_or_path, task=task, **overrides)[1]
+
+
+def load_with_card(
+    name_or_path: StrPath | None, *, task: str | None = None, **overrides: Any
+) -> tuple[dict[str, Any], "nn.Module"]:
+    """As `load`: the complete card and the network; None means the packaged weights of the task."""
+    from quadtree_attention.models.weights import fill, read_card, read_checkpoint
+
+    path = weights_path(name_or_path, task)
+    described, tensors = path, None
+    if path.suffix == ".ckpt" and path.with_name("best.safetensors").is_file():
+        described = path.with_name("best.safetensors")  # of the same run
+        found = read_checkpoint(path).items()
+        tensors = {name[6:]: tensor for name, tensor in found if name.startswith("model.")}
+    card = complete_card(read_card(described), path, task)
+    network = create(card["model"], **{**card["kwargs"], **overrides})
+    fill(network, path, tensors)
+    return card, network
+
+
+def weights_path(name_or_path: StrPath | None, task: str | None = None) -> Path:
+    """Return the file that a name, a path, or None (the task's default) stands for.
+
+    Raises:
+        CheckpointError: No weights of that name or task come with the package.
+    """
+    if name_or_path is None or name_or_path == "default":
+        found = names(task, pretrained=True)
+        what = f"the task {task}"
+    elif name_or_path in SPECS:
+        found = [name for name in PRETRAINED if name == name_or_path]
+        what = str(name_or_path)
+    else:
+        return Path(name_or_path)
+    if not found:
+        raise CheckpointError(
+            f"no weights of {what} come with the package, only those of {', '.join(PRETRAINED)}; "
+            "pass the path of weights that quadtree train or quadtree convert has written"
+        )
+    path = PRETRAINED[found[0]]
+    if not path.is_file():
+        raise CheckpointError(
+            f"the weights of {found[0]} are not installed: there is no file {path.name} in the "
+            f"folder {WEIGHTS.name} of the package; pass other weights (--weights FILE), or "
+            "install a version of quadtree-attention that has them"
+        )
+    return path
+
+
+def current_name(name: str, task: str | None = None) -> str:
+    """Return the name as it is today; cards of old weights have names that only a task tells apart.
+
+    Raises:
+        OptionError: There is no such name, or it was replaced.
+    """
+    if name in SPECS:
+        return name
+    today = {of: new for (of, old), new in _OLD_NAMES.items() if old == name}
+    if task in today:
+        return today[task]
+    if today:
+        choices = " or ".join(f"{new} (task {of})" for of, new in today.items())
+        raise OptionError(f"the model {name!r} was renamed; pass {choices}")
+    checks.known(name, names(task), "model")
+    raise AssertionError  # a name that is listed is in SPECS
+
+
+def preset(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a name with those given on top."""
+    spec = SPECS[name]
+    own = dict(spec.options)
+    if spec.backbone is not None:
+        own = {**SPECS[spec.backbone].options, "topk": 32}  # as the official ones
+        both = {**own, **options}
+        learned = "conv" if (both.get("variant") or "B") == "B" else "mean"
+        if "conv" in (both.get("value_pyramid") or learned):
+            own["value_act"] = "relu"
+    if not str(options.get("attention", own.get("attention", "quadtree"))).startswith("quadtree"):
+        own = {option: value for option, value in own.items() if option not in _QUADTREE}
+    return {**own, **options}
+
+
+def complete(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return all options of a network: those given, those of the name, defaults of the class.
+
+    What says how it is run (device, dtype, backend) is left out.
+
+    Raises:
+        OptionError: The network has no such option, or needs one that is not given.
+    """
+    _check_options(name, options)
+    full = {**_parameters(SPECS[name]), **preset(name, options)}
+    if missing := [key for key, value in full.items() if value is inspect.Parameter.empty]:
+        raise OptionError(f"{name} needs {', '.join(missing)}; pass it")
+    return {option: value for option, value in full.items() if option not in _OF_A_CALL}
+
+
+def complete_card(card: Mapping[str, Any], path: StrPath, task: str | None) -> dict[str, Any]:
+    """Return the card with today's name of the network, all its options and its task.
+
+    Raises:
+        CheckpointError: The card is of another task, or its network cannot be built.
+    """
+    model = card["model"]
+    old = " or ".join(of for of, name in _OLD_NAMES if name == model)
+    found = SPECS[model].task if model in SPECS else card.get("task") or old
+    if task is not None and found and task not in found.split(" or "):
+        hint = ", which starts with a backbone of yours by --model.backbone_weights"
+        raise CheckpointError(
+            f"{path} holds weights for the task {found}, not for {task}; pass weights of quadtree "
+            f"train {task}{hint if found == 'classify' and task in ('detect', 'segment') else ''}"
+        )
+    kwargs = {key: value for key, value in card["kwargs"].items() if key != "backbone_weights"}
+    try:
+        name = current_name(model, card.get("task") or task)
+        kwargs = complete(name, kwargs)
+    except OptionError as error:
+        raise CheckpointError(f"the card of {path} does not fit this version: {error}") from error
+    return {**card, "model": name, "kwargs": kwargs, "task": SPECS[name].task}
+
+
+def _check_options(name: str, options: Mapping[str, Any]) -> None:
+    accepted = list(_parameters(SPECS[name]))
+    for option in options:
+        checks.known(option, accepted, f"an option of {name}")
+
+
+def _own_parameters(spec: Spec) -> dict[str, Any]:
+    """Options of the class with their defaults; a backbone is none of them."""
+    found = list(inspect.signature(spec.load()).parameters.values())
+    return {option.name: option.default for option in found[spec.backbone is not None :]}
+
+
+def _parameters(spec: Spec) -> dict[str, Any]:
+    """Options of the class, and of the backbone it stands on, with their defaults."""
+    own = _own_parameters(spec)
+    if spec.backbone is None:
+        return own
+    body = _own_parameters(SPECS[spec.backbone])
+    return own | {key: value for key, value in body.items() if key not in _OF_THE_CLASSIFIER}
