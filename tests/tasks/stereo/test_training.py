@@ -67,6 +67,7 @@ def test_it_learns():
     numbers = {"indices": torch.arange(2), "training": True}
     batch = data.on_after_batch_transfer(numbers, 0)
     model = create(
+        "sttr_quadtree_small",
         dims=(8, 16, 16, 16),
         dim=16,
         num_heads=2,

@@ -4,7 +4,6 @@
 import math
 import sys
 from collections.abc import Callable, Mapping
-from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import pytorch_lightning as pl
@@ -16,8 +15,8 @@ from torch import Tensor, nn
 from quadtree_attention.checks import above, at_least, one_of
 from quadtree_attention.errors import DataError, OptionError
 from quadtree_attention.files import file_sha256
+from quadtree_attention.models.registry import create, weights_path
 from quadtree_attention.models.weights import fill
-from quadtree_attention.tasks.pretrained import pretrained_path
 from quadtree_attention.tasks.readers import summary
 from quadtree_attention.tasks.training.loader import seed_from, set_seed
 
@@ -41,19 +40,6 @@ def check_options(options: Mapping[str, Any] | None, **instead: str) -> None:
                 f"options must not name {name}, which is set by {instead[name]}; leave it out of "
                 "--model.options"
             )
-
-
-def create(task: str, name: str, **options: Any) -> nn.Module:
-    """A network of a task by its name."""
-    file, function = {
-        "classify": ("weights", "build_model"),
-        "match": ("matcher", "matcher"),
-        "stereo": ("stereo", "stereo_network"),
-        "detect": ("detection", "detector"),
-        "segment": ("segmentation", "segmenter"),
-    }[task]
-    make = getattr(import_module(f"quadtree_attention.models.{file}"), function)
-    return cast(nn.Module, make(name, **options))
 
 
 class FollowsFromStep:
@@ -137,9 +123,9 @@ class TaskModule(pl.LightningModule):
         self.kwargs = ({} if num_classes is None else {"num_classes": num_classes}) | {
             **(options or {})
         }
-        self.model = create(self.task.name, model, **unsaved, **self.kwargs)
+        self.model = create(model, **unsaved, **self.kwargs)
         if weights is not None:
-            path = pretrained_path(self.task.name) if weights == "default" else weights
+            path = weights_path(weights, self.task.name)
             fill(self.model, path)
             self.start = file_sha256(path)
         if h.get("grad_checkpointing"):
