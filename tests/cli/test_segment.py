@@ -15,7 +15,7 @@ from PIL import Image  # noqa: E402
 
 from quadtree_attention.cli.main import app  # noqa: E402
 from quadtree_attention.tasks.segment.predictor import Segmenter  # noqa: E402
-from quadtree_attention.tasks.segment.sources import read_label_map  # noqa: E402
+from quadtree_attention.tasks.segment.readers import read_label_map  # noqa: E402
 from tests.tasks.segment.files import photo, write_weights  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("only_reference")
@@ -60,7 +60,7 @@ def files(folder: str = ".") -> list[str]:
 
 
 def expected():
-    return Segmenter("best.safetensors", device="cpu")("photos/0.png")
+    return Segmenter.from_pretrained("best.safetensors", device="cpu")("photos/0.png")
 
 
 def test_one_image():
@@ -150,14 +150,14 @@ def test_without_weights():
         (["photos", "--out", "a.png"], "--out must be a folder for 2 images, got 'a.png'"),
         (["photos", "--save", "a.png"], "--save must be a folder for 2 images, got 'a.png'"),
         (["photos/0.png", "--out", "a.gif"], "pictures are written as .png"),
-        (["photos/0.png", "--save", "a.jpg"], "label maps are written as .png, got 'a.jpg'"),
+        (["photos/0.png", "--save", "a.jpg"], "results are written as .png, got 'a.jpg'"),
         (["photos/0.png", "--out", "no/a.png"], "there is no directory 'no' to write to"),
         (["photos", "--out", "photos"], "'photos/0.png' is an input, it must not be replaced"),
         (["photos", "--out", "x", "--save", "x"], "two results would be 'x/0.png'"),
         (["photos/0.png", "photos/0.png", "--out", "x"], "two results would be 'x/0.png'"),
-        (["photos/0.png", "--stride", "8"], "--stride 8 is that of a window"),
-        (["photos/0.png", "--window", "8", "--stride", "9"], "stride from 1 to the window"),
-        (["photos/0.png", "--size", "0"], "size must be at least 1 pixel"),
+        (["photos/0.png", "--stride", "8"], "got stride 8 and window None"),
+        (["photos/0.png", "--window", "8", "--stride", "9"], "stride must be from 1 to the window"),
+        (["photos/0.png", "--size", "0"], "shorter_side must be at least 1, got 0"),
         (["photos/0.png", "--out", "bad.jpg/x"], "cannot be made: Not a directory"),
     ],
 )

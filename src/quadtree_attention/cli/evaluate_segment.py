@@ -3,19 +3,18 @@
 
 import json
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 from quadtree_attention.cli.evaluate import printable
-from quadtree_attention.cli.segment import sliding_of
 from quadtree_attention.errors import OptionError
+from quadtree_attention.tasks.contract import Scores, Source, get_task
 from quadtree_attention.tasks.readers import summary
-from quadtree_attention.tasks.segment.evaluate import Predicted, Scores, predict, score
-from quadtree_attention.tasks.segment.sources import SegmentSource, open_source
+from quadtree_attention.tasks.segment.readers import open_source
+from quadtree_attention.tasks.store import Store
 
 FOLDER = Path("label_maps")
-SHOWN = 30  # classes that are listed; all of them are in the JSON
 
 
 @dataclass(frozen=True)
@@ -46,19 +45,22 @@ def run(request: Request, *, as_json: bool) -> None:
         )
     if request.predictions is not None:
         _check_nothing_else(request)
-    source = open_source("auto", request.data, request.split)
+    from quadtree_attention.tasks.evaluation import score
+
+    task = get_task("segment")
+    source = open_source(request.data, split=request.split)
     if source.skipped:
         _tell(f"left out {len(source.skipped)} files: {summary(source.skipped)}")
-    folder, done = request.predictions, None
-    if folder is None:
-        done = _predict(request, source)
-        folder = done.folder
-    scores = score(source, folder, strict=request.strict)
+    if request.predictions is None:
+        store = _predict(request, source)
+    else:
+        store = Store.open(request.predictions, task, source)
+    scores = score(task, source, store, strict=request.strict)
     for name, left_out in (("no label map", scores.missing), ("no usable truth", scores.skipped)):
         if left_out:
             _tell(f"left out {len(left_out)} images with {name}: {summary(left_out)}")
-    found = json.dumps(scores.as_dict(), indent=2)
-    print(found if as_json else printable(as_text(scores, folder, done)))
+    found = json.dumps(scores.to_dict(), indent=2)
+    print(found if as_json else printable(as_text(scores, store)))
 
 
 def _check_nothing_else(request: Request) -> None:
@@ -74,72 +76,41 @@ def _check_nothing_else(request: Request) -> None:
         )
 
 
-def _predict(request: Request, source: SegmentSource) -> Predicted:
+def _predict(request: Request, source: Source[Any]) -> Store:
     if request.weights is None:
         raise OptionError(
             "evaluating needs WEIGHTS, got none; quadtree train segment --config RECIPE writes "
             "best.safetensors; or score label maps with --predictions DIR"
         )
+    from quadtree_attention.tasks.evaluation import predicted
     from quadtree_attention.tasks.segment.predictor import Segmenter
 
-    assert request.data is not None
-    segmenter = Segmenter(
+    segmenter = Segmenter.from_pretrained(
         request.weights,
-        device=request.device,
-        size=request.size,
-        sliding=sliding_of(request.window, request.stride),
+        device=request.device or "auto",
+        shorter_side=request.size,
+        window=request.window,
+        stride=request.stride,
     )
-    done = predict(
-        segmenter,
-        source,
-        request.out or FOLDER,
-        data=f"{request.data.resolve().name}/{request.split}",
-        strict=request.strict,
-        force=request.force,
+    folder = request.out or FOLDER
+    store, skipped = predicted(
+        segmenter, source, folder, strict=request.strict, force=request.force
     )
-    for reason in done.skipped:
+    for reason in skipped:
         _tell(f"skipped: {reason}")
-    if done.there:
-        _tell(f"{done.folder} holds {done.there} label maps already; --force makes them again")
-    return done
+    return store
 
 
-def as_text(scores: Scores, folder: Path, done: Predicted | None) -> str:
-    rows = {
-        "images": f"{scores.images:,}, {len(scores.missing) + len(scores.skipped):,} left out",
-        "mIoU": f"{scores.miou:.2f} %",
-        "pixels": f"{scores.accuracy:.2f} % right, {scores.class_accuracy:.2f} % by class",
-        "label maps": str(folder),
-    }
+def as_text(scores: Scores, store: Store) -> str:
+    rows = {"label maps": str(store.path)}
     if (s := scores.settings) is not None:
-        size = (
-            "as large as they are" if s["size"] is None else f"with a shorter side of {s['size']}"
-        )
-        windows = "" if s["sliding"] is None else f", windows {s['sliding'][0]}/{s['sliding'][1]}"
-        rows = {
+        options = ", ".join(f"{k} {v}" for k, v in s["options"].items() if v is not None)
+        rows |= {
             "model": f"{s['model']}, sha256 {s['weights_sha256'][:12]}",
-            "data": f"{s['data']}, images {size}{windows}",
-            **rows,
+            "options": options or "as trained",
         }
-    if done is not None and done.images_per_second:
-        rows["throughput"] = f"{done.images_per_second:.1f} images/s with reading and writing"
-    lines = [f"{name:11}  {value}" for name, value in rows.items()]
-    return "\n".join([*lines, "", *_classes_text(scores)])
-
-
-def _classes_text(scores: Scores) -> Sequence[str]:
-    seen = sorted((c for c in scores.classes if c.iou is not None), key=lambda c: c.iou or 0.0)
-    total = sum(c.pixels for c in seen)
-    title = "IoU by class"
-    if len(seen) > SHOWN:
-        title += f", the {SHOWN} worst of {len(seen):,}; --json lists all"
-    return [
-        title,
-        *(
-            f"  {c.iou:6.2f} %  {c.pixels / total * 100:5.1f} % of pixels  {c.name}"
-            for c in seen[:SHOWN]
-        ),
-    ]
+    lines = [f"{name:14}  {value}" for name, value in rows.items()]
+    return "\n".join([*lines, scores.to_text()])
 
 
 def _tell(message: str) -> None:

@@ -11,17 +11,13 @@ from typing import Any
 
 from tqdm import tqdm
 
-from quadtree_attention.cli.classify import BAR_WIDTH, BLOCKS, ascii_bar, block_bar
 from quadtree_attention.cli.evaluate import printable
 from quadtree_attention.cli.inputs import STDIN, complain, expand
 from quadtree_attention.errors import CheckpointError, OptionError, QuadtreeAttentionError
 from quadtree_attention.files import check_writable, make_folder
-from quadtree_attention.tasks.segment.predictor import (
-    Segmentation,
-    Segmenter,
-    Sliding,
-    check_label_path,
-)
+from quadtree_attention.tasks.contract import checked_suffix
+from quadtree_attention.tasks.segment.predictor import Segmenter
+from quadtree_attention.tasks.segment.result import LabelMapCodec, Segmentation
 from quadtree_attention.viz.canvas import FORMATS, picture_format
 
 PICTURE, PICTURES = Path("segments.png"), Path("segments")  # of one image, of many
@@ -62,11 +58,12 @@ def run(request: Request, *, as_json: bool) -> bool:
             "--config RECIPE, which writes best.safetensors (recipes/segment has recipes; "
             "semfpn-debug.yaml takes a minute and no data)"
         )
-    segmenter = Segmenter(
+    segmenter = Segmenter.from_pretrained(
         request.weights,
-        device=request.device,
-        size=request.size,
-        sliding=sliding_of(request.window, request.stride),
+        device=request.device or "auto",
+        shorter_side=request.size,
+        window=request.window,
+        stride=request.stride,
     )
     paths, failed = expand(request.images)
     results: list[dict[str, Any]] = []
@@ -82,52 +79,17 @@ def run(request: Request, *, as_json: bool) -> bool:
             continue
         _write(found, job)
         if as_json:
-            results.append(_as_dict(found, job))
+            results.append({"image": job.image, **found.to_dict(), "written": job.written})
         else:
-            print(printable(as_text(found, job, str(segmenter.device))), flush=True)
+            print(printable(as_text(found, job)), flush=True)
     if as_json:
         print(json.dumps(results, indent=2))
     return not failed
 
 
-def sliding_of(window: int | None, stride: int | None) -> Sliding:
-    """What slides over images: nothing, a window, or a window with its stride."""
-    if window is None:
-        if stride is not None:
-            raise OptionError(f"--stride {stride} is that of a window; pass --window as well")
-        return None
-    return window if stride is None else (window, stride)
-
-
-def as_text(found: Segmentation, job: Job, device: str) -> str:
-    bar = block_bar if printable(BLOCKS) == BLOCKS else ascii_bar
-    lines = [
-        f"  {share * 100:5.1f} %  {bar(share):{BAR_WIDTH}}  {name}"
-        for name, share in found.shares().items()
-    ]
-    facts = [f"mean confidence {found.confidence:.2f}", f"{found.seconds:.2f} s on {device}"]
-    if found.seen is not None and found.image is not None and found.seen != found.image.size:
-        facts.append(f"seen at {found.seen[0]}x{found.seen[1]}")
-    if job.written:
-        facts.append(f"written to {' and '.join(job.written)}")
-    return "\n".join([job.image, *lines, "  " + ", ".join(facts)])
-
-
-def _as_dict(found: Segmentation, job: Job) -> dict[str, Any]:
-    height, width = found.labels.shape
-    shares = found.shares()
-    return {
-        "image": job.image,
-        "size": [width, height],
-        "seen": found.seen,
-        "confidence": round(found.confidence, 4),
-        "seconds": round(found.seconds, 4),
-        "classes": [
-            {"label": found.names.index(name), "name": name, "share": round(share, 6)}
-            for name, share in shares.items()
-        ],
-        "written": job.written,
-    }
+def as_text(found: Segmentation, job: Job) -> str:
+    written = f", written to {' and '.join(job.written)}" if job.written else ""
+    return f"{job.image}\n{found.to_text()}{written}"
 
 
 def _write(found: Segmentation, job: Job) -> None:
@@ -153,7 +115,7 @@ def _jobs(paths: Sequence[str], request: Request, *, as_json: bool) -> list[Job]
     for picture in filter(None, pictures):
         picture_format(picture)
     for label_map in filter(None, labels):
-        check_label_path(label_map)
+        checked_suffix(label_map, LabelMapCodec())
     _check_different([*pictures, *labels], paths)
     for given, targets in ((out, pictures), (request.save, labels)):
         if given is not None and given not in targets:  # a folder

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from quadtree_attention.images import ImageLike
 
+BLOCKS, BAR_WIDTH = " ▏▎▍▌▋▊▉█", 20  # of `share_lines`
 NAMES = ("classify", "match", "stereo", "detect", "segment")
 
 Truth_co = TypeVar("Truth_co", covariant=True)
@@ -189,6 +190,20 @@ class Result:
     def to_text(self) -> str:
         """The result in lines of text, as the command prints it."""
         raise NotImplementedError
+
+
+def share_lines(shares: Mapping[str, float]) -> list[str]:
+    """Lines of a table: the share in percent, a bar that grows by eighths of a character, a name.
+
+    Args:
+        shares: From 0 to 1, by name.
+    """
+    lines = []
+    for name, share in shares.items():
+        whole, eighths = divmod(round(share * BAR_WIDTH * 8), 8)
+        bar = (BLOCKS[-1] * whole + BLOCKS[eighths]).rstrip()
+        lines.append(f"  {share * 100:5.1f} %  {bar:{BAR_WIDTH}}  {name}")
+    return lines
 
 
 def checked_suffix(path: StrPath, codec: "Codec[Any]") -> str:

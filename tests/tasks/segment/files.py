@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 from torch import nn
 
-from quadtree_attention.models.registry import create
+from quadtree_attention import models
 from quadtree_attention.models.weights import save_weights
 from tests.conftest import ROOT
 
@@ -52,7 +52,7 @@ def write_set(
 def write_weights(path: Path, **card: object) -> Path:
     """A segmenter with weights by chance, which tells the classes apart somehow."""
     torch.manual_seed(3)
-    model = create("semfpn_test_quadtree", **KWARGS)
+    model = models.create("semfpn_test_quadtree", **KWARGS)
     nn.init.normal_(model.classifier.weight)
     full = {
         "model": "semfpn_test_quadtree",

@@ -60,6 +60,8 @@ def test_base_size():
     assert at_base(Image.new("RGB", (60, 40)), 20).size == (30, 20)
     assert at_base(Image.new("RGB", (60, 40)), None).size == (60, 40)
     assert at_base(Image.new("RGB", (1000, 10)), 20).size == (80, 1)  # no longer than 4 x 20
+    assert at_base(Image.new("RGB", (60, 40)), None, 90).size == (90, 60)
+    assert at_base(Image.new("RGB", (60, 40)), 50, 66).size == (66, 44)  # the less of both
 
 
 def test_crops_of_one_class_are_drawn_again():

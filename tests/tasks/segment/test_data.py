@@ -11,9 +11,8 @@ from PIL import Image
 pytest.importorskip("pytorch_lightning", reason="training needs the extra 'train'")
 
 from quadtree_attention.errors import DataError, OptionError
-from quadtree_attention.tasks.segment.data import SegmentData, read_or_replace
+from quadtree_attention.tasks.segment.data import SegmentData
 from quadtree_attention.tasks.segment.metrics import IGNORE
-from quadtree_attention.tasks.segment.sources import open_source
 from tests.tasks.segment.files import CLASSES, label_map, write_set
 
 
@@ -82,10 +81,11 @@ def test_bad_files_are_replaced_and_named(root, capsys):
     assert len(batch["images"]) == 5
     told = "\n".join(sorted(set(batch["skipped"])))
     assert "cannot decode" in told and "unknown classes 77" in told
-    source = open_source("auto", root, "train")
-    image, _, reasons = read_or_replace(source, 1)
-    expected = Image.open(root / "images/train/3.png")
-    assert np.array_equal(np.asarray(image), np.asarray(expected)) and len(reasons) == 2
+    whole = {"height": 40, "width": 56, "scale_min": 1, "scale_max": 1, "flip": 0, "jitter": False}
+    sample = data(root, **whole).read("train", 1)
+    expected = np.asarray(Image.open(root / "images/train/3.png"))
+    assert np.array_equal(sample["images"].permute(1, 2, 0), expected)
+    assert (sample["indices"], len(sample["skipped"])) == (3, 2)
 
 
 def test_bad_files_are_left_out_of_validation(root):
@@ -109,7 +109,7 @@ def test_strict_looks_at_all_files_first(root):
 def test_nothing_can_be_read(root):
     for path in (root / "images/train").iterdir():
         path.write_bytes(b"hello")
-    with pytest.raises(DataError, match="no image can be used: cannot decode"):
+    with pytest.raises(DataError, match="6 images in a row cannot be read: cannot decode"):
         next(iter(data(root).train_dataloader()))
 
 
@@ -128,8 +128,9 @@ def test_generated_and_limits():
     [
         ({"height": 0}, "height must be at least 1, got 0"),
         ({"scale_min": 2.0, "scale_max": 1.0}, "scale_min must be above 0 and at most scale_max"),
-        ({"flip": 1.5}, "flip must be from 0 to 1, got 1.5"),
+        ({"flip": 1.5}, r"flip must be in \[0, 1\], got 1.5"),
         ({"workers": -1}, "workers must be at least 0"),
+        ({"source": "generated"}, r"--data\.root has no effect with --data\.source generated"),
     ],
 )
 def test_options_that_do_not_do(root, options, message):

@@ -16,6 +16,7 @@ from quadtree_attention.tasks.segment.draw import (
     legend,
     outlines,
 )
+from quadtree_attention.tasks.segment.result import Segmentation
 from quadtree_attention.viz.canvas import BACKGROUND
 
 NAMES, PALETTE = ["sky", "road", "car"], [(0, 0, 255), (255, 0, 0), (0, 255, 0)]
@@ -27,6 +28,12 @@ def halves(height=40, width=60):
     labels[:, width // 2 :] = 1
     labels[: height // 4] = -1
     return labels
+
+
+def drawn(size, labels, names=NAMES, palette=PALETTE, colour=0, **options):
+    image = Image.new("RGB", size, colour)
+    known = {"labels": labels, "names": names, "palette": palette, "confidence": 0.93}
+    return draw(Segmentation(images=(image,), **known), **options)
 
 
 def test_legend():
@@ -50,7 +57,7 @@ def test_colours_lie_where_the_labels_are():
 
 
 def test_large_images_are_made_smaller():
-    picture = draw(Image.new("RGB", (3000, 1000)), halves(1000, 3000), NAMES, PALETTE)
+    picture = drawn((3000, 1000), halves(1000, 3000))
     assert picture.size == (ROOM[0] + LEGEND, HEADER + round(ROOM[0] / 3))
 
 
@@ -60,22 +67,21 @@ def test_outlines():
 
 
 def test_picture_tells_what_it_shows():
-    image = Image.new("RGB", (60, 40), (90, 120, 60))
-    picture = draw(image, halves(), NAMES, PALETTE, title="street.jpg", facts=["0.93"])
+    picture = drawn((60, 40), halves(), colour=(90, 120, 60), title="street.jpg")
     pixels = np.asarray(picture)
     panel = pixels[HEADER:, 180:]
     for colour in PALETTE[:2]:
         assert (panel == colour).all(axis=2).sum() > 200  # its swatch
     assert not (panel == PALETTE[2]).all(axis=2).any()  # no car
     assert (pixels[:HEADER] != BACKGROUND).any() and picture.height == HEADER + 240
-    other = draw(image, halves(), NAMES, PALETTE, title="avenue.jpg", facts=["0.93"])
+    other = drawn((60, 40), halves(), colour=(90, 120, 60), title="avenue.jpg")
     assert not np.array_equal(np.asarray(other), pixels)
 
 
 def test_a_legend_that_is_too_long_is_cut():
     labels = np.arange(2400).reshape(40, 60) % 60
     names = [f"a very long name of a class that does not fit, {i}" for i in range(60)]
-    picture = draw(Image.new("RGB", (60, 40)), labels, names, [(250, 0, 0)] * 60)
+    picture = drawn((60, 40), labels, names, [(250, 0, 0)] * 60)
     pixels = np.asarray(picture)[HEADER:]
     rows = (pixels[:, 180:220] == (250, 0, 0)).all(axis=2).any(axis=1)
     assert 5 <= (np.diff(rows.astype(int)) == 1).sum() <= 8
@@ -84,4 +90,4 @@ def test_a_legend_that_is_too_long_is_cut():
 
 def test_labels_of_another_size():
     with pytest.raises(ShapeError, match=r"must be \(y, x\) = \(40, 60\) like the image"):
-        draw(Image.new("RGB", (60, 40)), halves(60, 40), NAMES, PALETTE)
+        drawn((60, 40), halves(60, 40))

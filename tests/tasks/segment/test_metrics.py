@@ -1,12 +1,44 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Confusion matrix and what follows from it, against torchmetrics and by hand."""
+"""Scores: the confusion matrix against torchmetrics and by hand, label maps on disk."""
 
+import json
 import math
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 
-from quadtree_attention.tasks.segment.metrics import IGNORE, confusion, scores
+from quadtree_attention.errors import CheckpointError, DataError
+from quadtree_attention.tasks.evaluation import evaluate
+from quadtree_attention.tasks.segment.metrics import (
+    IGNORE,
+    SegmentMetric,
+    class_scores,
+    confusion,
+)
+from quadtree_attention.tasks.segment.readers import open_source
+from quadtree_attention.tasks.segment.result import Segmentation
+from tests.tasks.segment.files import IGNORED, write_set
+
+NAMES = ["a", "b", "c", "d"]
+
+
+def metric_of(predicted, truth, names=NAMES, classes=None):
+    """After one image of one row."""
+    metric = SegmentMetric(SimpleNamespace(classes=names), classes)
+    labels = np.array([predicted], np.uint8)
+    found = Segmentation(labels=labels, names=classes or names, palette=[])
+    metric.update("image", np.array([truth], np.int16), found)
+    return metric
+
+
+def by_name(scores, key):
+    return {row["name"]: row[key] for row in scores.rows}
+
+
+# ---- numbers
 
 
 def test_by_hand():
@@ -14,23 +46,48 @@ def test_by_hand():
     predicted = torch.tensor([[0, 0, 1, 1], [1, 0, 2, 0]])
     matrix = confusion(predicted, truth, 4)
     assert matrix.tolist() == [[2, 1, 0, 0], [1, 2, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0]]
-    found = scores(matrix)
-    assert found.iou[:2] == [50.0, 50.0]
-    assert all(math.isnan(value) for value in found.iou[2:])  # in neither: not counted
-    assert (found.miou, found.accuracy) == (50.0, pytest.approx(400 / 6))
-    assert found.class_accuracy[:2] == pytest.approx([200 / 3, 200 / 3])
+    found = metric_of(predicted.flatten().tolist(), truth.flatten().tolist()).compute()
+    # classes in neither are not counted
+    assert by_name(found, "iou") == {"a": 50.0, "b": 50.0, "c": None, "d": None}
+    assert by_name(found, "recall")["a"] == pytest.approx(200 / 3)
+    assert by_name(found, "pixels") == {"a": 3, "b": 3, "c": 0, "d": 0}
+    assert found.mean == {
+        "miou": 50.0,
+        "accuracy": pytest.approx(400 / 6),
+        "class_accuracy": pytest.approx(200 / 3),
+    }
+    json.dumps(found.to_dict(), allow_nan=False)
 
 
 def test_a_class_that_is_only_predicted_counts():
-    found = scores(confusion(torch.tensor([0, 0, 2]), torch.tensor([0, 0, 0]), 3))
-    assert found.iou[0] == pytest.approx(200 / 3) and found.iou[2] == 0
-    assert math.isnan(found.iou[1]) and found.miou == pytest.approx(100 / 3)
-    assert math.isnan(found.class_accuracy[2])
+    found = metric_of([0, 0, 2], [0, 0, 0]).compute()
+    assert by_name(found, "iou") == {"c": 0, "a": pytest.approx(200 / 3), "b": None, "d": None}
+    assert [row["name"] for row in found.rows] == ["c", "a", "b", "d"]  # the worst first
+    assert found.mean["miou"] == pytest.approx(100 / 3) and by_name(found, "recall")["c"] is None
 
 
 def test_nothing_to_score():
-    found = scores(confusion(torch.tensor([1]), torch.tensor([IGNORE]), 2))
-    assert math.isnan(found.miou) and math.isnan(found.accuracy)
+    found = class_scores(confusion(torch.tensor([1]), torch.tensor([IGNORE]), 2))
+    assert found["iou"].isnan().all() and math.isnan(found["accuracy"].item())
+    with pytest.raises(DataError, match="no pixel of the truth has a class"):
+        metric_of([1], [IGNORE]).compute()
+
+
+def test_classes_in_another_order():
+    """The truth in its own numbers, predictions in those of the model, which has one more."""
+    model = ["e", "d", "b", "a", "c"]
+    metric = metric_of([3, 3, 2, 0], [0, 1, 1, 2], classes=model)
+    assert metric.matrix.tolist() == [
+        [1, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0],
+        [0, 0, 0, 0, 1],  # as a class that the data do not have
+        [0, 0, 0, 0, 0],
+    ]
+    found = metric.compute()
+    assert by_name(found, "iou") == {"c": 0, "a": 50, "b": 50, "d": None}
+    assert found.mean["accuracy"] == 50
+    with pytest.raises(CheckpointError, match="it does not know d"):
+        SegmentMetric(SimpleNamespace(classes=NAMES), ["a", "b", "c", "x"])
 
 
 @pytest.mark.parametrize("dtype", [torch.int16, torch.int64])
@@ -43,12 +100,84 @@ def test_equals_torchmetrics(dtype):
     matrix = confusion(predicted, truth.to(dtype), 6)
     assert torch.equal(matrix, library.MulticlassConfusionMatrix(**options)(predicted, truth))
     index = library.MulticlassJaccardIndex(**options, average="none")(predicted, truth)
-    found = scores(matrix)
-    assert found.iou == pytest.approx((100 * index).tolist(), abs=1e-4)
-    assert found.miou == pytest.approx(100 * index.mean().item(), abs=1e-4)
+    found = class_scores(matrix)["iou"]
+    assert found.tolist() == pytest.approx((100 * index).tolist(), abs=1e-4)
+    assert found.nanmean().item() == pytest.approx(100 * index.mean().item(), abs=1e-4)
 
 
-def test_matrices_add_up():
-    truth, predicted = torch.randint(-1, 3, (4, 9)), torch.randint(0, 3, (4, 9))
-    parts = sum(confusion(p, t, 3) for p, t in zip(predicted, truth, strict=True))
-    assert torch.equal(parts, confusion(predicted, truth, 3))
+def test_processes_add_up():
+    truth, predicted = torch.randint(-1, 4, (4, 9)), torch.randint(0, 4, (4, 9))
+    images = list(zip(predicted.tolist(), truth.tolist(), strict=True))
+    parts = [metric_of(*image) for image in images]
+    whole = metric_of(*images[0])
+    whole.merge([part.state() for part in parts])
+    assert whole.images == 4
+    assert torch.equal(whole.matrix[:, :4], confusion(predicted, truth, 4))
+
+
+# ---- label maps on disk
+
+
+@pytest.fixture
+def root(tmp_path):
+    return write_set(tmp_path / "data", count=3, splits=("val",))
+
+
+def truth_as_predictions(root, folder):
+    """Label maps that are right, and sky where there is no truth."""
+    folder.mkdir()
+    for path in (root / "labels/val").iterdir():
+        labels = np.array(Image.open(path))
+        labels[labels == IGNORED] = 0
+        Image.fromarray(labels).save(folder / path.name)
+    return folder
+
+
+def score(root, folder, **options):
+    return evaluate("segment", data=root, predictions=folder, **options)
+
+
+def test_the_truth_scores_full_marks(root, tmp_path):
+    found = score(root, truth_as_predictions(root, tmp_path / "out"))
+    assert found.mean == {"miou": 100, "accuracy": 100, "class_accuracy": 100}
+    assert (found.facts, found.missing, found.skipped) == ({"images": 3}, [], [])
+    assert sum(row["pixels"] for row in found.rows) == 3 * (40 * 56 - 10 * 14)
+
+
+def test_cars_taken_for_roads(root, tmp_path):
+    folder = truth_as_predictions(root, tmp_path / "out")
+    for path in folder.iterdir():
+        labels = np.array(Image.open(path))
+        Image.fromarray(np.where(labels == 2, 1, labels).astype(np.uint8)).save(path)
+    found = score(root, folder)
+    car, road, sky = found.rows
+    assert (car["iou"], car["recall"], road["recall"], sky["iou"]) == (0, 0, 100, 100)
+    assert road["iou"] == pytest.approx(100 * road["pixels"] / (road["pixels"] + car["pixels"]))
+    assert found.mean["miou"] == pytest.approx((100 + road["iou"]) / 3)
+
+
+def test_what_is_missing_or_unreadable_is_left_out(root, tmp_path):
+    folder = truth_as_predictions(root, tmp_path / "out")
+    (folder / "1.png").unlink()
+    (root / "labels/val/2.png").write_bytes(b"hello")
+    found = score(root, folder)
+    assert (found.facts, found.missing) == ({"images": 1}, ["1"])
+    assert "cannot decode" in found.skipped[0]
+
+
+def test_label_maps_that_do_not_do(root, tmp_path):
+    folder = truth_as_predictions(root, tmp_path / "out")
+    Image.fromarray(np.zeros((9, 8), np.uint8)).save(folder / "0.png")
+    with pytest.raises(DataError, match="label map of 0 has 8x9 pixels, the truth 56x40"):
+        score(root, folder)
+    Image.fromarray(np.full((40, 56), 3, np.uint8)).save(folder / "0.png")
+    with pytest.raises(DataError, match="of 0 must have classes from 0 to 2, got 3"):
+        score(root, folder)
+
+
+def test_other_images_of_the_same_names(root):
+    before = open_source(root, split="val")
+    of = before.identity(1)
+    Image.new("RGB", (56, 40)).save(root / "images/val/1.png")
+    assert open_source(root, split="val").identity(1) != of
+    assert open_source(root, split="val").identity(0) == before.identity(0)

@@ -10,11 +10,11 @@ import torch.nn.functional as F
 
 pl = pytest.importorskip("pytorch_lightning", reason="training needs the extra 'train'")
 
+from quadtree_attention import models  # noqa: E402
 from quadtree_attention.errors import CheckpointError, DataError, OptionError  # noqa: E402
-from quadtree_attention.models.registry import create  # noqa: E402
 from quadtree_attention.models.weights import save_weights  # noqa: E402
+from quadtree_attention.tasks.evaluation import evaluate  # noqa: E402
 from quadtree_attention.tasks.segment.data import SegmentData  # noqa: E402
-from quadtree_attention.tasks.segment.evaluate import predict, score  # noqa: E402
 from quadtree_attention.tasks.segment.metrics import IGNORE  # noqa: E402
 from quadtree_attention.tasks.segment.module import (  # noqa: E402
     SegmentModule,
@@ -23,7 +23,6 @@ from quadtree_attention.tasks.segment.module import (  # noqa: E402
     pixel_loss,
 )
 from quadtree_attention.tasks.segment.predictor import Segmenter  # noqa: E402
-from quadtree_attention.tasks.segment.sources import open_source  # noqa: E402
 from quadtree_attention.tasks.training.checkpoints import (  # noqa: E402
     LAST,
     LastCheckpoint,
@@ -129,7 +128,7 @@ def test_schedule_of_a_run_that_steps_end(tmp_path, schedule):
 def test_a_run_needs_an_end(tmp_path):
     with pytest.raises(OptionError, match="the schedule needs an end"):
         trainer(tmp_path, max_epochs=-1, limit_val_batches=0).fit(module(), datamodule=data())
-    with pytest.raises(OptionError, match="schedule must be poly or cosine, got 'step'"):
+    with pytest.raises(OptionError, match="schedule must be one of poly, cosine, got 'step'"):
         module(schedule="step")
 
 
@@ -174,7 +173,7 @@ def test_weights_score_what_training_said(tmp_path, capsys):
     """Through the command: a recipe that steps end, then the two loops of evaluation."""
     root = write_set(tmp_path / "data", count=4)
     (root / "images/train/3.png").write_bytes(b"hello")
-    classifier = create("test_quadtree", depths=(1, 1, 1, 1), num_classes=2)
+    classifier = models.create("test_quadtree", depths=(1, 1, 1, 1), num_classes=2)
     card = {"model": "test_quadtree", "kwargs": {"num_classes": 2}}
     backbone = tmp_path / "backbone.safetensors"
     save_weights(backbone, classifier.state_dict(), card)
@@ -199,17 +198,18 @@ def test_weights_score_what_training_said(tmp_path, capsys):
     arguments = [f"--{name}={value}" for name, value in options.items()]
     train("segment", [*arguments, "--run_dir", str(tmp_path / "run")])
     assert "skipped 1 unusable files so far: cannot decode" in capsys.readouterr().err
-    segmenter = Segmenter(tmp_path / "run" / "best.safetensors", device="cpu")
-    assert segmenter.names == CLASSES and segmenter.size == 32
+    weights = tmp_path / "run" / "best.safetensors"
+    segmenter = Segmenter.from_pretrained(weights, device="cpu")
+    assert segmenter.names == CLASSES and segmenter.preprocess.shorter_side == 32
     assert segmenter.card["pretrained"]["backbone"] == "backbone.safetensors"
-    source = open_source("auto", root, "val")
-    predict(segmenter, source, tmp_path / "out", data="data/val")
-    found = score(source, tmp_path / "out")
+    found = evaluate("segment", weights, data=root, save=tmp_path / "out", device="cpu")
     with (tmp_path / "run" / "history.csv").open() as file:
         rows = [row for row in csv.DictReader(file) if row["val/miou"]]
     # images are scaled by the same code, one or three at a time
-    assert found.miou == pytest.approx(max(float(row["val/miou"]) for row in rows), abs=0.05)
-    assert segmenter.card["metrics"]["val/miou"] == pytest.approx(found.miou, abs=0.05)
+    assert found.mean["miou"] == pytest.approx(
+        max(float(row["val/miou"]) for row in rows), abs=0.05
+    )
+    assert segmenter.card["metrics"]["val/miou"] == pytest.approx(found.mean["miou"], abs=0.05)
 
 
 def test_no_truth_in_validation(tmp_path):
@@ -218,12 +218,12 @@ def test_no_truth_in_validation(tmp_path):
         path.write_bytes(b"hello")
     bad = SegmentData(str(root), height=32, width=32, batch_size=2, workers=0)
     run = trainer(tmp_path, max_epochs=1)
-    with pytest.raises(DataError, match="no pixel of the validation images has a class: cannot"):
+    with pytest.raises(DataError, match="none of the validation samples can be scored: cannot"):
         run.fit(module(num_classes=3), datamodule=bad)
 
 
 def test_weights_of_another_backbone(tmp_path):
-    wide = create("test_quadtree", embed_dims=(16, 16, 24, 32), num_classes=0)
+    wide = models.create("test_quadtree", embed_dims=(16, 16, 24, 32), num_classes=0)
     path = tmp_path / "wide.safetensors"
     save_weights(path, wide.state_dict(), {"model": "test_quadtree", "kwargs": {}})
     with pytest.raises(CheckpointError, match="mismatched: patch_embed"):

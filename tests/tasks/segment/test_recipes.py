@@ -10,7 +10,7 @@ import yaml
 pytest.importorskip("pytorch_lightning", reason="training needs the extra 'train'")
 
 import quadtree_attention.nn.baselines as rivals
-from quadtree_attention.models.registry import create
+from quadtree_attention import models
 from quadtree_attention.nn import QuadtreeAttention
 from quadtree_attention.tasks.training.command import train
 from tests.conftest import ROOT
@@ -56,7 +56,7 @@ def test_camvid_recipes_differ_in_the_attention_only():
 def test_camvid_recipe_has_the_attention_of_its_name(name):
     settings = load(f"camvid11-semfpn-{name}")["model"]
     with torch.device("meta"):
-        model = create(settings["model"], num_classes=11, **settings["options"])
+        model = models.create(settings["model"], num_classes=11, **settings["options"])
     kind, lepe = ATTENTIONS[name]
     found = [block.attn for stage in model.backbone.stages for block in stage.blocks]
     assert all(type(attention) is kind for attention in found)

@@ -15,8 +15,8 @@ from torchvision import tv_tensors
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as TF
 
+from quadtree_attention.images import Array
 from quadtree_attention.tasks.segment.metrics import IGNORE
-from quadtree_attention.tasks.segment.sources import Array
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 GREY = tuple(round(255 * channel) for channel in MEAN)  # becomes about 0
@@ -125,7 +125,7 @@ def training_transform(
 
 
 def as_tensors(image: Image.Image, labels: Array) -> tuple[tv_tensors.Image, tv_tensors.Mask]:
-    """Image (3, H, W), uint8, and labels (H, W), int16, as torchvision knows them."""
+    """Image (3, H, W), uint8, and labels (H, W), int16, as torchvision takes them."""
     pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1)
     return tv_tensors.Image(pixels), tv_tensors.Mask(torch.from_numpy(labels.copy()))
 
@@ -136,20 +136,28 @@ def normalised(images: Tensor) -> Tensor:
     return (images.float() / 255 - mean) / std
 
 
-def at_base(image: Image.Image, base: int | None) -> Image.Image:
-    """The image with a shorter side of `base` pixels; None leaves it as it is."""
-    factor = base_factor(image.size, base)
+def at_base(
+    image: Image.Image, shorter_side: int | None, longer_side: int | None = None
+) -> Image.Image:
+    """The image at the size that `base_factor` gives it."""
+    factor = base_factor(image.size, shorter_side, longer_side)
     if factor == 1:
         return image
     width, height = (max(1, round(side * factor)) for side in image.size)
     return image.resize((width, height), Image.Resampling.BILINEAR, reducing_gap=3.0)
 
 
-def base_factor(size: tuple[int, int], base: int | None) -> float:
-    """What an image of this size is scaled by: to a shorter side of `base`, long ones to less."""
-    if base is None:
-        return 1.0
-    return min(base / min(size), LONGEST * base / max(size))
+def base_factor(
+    size: tuple[int, int], shorter_side: int | None, longer_side: int | None = None
+) -> float:
+    """What an image is scaled by: to a shorter side, to a longer side, or the less of both.
+
+    Without either it stays as it is. A longer side of more than four shorter ones becomes that.
+    """
+    factors = [] if longer_side is None else [longer_side / max(size)]
+    if shorter_side is not None:
+        factors += [shorter_side / min(size), LONGEST * shorter_side / max(size)]
+    return min(factors, default=1.0)
 
 
 def _largest_share(labels: Tensor) -> float:

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-from quadtree_attention.errors import ShapeError
-from quadtree_attention.images import ImageLike, to_image
-from quadtree_attention.tasks.segment.sources import Array, Colour
+from quadtree_attention.errors import OptionError, ShapeError
+from quadtree_attention.images import Array, ImageLike, to_image
+from quadtree_attention.tasks.segment.result import Segmentation
 from quadtree_attention.viz.canvas import BACKGROUND, FAINT, TEXT
+from quadtree_attention.viz.palette import Colour
 
 ROOM = (1120, 840)  # for the image; small ones are enlarged a little
 LARGEST_SCALE = 3.0
@@ -34,41 +35,37 @@ class Entry:
 
 
 def draw(
-    image: ImageLike,
-    labels: Array,
-    names: Sequence[str],
-    palette: Sequence[Colour],
-    *,
-    title: str | None = None,
-    facts: Sequence[str] = (),
+    result: Segmentation, *, title: str | None = None, image: ImageLike | None = None
 ) -> Image.Image:
     """The image under the colours of its classes, with the share that each has of it.
 
     Args:
-        image: What the labels are of.
-        labels: (H, W) numbers of classes, negative for pixels that have none.
-        names: Of the classes.
-        palette: Their colours.
-        title: What to write first; None counts the classes.
-        facts: What to write after it.
+        result: Labels; negative ones are of pixels without a class.
+        title: Text above the picture; None: the number of classes.
+        image: The image, for a result without one.
 
     Raises:
+        OptionError: There is no image.
         ShapeError: Labels and image have different sizes.
     """
-    picture = to_image(image)
+    if image is None and not result.images:
+        raise OptionError("these labels have no image; pass image=...")
+    picture = to_image(result.images[0] if image is None else image)
+    labels = result.labels.astype(np.int64)
     if labels.shape != picture.size[::-1]:
         raise ShapeError(
             f"labels must be (y, x) = {picture.size[::-1]} like the image, got {labels.shape}; "
             "resize one of them"
         )
-    entries = legend(labels, names, palette)
-    overlay = colour_in(picture, labels, palette)
+    entries = legend(labels, result.names, result.palette)
+    overlay = colour_in(picture, labels, result.palette)
     canvas = Image.new("RGB", _canvas_size(overlay), BACKGROUND)
     canvas.paste(overlay, (0, HEADER + max(0, (canvas.height - HEADER - overlay.height) // 2)))
     pen = ImageDraw.Draw(canvas)
     classes = sum(entry.colour is not None for entry in entries)
     counted = "1 class" if classes == 1 else f"{classes} classes"
-    heading, told = (counted, list(facts)) if title is None else (title, [counted, *facts])
+    facts = result.facts()
+    heading, told = (counted, facts) if title is None else (title, [counted, *facts])
     _write_header(pen, heading, told)
     _write_legend(pen, entries, overlay.width, canvas.height)
     return canvas

@@ -1,33 +1,116 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How good predicted labels are; pure functions.
+"""Scores of predicted labels. All of them follow from the confusion matrix."""
 
-All scores follow from the confusion matrix, which can be added up over images and processes.
-"""
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
-from dataclasses import dataclass
-
+import numpy as np
 import torch
 from torch import Tensor
 
-IGNORE = -1  # in the truth: a pixel that belongs to no class
+from quadtree_attention.errors import DataError
+from quadtree_attention.images import Array
+from quadtree_attention.tasks.contract import Column, Scores, Source
+from quadtree_attention.tasks.readers import match_classes
+
+if TYPE_CHECKING:
+    from quadtree_attention.tasks.segment.result import Segmentation
+
+IGNORE = -1  # in the truth: a pixel without a class
+LISTED = 30  # classes in a table, the worst ones
+COLUMNS = (
+    Column("name", "class", None),
+    Column("iou", "IoU %"),
+    Column("recall", "recall %"),
+    Column("pixels", "pixels", None),
+)
 
 
-@dataclass(frozen=True)
-class Scores:
-    """Scores in percent; NaN where there is nothing to score.
+class SegmentMetric:
+    """Intersection over union and accuracy of label maps, in percent.
 
-    Attributes:
-        miou: Mean of `iou` over the classes that are in the truth or in a prediction.
-        iou: Of every class, intersection over union of predicted and true pixels; NaN for a class
-            that is in neither.
-        accuracy: Share of all pixels that have the right class.
-        class_accuracy: Of every class, the share of its pixels that were found; NaN without any.
+    An image without a prediction is left out, not counted as wrong.
+
+    Args:
+        source: The data; its classes are scored.
+        classes: Classes of the predictions, matched by name; None: those of the data, in order.
     """
 
-    miou: float
-    iou: list[float]
-    accuracy: float
-    class_accuracy: list[float]
+    def __init__(self, source: Source[Array], classes: Sequence[str] | None = None) -> None:
+        self.names = list(source.classes or ())
+        count = len(self.names)
+        ours = self.names if classes is None else list(classes)
+        # The class of the data for each class of the predictions; `count` where it is none of them
+        self.table = torch.full((len(ours),), count)
+        self.table[match_classes(self.names, ours)] = torch.arange(count)
+        self.matrix = torch.zeros(count, count + 1, dtype=torch.long)
+        self.images = 0
+
+    def update(self, name: str, truth: Array, found: "Segmentation | None") -> None:
+        """Adds an image.
+
+        Raises:
+            DataError: The label map has another size than the truth, or unknown classes.
+        """
+        if found is None:
+            return
+        labels = found.labels
+        if labels.shape != truth.shape:
+            raise DataError(
+                f"the label map of {name} has {labels.shape[1]}x{labels.shape[0]} pixels, the "
+                f"truth {truth.shape[1]}x{truth.shape[0]}; predict at the size of the images"
+            )
+        if (highest := int(labels.max())) >= len(self.table):
+            raise DataError(
+                f"the label map of {name} must have classes from 0 to {len(self.table) - 1}, got "
+                f"{highest}; pass predictions of the same classes"
+            )
+        self.add(torch.from_numpy(labels.astype(np.int32)), torch.from_numpy(truth))
+        self.images += 1
+
+    def add(self, predicted: Tensor, truth: Tensor) -> None:
+        """Adds pixels: predicted and true classes of any shape, on any device."""
+        count = len(self.names)
+        found = self.table.to(predicted.device)[predicted.long()]
+        self.matrix = self.matrix.to(predicted.device)
+        self.matrix += confusion(found, truth, count + 1)[:count]
+
+    def state(self) -> tuple[list[list[int]], int]:
+        return self.matrix.tolist(), self.images
+
+    def merge(self, states: Sequence[Any]) -> None:
+        self.matrix = torch.stack([torch.tensor(matrix) for matrix, _ in states]).sum(dim=0)
+        self.images = sum(images for _, images in states)
+
+    def compute(self) -> Scores:
+        """The scores; rows are classes, the lowest IoU first.
+
+        Raises:
+            DataError: No pixel of the truth has a class.
+        """
+        if not self.matrix.any():
+            raise DataError("no pixel of the truth has a class; there is nothing to score")
+        values = class_scores(self.matrix)
+        rows = [
+            {"name": name, "iou": _number(iou), "recall": _number(recall), "pixels": pixels}
+            for name, iou, recall, pixels in zip(
+                self.names,
+                values["iou"].tolist(),
+                values["recall"].tolist(),
+                self.matrix.sum(dim=1).tolist(),
+                strict=True,
+            )
+        ]
+        seen = [row["recall"] for row in rows if row["recall"] is not None]
+        mean = {
+            "miou": values["iou"].nanmean().item(),
+            "accuracy": values["accuracy"].item(),
+            "class_accuracy": sum(seen) / len(seen),
+        }
+        rows.sort(key=lambda row: math.inf if row["iou"] is None else row["iou"])
+        facts = {"images": self.images}
+        return Scores("segment", mean, rows, COLUMNS, facts=facts, listed=LISTED)
 
 
 def confusion(predicted: Tensor, truth: Tensor, num_classes: int) -> Tensor:
@@ -44,14 +127,25 @@ def confusion(predicted: Tensor, truth: Tensor, num_classes: int) -> Tensor:
     return cells.view(num_classes, num_classes)
 
 
-def scores(matrix: Tensor) -> Scores:
-    """The scores that follow from a confusion matrix (C, C)."""
+def class_scores(matrix: Tensor) -> dict[str, Tensor]:
+    """Scores in percent that follow from a confusion matrix; NaN where there is nothing to score.
+
+    Args:
+        matrix: (C, C), or (C, C + 1) with a column for predicted classes that are none of C.
+
+    Returns:
+        "iou" (C): intersection over union of predicted and true pixels, NaN for a class in neither;
+        "recall" (C): share of a class's pixels that were found, NaN for a class without pixels;
+        "accuracy" (): share of all pixels that have the right class.
+    """
     matrix = matrix.double().cpu()
-    right, true, found = matrix.diagonal(), matrix.sum(dim=1), matrix.sum(dim=0)
-    iou = right / (true + found - right) * 100  # 0 / 0 where a class is nowhere: NaN
-    return Scores(
-        miou=iou.nanmean().item(),
-        iou=iou.tolist(),
-        accuracy=(right.sum() / matrix.sum() * 100).item(),
-        class_accuracy=(right / true * 100).tolist(),
-    )
+    right, true, found = matrix.diagonal(), matrix.sum(dim=1), matrix.sum(dim=0)[: len(matrix)]
+    return {
+        "iou": right / (true + found - right) * 100,
+        "recall": right / true * 100,
+        "accuracy": right.sum() / matrix.sum() * 100,
+    }
+
+
+def _number(value: float) -> float | None:
+    return None if math.isnan(value) else value

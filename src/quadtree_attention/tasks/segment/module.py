@@ -1,23 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Training of a segmenter."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Literal, cast, get_args
+from typing import Any, ClassVar, Literal, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quadtree_attention.errors import DataError, OptionError
 from quadtree_attention.files import file_sha256
-from quadtree_attention.models.registry import create
-from quadtree_attention.models.segmentation import SemanticFPN
-from quadtree_attention.tasks.readers import summary
+from quadtree_attention.tasks.segment import TASK
 from quadtree_attention.tasks.segment.augment import normalised
-from quadtree_attention.tasks.segment.metrics import IGNORE, confusion, scores
-from quadtree_attention.tasks.training.loader import seed_from, set_seed
-from quadtree_attention.tasks.training.module import TaskModule, check_options
+from quadtree_attention.tasks.segment.metrics import IGNORE, SegmentMetric
+from quadtree_attention.tasks.training.module import Batch, TaskModule, check_options
 
 Schedule = Literal["poly", "cosine"]
 
@@ -43,8 +39,10 @@ class SegmentModule(TaskModule):
         seed: Decides weights and dropout.
     """
 
+    task = TASK
     monitor = "val/miou"
     batch_of_lr = 16
+    schedules = ("poly", "cosine")
     links: ClassVar = {"data.classes": ("model.num_classes", len)}
 
     def __init__(
@@ -65,8 +63,6 @@ class SegmentModule(TaskModule):
         seed: int = 0,
     ) -> None:
         super().__init__()
-        if schedule not in get_args(Schedule):
-            raise OptionError(f"schedule must be poly or cosine, got {schedule!r}; take one")
         check_options(
             options,
             name="--model.model",
@@ -77,64 +73,41 @@ class SegmentModule(TaskModule):
             grad_checkpointing="--model.grad_checkpointing",
         )
         self.save_hyperparameters()
-        set_seed(seed_from(seed))  # the same first weights on every process
-        self.kwargs = {"num_classes": num_classes, **(options or {})}
-        start = {"backbone_weights": backbone_weights, "drop_path_rate": drop_path}
-        self.model = cast(SemanticFPN, create(model, **start, **self.kwargs))
+        self.build(
+            model,
+            options,
+            num_classes=num_classes,
+            backbone_weights=backbone_weights,
+            drop_path_rate=drop_path,
+        )
         self.pretrained = _origin(backbone_weights)
-        if grad_checkpointing:
-            self.model.set_grad_checkpointing(True)
-        if compile:
-            self.model.compile()  # in place: the names of the weights stay
-        self.matrix = torch.zeros(num_classes, num_classes, dtype=torch.long)
 
     def forward(self, images: Tensor) -> Tensor:
         """(B, 3, H, W), bytes -> (B, num_classes, H, W)"""
-        return self.model(normalised(images))
+        return cast(Tensor, self.model(normalised(images)))
 
-    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
-        images, labels = batch["images"], batch["labels"]
-        loss = pixel_loss(self(images).float(), labels)
-        self.check_loss(loss, batch_idx)
-        self.log_mean("train/loss", loss.detach(), len(labels), prog_bar=True)
-        self.note_skipped(batch)
-        return loss
+    def losses(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+        return pixel_loss(self(batch["images"]).float(), batch["labels"]), {}
 
-    def on_validation_epoch_start(self) -> None:
-        self.matrix = torch.zeros_like(self.matrix, device=self.device)
+    def new_metric(self) -> SegmentMetric:
+        return SegmentMetric(cast(Any, self.trainer).datamodule.source("val"))
 
-    def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
+    def validate(self, batch: Batch) -> None:
         for images, labels in equal_sizes(batch):
             logits = at_size(self(images).float(), labels)
             self.log_mean("val/loss", pixel_loss(logits, labels), len(labels))
-            self.matrix += confusion(logits.argmax(dim=1), labels, len(self.matrix))
-        self.note_skipped(batch)
+            cast(SegmentMetric, self.metric).add(logits.argmax(dim=1), labels)
 
-    def on_validation_epoch_end(self) -> None:
-        if self.trainer.world_size > 1:
-            torch.distributed.all_reduce(self.matrix)
-        if not self.matrix.any() and not self.trainer.sanity_checking:
-            raise DataError(
-                f"no pixel of the validation images has a class: {summary(list(self.skipped))}; "
-                "check the files"
-            )
-        found = scores(self.matrix)
-        # equal on all processes already
-        self.log("val/miou", found.miou, prog_bar=True, sync_dist=False)
-        self.log("val/accuracy", found.accuracy, sync_dist=False)
+    def scores(self, metric: SegmentMetric) -> Mapping[str, float]:
+        if not metric.matrix.any():
+            return {}
+        mean = metric.compute().mean
+        return {name: cast(float, mean[name]) for name in ("miou", "accuracy")}
 
     def card(self) -> dict[str, Any]:
-        """What the weights need beside them to be used."""
         data = cast(Any, self.trainer).datamodule
-        return {
-            "model": self.hparams["model"],
-            "kwargs": self.kwargs,
-            "task": "segment",
-            "classes": data.classes,
-            "palette": data.palette,
-            "base_size": data.base_size,
-            "pretrained": self.pretrained,
-        }
+        own = {"palette": data.palette, "base_size": data.base_size}
+        return super().card() | own | {"pretrained": self.pretrained}
 
 
 def pixel_loss(logits: Tensor, labels: Tensor) -> Tensor:

@@ -1,67 +1,91 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where images with a class for every pixel come from: folders, or a generator.
+"""Images with a class for every pixel, from folders or a generator.
 
 Label maps are images of one channel, of 8 or 16 bits, or with a palette; a pixel's value is the
-number of its class. Here they become int16, `IGNORE` where a pixel belongs to no class.
+number of its class. Here they become int16, `IGNORE` where a pixel has no class.
 """
 
 import colorsys
-import hashlib
 import io
 import json
+import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeAlias, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 from PIL import Image, ImageDraw, UnidentifiedImageError
 
+from quadtree_attention.checks import one_of
 from quadtree_attention.errors import DataError, OptionError
-from quadtree_attention.images import decode
-from quadtree_attention.tasks.classify.sources import SUFFIXES
+from quadtree_attention.files import StrPath
+from quadtree_attention.images import SUFFIXES, Array, to_image
 from quadtree_attention.tasks.readers import summary
 from quadtree_attention.tasks.segment.metrics import IGNORE
+from quadtree_attention.viz.palette import Colour, colour, distinct
 
-Array: TypeAlias = np.ndarray[Any, Any]
-Colour: TypeAlias = tuple[int, int, int]
 Kind = Literal["auto", "folder", "ade20k", "generated"]
-MOST_CLASSES = 2**15 - 1  # that int16 can tell apart
+MOST_CLASSES = 2**15 - 1  # that int16 holds
 LABEL_SUFFIXES = frozenset({".bmp", ".gif", ".png", ".tif", ".tiff"})  # without loss
 CLASSES = "classes.json"
 ADE20K_CLASSES, ADE20K_NAMES = 150, "objectInfo150.txt"
 ADE20K_SPLITS = {"train": "training", "val": "validation"}
 SHAPES = ("background", "disc", "square", "triangle")  # of the generated source
 _HUES = (0.6, 0.0, 0.33, 0.15)
-_COLOURS: tuple[Colour, ...] = (
-    *((70, 130, 220), (230, 90, 80), (245, 215, 70), (150, 90, 210), (240, 150, 40)),
-    *((60, 170, 90), (240, 120, 190), (150, 110, 70), (40, 195, 205), (175, 215, 60)),
-    *((130, 30, 60), (125, 135, 150), (20, 90, 120), (180, 160, 240), (0, 110, 60)),
-    *((255, 170, 130), (60, 60, 160), (120, 230, 160), (200, 60, 140), (100, 120, 20)),
-)
 
 
-class SegmentSource(Protocol):
-    """Images of one split with their label maps."""
+def open_source(
+    root: StrPath | None,
+    *,
+    split: str,
+    strict: bool = False,
+    layout: Kind = "auto",
+    count: int = 64,
+    size: int = 64,
+) -> "FolderSource | GeneratedSource":
+    """The images of a split.
 
-    classes: list[str]
-    palette: list[Colour]
-    skipped: list[str]  # what was found but cannot be used, with the reason
+    Args:
+        root: Folder of the data; not read for generated images.
+        split: "train" or "val", or the name of the folder.
+        strict: Raise if a file cannot be used by its name, instead of leaving it out.
+        layout: "folder", "ade20k", "auto" (by what is in `root`) or "generated".
+        count: Generated images.
+        size: Pixels of the shorter side of generated images.
 
-    def __len__(self) -> int: ...
+    Raises:
+        OptionError: There is no such layout, or no root.
+        DataError: The data cannot be read.
+    """
+    one_of(get_args(Kind), source=layout)
+    if layout == "generated":
+        return GeneratedSource(split, count=count, size=size)
+    if root is None:
+        raise OptionError(
+            f"data from a {layout!r} source need a root, got none; pass --data.root FOLDER, or "
+            "--data.source generated to try things out without data"
+        )
+    root = Path(root)
+    if not root.is_dir():
+        raise DataError(f"there is no folder {root}; pass the one that holds images and labels")
+    annotated = (root / "annotations" / "training").is_dir()
+    ade20k = layout == "ade20k" or (layout == "auto" and annotated)
+    source = FolderSource(root, split, ade20k=ade20k)
+    if strict:
+        refuse(source.skipped, split)
+    return source
 
-    def name(self, index: int) -> str:
-        """What the image is called, without suffix; with slashes where folders lie in folders."""
 
-    def read(self, index: int) -> tuple[Image.Image, Array]:
-        """The image, RGB, and its labels (H, W), int16; raises `DataError` naming what is bad."""
-
-    def read_labels(self, index: int) -> Array:
-        """The labels alone."""
-
-    def fingerprint(self) -> str:
-        """Tells other images from these: a checksum of their names and sizes as files."""
+def refuse(bad: Sequence[str], split: str) -> None:
+    """Raises `DataError` for files of a split that cannot be used, if there are any."""
+    if bad:
+        raise DataError(
+            f"{len(bad)} files of {split} cannot be used: {summary(bad)}; correct or remove them, "
+            "or leave out strict"
+        )
 
 
 @dataclass(frozen=True)
@@ -105,29 +129,29 @@ class FolderSource:
 
     def __init__(self, root: Path, split: str, *, ade20k: bool = False) -> None:
         folder = ADE20K_SPLITS.get(split, split) if ade20k else split
-        self.images = _folder(root / "images" / folder)
-        self.labels = _folder(root / ("annotations" if ade20k else "labels") / folder)
+        images = _folder(root / "images" / folder)
+        labels = _folder(root / ("annotations" if ade20k else "labels") / folder)
         self.meaning = _ade20k_classes(root) if ade20k else read_classes(root / CLASSES)
         self.classes = self.meaning.names
         self.palette = self.meaning.palette
         self._table = self.meaning.table()
         self.skipped: list[str] = []
-        self._items = self._pairs()
+        self._items = self._pairs(images, labels)
         if not self._items:
             found = f": {summary(self.skipped)}" if self.skipped else ""
             raise DataError(
-                f"there are no images with label maps in {self.images} and {self.labels}{found}; "
-                "both need files of the same names, the label maps with "
+                f"there are no images with label maps in {images} and {labels}{found}; both "
+                " need files of the same names, the label maps with "
                 f"{', '.join(sorted(LABEL_SUFFIXES))}"
             )
 
-    def _pairs(self) -> list[tuple[str, Path, Path]]:
-        images = self._by_name(self.images, SUFFIXES, "an image")
-        labels = self._by_name(self.labels, LABEL_SUFFIXES, "a label map")
+    def _pairs(self, image_folder: Path, label_folder: Path) -> list[tuple[str, Path, Path]]:
+        images = self._by_name(image_folder, SUFFIXES, "an image")
+        labels = self._by_name(label_folder, LABEL_SUFFIXES, "a label map")
         for name in sorted(images.keys() - labels.keys()):
-            self.skipped.append(f"{images[name]}: has no label map in {self.labels}")
+            self.skipped.append(f"{images[name]}: has no label map in {label_folder}")
         for name in sorted(labels.keys() - images.keys()):
-            self.skipped.append(f"{labels[name]}: has no image in {self.images}")
+            self.skipped.append(f"{labels[name]}: has no image in {image_folder}")
         return [(name, images[name], labels[name]) for name in sorted(images.keys() & labels)]
 
     def _by_name(self, folder: Path, suffixes: frozenset[str], what: str) -> dict[str, Path]:
@@ -148,30 +172,34 @@ class FolderSource:
     def name(self, index: int) -> str:
         return self._items[index][0]
 
-    def fingerprint(self) -> str:
-        return _checksum([[name, path.stat().st_size] for name, path, _ in self._items])
+    def identity(self, index: int) -> list[Any]:
+        return [os.path.getsize(self._items[index][1])]
 
-    def read(self, index: int) -> tuple[Image.Image, Array]:
+    def images(self, index: int) -> tuple[Image.Image]:
         _, path, label_path = self._items[index]
-        image = decode(_bytes(path), str(path))
-        labels = self.read_labels(index)
-        if image.size != labels.shape[::-1]:
+        image = to_image(path)
+        try:
+            with _opened(label_path) as label_map:
+                size = label_map.size
+        except Exception:  # damaged files fail in every possible way; `truth` reports it
+            return (image,)
+        if image.size != size:
             raise DataError(
-                f"{label_path} has {_by(labels.shape[::-1])} pixels, its image {path.name} "
-                f"{_by(image.size)}; both need the same"
+                f"{label_path} has {size[0]}x{size[1]} pixels, its image {path.name} "
+                f"{image.width}x{image.height}; both need the same"
             )
-        return image, labels
+        return (image,)
 
-    def read_labels(self, index: int) -> Array:
+    def truth(self, index: int) -> Array:
         path = self._items[index][2]
-        labels = self._table[read_label_map(path)]
+        values = read_label_map(path)
+        labels = self._table[values]
         if (unknown := labels < IGNORE).any():
-            values = np.unique(read_label_map(path)[unknown]).tolist()
             last = self.meaning.first + len(self.classes) - 1
             raise DataError(
-                f"{path} has pixels of unknown classes {_few(values)}; known are "
-                f"{self.meaning.first} to {last}, and {_few(self.meaning.ignored) or 'no value'} "
-                "for none"
+                f"{path} has pixels of unknown classes {_few(np.unique(values[unknown]))}; known "
+                f"are {self.meaning.first} to {last}, and "
+                f"{_few(self.meaning.ignored) or 'no value'} for none"
             )
         return labels
 
@@ -187,7 +215,7 @@ class GeneratedSource:
 
     def __init__(self, split: str, *, count: int, size: int) -> None:
         self.classes = list(SHAPES)
-        self.palette = palette(len(SHAPES))
+        self.palette = distinct(len(SHAPES))
         self.skipped: list[str] = []
         self._split = split
         self._count = count
@@ -199,44 +227,22 @@ class GeneratedSource:
     def name(self, index: int) -> str:
         return f"{self._split}-{index}"
 
-    def read(self, index: int) -> tuple[Image.Image, Array]:
+    def identity(self, index: int) -> list[Any]:
+        return [self._split, index, self._size]
+
+    def images(self, index: int) -> tuple[Image.Image]:
+        return (self._sample(index)[0],)
+
+    def truth(self, index: int) -> Array:
+        return self._sample(index)[1]
+
+    def _sample(self, index: int) -> tuple[Image.Image, Array]:
         rng = np.random.default_rng((self._split == "train", index))
         size = (self._size * 3 // 2 if index % 2 else self._size, self._size)  # width, height
         labels = _drawn_shapes(rng, size)
         tones = np.array([_tone(rng, hue) for hue in _HUES])
         pixels = tones[labels] + rng.normal(0, 20, (*labels.shape, 3))
         return Image.fromarray(pixels.clip(0, 255).astype(np.uint8)), labels
-
-    def read_labels(self, index: int) -> Array:
-        return self.read(index)[1]
-
-    def fingerprint(self) -> str:
-        return _checksum([self._split, self._count, self._size])
-
-
-def open_source(
-    kind: Kind,
-    root: str | Path | None,
-    split: str,
-    *,
-    generated_count: int = 64,
-    generated_size: int = 64,
-) -> SegmentSource:
-    """The images of a split; "auto" looks whether `root` has the layout of ADE20K."""
-    if kind not in get_args(Kind):
-        raise OptionError(f"source must be one of {', '.join(get_args(Kind))}, got {kind!r}")
-    if kind == "generated":
-        return GeneratedSource(split, count=generated_count, size=generated_size)
-    if root is None:
-        raise OptionError(
-            f"data from a {kind!r} source need a root, got none; pass --data.root FOLDER, or "
-            "--data.source generated to try things out without data"
-        )
-    root = Path(root)
-    if not root.is_dir():
-        raise DataError(f"there is no folder {root}; pass the one that holds images and labels")
-    ade20k = kind == "ade20k" or (kind == "auto" and (root / "annotations" / "training").is_dir())
-    return FolderSource(root, split, ade20k=ade20k)
 
 
 def read_classes(path: Path, *, first: int = 0) -> Classes:
@@ -257,7 +263,7 @@ def read_classes(path: Path, *, first: int = 0) -> Classes:
         taken = range(first, first + len(names))
         ignored = entries.get("ignore_index", [] if 255 in taken else [255])
         values = tuple(int(v) for v in (ignored if isinstance(ignored, list) else [ignored]))
-        colours = [_colour(c) for c in entries.get("palette") or palette(len(names))]
+        colours = [colour(c) for c in entries.get("palette") or distinct(len(names))]
     except FileNotFoundError:
         raise DataError(f"there is no file {path}, which names the classes: {accepted}") from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -286,15 +292,12 @@ def read_label_map(path: str | Path) -> Array:
         DataError: The file cannot be read, or has other than one channel, or values that 16 bits
             do not hold.
     """
-    data = _bytes(Path(path))
-    if not data:
+    if not (data := _bytes(Path(path))):
         raise DataError(f"cannot decode {path}: it is empty; get it again")
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of large images and damaged tags, which do no harm
-            with Image.open(io.BytesIO(data)) as image:
-                image.load()
-                mode, values = image.mode, np.asarray(image)
+        with _opened(io.BytesIO(data)) as image:
+            image.load()
+            mode, values = image.mode, np.asarray(image)
     except Exception as error:  # damaged files fail in every possible way
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         if isinstance(error, UnidentifiedImageError):
@@ -317,20 +320,6 @@ def read_label_map(path: str | Path) -> Array:
     return values.astype(np.uint16)
 
 
-def palette(count: int) -> list[Colour]:
-    """Colours that are told apart as well as so many can be, always the same.
-
-    Twenty by hand; then hues a golden angle apart, lightness and saturation in turn.
-    """
-    tones = ((0.52, 0.75), (0.72, 0.62), (0.36, 0.70), (0.62, 0.95))  # lightness, saturation
-    found = list(_COLOURS[:count])
-    for i in range(len(found), count):
-        lightness, saturation = tones[i % len(tones)]
-        red, green, blue = colorsys.hls_to_rgb((i * 0.38196601) % 1, lightness, saturation)
-        found.append((round(red * 255), round(green * 255), round(blue * 255)))
-    return found
-
-
 def _ade20k_classes(root: Path) -> Classes:
     if (root / CLASSES).exists():
         own = read_classes(root / CLASSES, first=1)
@@ -350,7 +339,7 @@ def _ade20k_classes(root: Path) -> Classes:
             )
         # Some names are there twice, for different things
         names = [n if listed.count(n) == 1 else f"{n} {i}" for i, n in enumerate(listed, start=1)]
-    return Classes(names, palette(len(names)), (0,), first=1)
+    return Classes(names, distinct(len(names)), (0,), first=1)
 
 
 def _folder(path: Path) -> Path:
@@ -362,15 +351,20 @@ def _folder(path: Path) -> Path:
     return path
 
 
+@contextmanager
+def _opened(file: Path | io.BytesIO) -> Iterator[Image.Image]:
+    """An image file whose pixels are not read yet."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of large images and damaged tags, which do no harm
+        with Image.open(file) as image:
+            yield image
+
+
 def _bytes(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror or error}; check the path") from error
-
-
-def _checksum(value: object) -> str:
-    return hashlib.sha256(json.dumps(value).encode()).hexdigest()
 
 
 def _drawn_shapes(rng: np.random.Generator, size: tuple[int, int]) -> Array:
@@ -396,16 +390,5 @@ def _tone(rng: np.random.Generator, hue: float) -> list[float]:
     return [255 * channel for channel in colorsys.hls_to_rgb(hue % 1, lightness, saturation)]
 
 
-def _colour(value: Sequence[int]) -> Colour:
-    red, green, blue = (int(channel) for channel in value)
-    if not all(0 <= channel <= 255 for channel in (red, green, blue)):
-        raise ValueError(f"{value} is no colour")
-    return red, green, blue
-
-
-def _by(size: tuple[int, ...]) -> str:
-    return f"{size[0]}x{size[1]}"
-
-
-def _few(values: Sequence[int]) -> str:
-    return ", ".join(map(str, values[:5])) + (", ..." if len(values) > 5 else "")
+def _few(values: Collection[int]) -> str:
+    return ", ".join(map(str, list(values)[:5])) + (", ..." if len(values) > 5 else "")

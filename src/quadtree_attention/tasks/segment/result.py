@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The class of every pixel of an image, and the PNG files that hold it."""
+
+import io
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+from PIL import Image
+
+from quadtree_attention.images import Array
+from quadtree_attention.tasks.contract import Result, share_lines
+from quadtree_attention.tasks.segment.readers import read_label_map
+from quadtree_attention.viz.palette import Colour, distinct
+
+BYTE = 256  # classes of a label map of 8 bits
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Segmentation(Result):
+    """The class of every pixel of an image.
+
+    Attributes:
+        labels: (H, W) class numbers at the size of the upright image; uint8, or uint16 for more
+            than 256 classes.
+        names: Names of the classes.
+        palette: Colours of the classes.
+        confidence: Mean probability of the chosen classes, from 0 to 1; None if unknown.
+    """
+
+    task: ClassVar[str] = "segment"
+
+    labels: Array
+    names: list[str]
+    palette: list[Colour]
+    confidence: float | None = None
+
+    def shares(self) -> dict[str, float]:
+        """The share of the image that each class covers, largest first, without empty classes."""
+        counts = np.bincount(self.labels.ravel(), minlength=len(self.names))
+        order = np.argsort(-counts, kind="stable")
+        return {self.names[i]: float(counts[i]) / self.labels.size for i in order if counts[i]}
+
+    def facts(self) -> list[str]:
+        """Confidence and time, where they are known."""
+        confidence = [] if self.confidence is None else [f"mean confidence {self.confidence:.2f}"]
+        return confidence + ([f"{self.seconds:.2f} s"] if self.seconds else [])
+
+    def to_dict(self) -> dict[str, Any]:
+        height, width = self.labels.shape
+        return {
+            "size": [width, height],
+            "seen": list(self.seen[0]) if self.seen else None,
+            "confidence": None if self.confidence is None else round(self.confidence, 4),
+            "seconds": round(self.seconds, 4),
+            "classes": [
+                {"label": self.names.index(name), "name": name, "share": round(share, 6)}
+                for name, share in self.shares().items()
+            ],
+        }
+
+    def to_text(self) -> str:
+        facts = self.facts()
+        if self.seen and self.seen[0] != self.labels.shape[::-1]:
+            facts.append(f"seen at {self.seen[0][0]}x{self.seen[0][1]}")
+        return "\n".join([*share_lines(self.shares()), *(["  " + ", ".join(facts)] * bool(facts))])
+
+
+class LabelMapCodec:
+    """Label maps as PNG, one file per image: class numbers, shown in the colours of the classes."""
+
+    suffixes: tuple[str, ...] = (".png",)
+    together = False
+
+    def __init__(self, source: Any = None, classes: Sequence[str] | None = None) -> None:
+        names = classes if classes is not None or source is None else source.classes
+        self.names = None if names is None else list(names)
+
+    def encode(self, found: Mapping[str, Segmentation], suffix: str) -> bytes:
+        (result,) = found.values()
+        if result.labels.dtype == np.uint8:
+            picture = Image.fromarray(result.labels)
+            picture.putpalette([channel for colour in result.palette for channel in colour])
+        else:
+            picture = Image.fromarray(result.labels.astype(np.uint16))
+        content = io.BytesIO()
+        picture.save(content, format="PNG")
+        return content.getvalue()
+
+    def decode(self, path: Path) -> Mapping[str, Segmentation]:
+        labels = read_label_map(path)
+        highest = int(labels.max())
+        names = self.names or [str(label) for label in range(highest + 1)]
+        kind = np.uint8 if max(len(names), highest + 1) <= BYTE else np.uint16
+        colours = distinct(len(names))
+        return {path.stem: Segmentation(labels=labels.astype(kind), names=names, palette=colours)}
