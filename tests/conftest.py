@@ -5,13 +5,16 @@ import json
 import os
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from quadtree_attention import use_backend
+from tests.interpreter import Interpreter
 
 ROOT = Path(__file__).parents[1]
 GOLDEN = ROOT.parent / "shared" / "golden"
@@ -54,19 +57,46 @@ def golden_files(*patterns: str) -> list[object]:
     return [pytest.param(path, id=path.stem) for path in paths]
 
 
-@pytest.fixture(autouse=True)
-def _poison_empty_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def _largest(dtype: torch.dtype) -> int:
+    return 1 if dtype == torch.bool else torch.iinfo(dtype).max
+
+
+@contextmanager
+def poisoned() -> Iterator[None]:
     """Memory our package leaves unwritten shows up as NaN instead of as plausible numbers."""
-    empty, empty_like = torch.empty, torch.empty_like
 
-    def poison(x: torch.Tensor) -> torch.Tensor:
-        caller = sys._getframe(2).f_globals.get("__name__", "")
-        if not caller.startswith("quadtree_attention"):
+    def poison(make: Any) -> Any:
+        def make_poisoned(*args: Any, **kwargs: Any) -> torch.Tensor:
+            x = make(*args, **kwargs)
+            caller = sys._getframe(1).f_globals.get("__name__", "")
+            if caller.startswith("quadtree_attention") and not x.is_meta:
+                x.fill_(torch.nan if x.is_floating_point() else _largest(x.dtype))
             return x
-        return x.fill_(torch.nan if x.is_floating_point() else torch.iinfo(x.dtype).max)
 
-    monkeypatch.setattr(torch, "empty", lambda *a, **k: poison(empty(*a, **k)))
-    monkeypatch.setattr(torch, "empty_like", lambda *a, **k: poison(empty_like(*a, **k)))
+        return make_poisoned
+
+    with pytest.MonkeyPatch.context() as patch:
+        for owner, name in (
+            (torch, "empty"),
+            (torch, "empty_like"),
+            (torch.Tensor, "new_empty"),
+        ):
+            patch.setattr(owner, name, poison(getattr(owner, name)))
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _poison_empty_memory() -> Iterator[None]:
+    with poisoned():
+        yield
+
+
+@pytest.fixture(scope="session")
+def interpreter() -> Iterator[Interpreter]:
+    """Runs checks of kernels where Triton interprets them."""
+    process = Interpreter()
+    yield process
+    process.close()
 
 
 @pytest.fixture(autouse=True)

@@ -90,7 +90,7 @@ def with_gradients(function, scores, bin_score, iterations, weights):
 def check(case, device, *, fused=True):
     """Results and gradients, with plain PyTorch in float64 as the truth."""
     scores, bin_score, weights = inputs_of(case, device)
-    assert can_fuse(scores) == fused
+    assert can_fuse(scores, 3) == fused
     results, gradients = with_gradients(sinkhorn, scores, bin_score, case.iterations, weights)
     truth, true_gradients = with_gradients(
         plain_sinkhorn, scores.double(), bin_score.double(), case.iterations, weights
@@ -238,11 +238,11 @@ def test_modes_on_a_gpu():
 @pytest.mark.gpu
 def test_no_kernels_where_the_reference_is_asked_for():
     scores = torch.zeros(1, 2, 2, device="cuda")
-    assert can_fuse(scores)
+    assert can_fuse(scores, 3)
     with use_backend("reference"):
-        assert not can_fuse(scores)
-    assert not can_fuse(scores.double())
-    assert not can_fuse(scores[:0])
+        assert not can_fuse(scores, 3)
+    assert not can_fuse(scores.double(), 3)
+    assert not can_fuse(scores[:0], 3)
 
 
 @pytest.mark.gpu

@@ -22,6 +22,7 @@ from quadtree_attention.ops.attend import attend
 from quadtree_attention.ops.problem import (
     Problem,
     Variant,
+    check_depth,
     check_levels,
     check_mask,
     check_scale,
@@ -266,11 +267,13 @@ class QuadtreeAttention(nn.Module):
     def _problem(
         self, x: Tensor, context: Tensor, dtype: torch.dtype, *, with_grad: bool
     ) -> Problem:
-        key_tree = Tree(grid_of(context.shape[1:-1]), self.num_levels)
+        query_grid, key_grid = grid_of(x.shape[1:-1]), grid_of(context.shape[1:-1])
+        check_depth(self.num_levels, query_grid, key_grid)
+        key_tree = Tree(key_grid, self.num_levels)
         head_dim = self.dim // self.num_heads
         return Problem(
             batch=x.shape[0],
-            query_tree=Tree(grid_of(x.shape[1:-1]), self.num_levels),
+            query_tree=Tree(query_grid, self.num_levels),
             key_tree=key_tree,
             num_heads=self.num_heads,
             head_dim=head_dim,

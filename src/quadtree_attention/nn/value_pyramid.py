@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from quadtree_attention.errors import OptionError
 from quadtree_attention.nn.untouched import is_everything_watched, is_untouched
-from quadtree_attention.ops.norms import can_fuse, map_norm
+from quadtree_attention.ops.norms import can_fuse_map, map_norm
 from quadtree_attention.ops.tree import Tree, accumulation_dtype, hide, is_known
 
 Activation = Literal["gelu", "relu"]
@@ -149,7 +149,7 @@ class ValueBranch(nn.Module):
     ) -> Tensor:
         """(B, *grid, C) -> (B, *parents, C); the masks are those of x and of the result."""
         plain = self._are_norms_plain() and not is_everything_watched() and x.shape[-1] == self.dim
-        if plain and visible is None and len(parents) == 2 and can_fuse(x):
+        if plain and visible is None and len(parents) == 2 and can_fuse_map(x):
             x = self.reduce(self._fused(self.norm1, x, by_parent=True))
             return self.mix(self._fused(self.norm2, x, by_parent=False))
         x = hide(self.act(self.norm1(x, visible)), visible)

@@ -100,7 +100,8 @@ def quadtree_attention(
         q: Queries (B, *grid, N, D); the grid has 1, 2 or 3 axes.
         k: Keys (B, *key_grid, N, D); the key grid may have another size than the query grid.
         v: Values (B, *key_grid, N, Dv).
-        num_levels: Levels of the pyramids.
+        num_levels: Levels of the pyramids: up to 4 on maps of any size, and more until the coarsest
+            level of the larger map is a single cell.
         topk: Cells that each query cell keeps: one number, or one per level that selects
             (`num_levels - 1` of them, coarse -> fine). More than there are keeps all.
         variant: "B" runs a softmax over all candidates of a level and mixes the levels by

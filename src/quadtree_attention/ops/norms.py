@@ -9,18 +9,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quadtree_attention.ops.backends.triton.limits import map_reasons, token_reasons
 from quadtree_attention.ops.dispatch import nobody_listens
 from quadtree_attention.ops.fused import runs_kernels
 from quadtree_attention.ops.tree import rows_by_parent
 
-LARGEST_DIM = 1024
 ACTIVATIONS = ("gelu", "relu")
 KERNEL_DTYPES = frozenset([torch.float32, torch.float16, torch.bfloat16])
 
 
 def can_fuse(x: Tensor) -> bool:
-    """Whether the fused norms take these tensors (..., C)."""
-    return x.dtype in KERNEL_DTYPES and x.shape[-1] <= LARGEST_DIM and runs_kernels(x)
+    """Whether the fused layer norm takes these tokens (..., C)."""
+    return x.dtype in KERNEL_DTYPES and runs_kernels(x) and not token_reasons(x.shape)
+
+
+def can_fuse_map(x: Tensor) -> bool:
+    """Whether the fused norm of maps takes these maps (B, Y, X, C)."""
+    return x.dtype in KERNEL_DTYPES and runs_kernels(x) and not map_reasons(x.shape)
 
 
 def activation_code(activation: str) -> int:

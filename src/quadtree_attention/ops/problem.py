@@ -14,6 +14,7 @@ from quadtree_attention.errors import DTypeError, OptionError, ShapeError
 from quadtree_attention.ops.tree import Tree, grid_of, is_known
 
 Variant = Literal["A", "B"]
+LEVELS_OF_ANY_MAP = 4  # accepted however small the maps are: networks meet maps of a few cells
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
@@ -69,12 +70,14 @@ def make_problem(
     check_mask("query_mask", query_mask, "q", q.shape[:-2], q.device)
     check_mask("key_mask", key_mask, "k", k.shape[:-2], k.device)
     check_levels(num_levels)
+    query_grid, key_grid = grid_of(q.shape[1:-2]), grid_of(k.shape[1:-2])
+    check_depth(num_levels, query_grid, key_grid)
     check_variant(variant)
     check_level_weights(level_weights, num_levels, variant, q.device)
-    key_tree = Tree(grid_of(k.shape[1:-2]), num_levels)
+    key_tree = Tree(key_grid, num_levels)
     return Problem(
         batch=q.shape[0],
-        query_tree=Tree(grid_of(q.shape[1:-2]), num_levels),
+        query_tree=Tree(query_grid, num_levels),
         key_tree=key_tree,
         num_heads=q.shape[-2],
         head_dim=q.shape[-1],
@@ -189,6 +192,20 @@ def check_levels(num_levels: int) -> None:
         raise OptionError(
             f"num_levels must be an integer of at least 1, got {num_levels=}; "
             "1 is full attention, 3 or 4 are usual"
+        )
+
+
+def check_depth(num_levels: int, *grids: Sequence[int]) -> None:
+    """Refuses levels that only pad: below a single cell, each doubles the sides of both maps."""
+    sides = [size for grid in grids for size in grid]
+    if not all(isinstance(size, int) for size in sides):  # not known until run time
+        return
+    most = max(LEVELS_OF_ANY_MAP, (max(sides) - 1).bit_length() + 1)
+    if num_levels > most:
+        shapes = " and ".join("x".join(map(str, grid)) for grid in dict.fromkeys(map(tuple, grids)))
+        raise OptionError(
+            f"num_levels must be at most {most} for maps of {shapes}, got {num_levels=}; "
+            "the coarsest level is a single cell by then"
         )
 
 

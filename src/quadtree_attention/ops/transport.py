@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from quadtree_attention.ops.backends import default_backend
+from quadtree_attention.ops.backends.triton.limits import transport_reasons
 from quadtree_attention.ops.fused import runs_kernels
 
 
@@ -32,18 +33,17 @@ def sinkhorn(scores: Tensor, bin_score: Tensor, iterations: int) -> tuple[Tensor
     Returns:
         left (R, S), right (R, T) and right_bin (R, 1).
     """
-    if can_fuse(scores):
+    if can_fuse(scores, iterations):
         return _FusedSinkhorn.apply(scores.contiguous(), bin_score.to(scores), iterations)
     if default_backend() == "reference" or not can_scale(scores, iterations):
         return plain_sinkhorn(scores, bin_score, iterations)
     return scaled_sinkhorn(scores, bin_score, iterations)
 
 
-def can_fuse(scores: Tensor) -> bool:
-    """Whether the kernels take these scores; places within a matrix are of 32 bits there."""
-    _, sources, targets = scores.shape
-    fits = scores.numel() > 0 and sources * targets < 2**31
-    return fits and scores.dtype == torch.float32 and runs_kernels(scores)
+def can_fuse(scores: Tensor, iterations: int) -> bool:
+    """Whether the kernels take these scores."""
+    fits = scores.numel() > 0 and scores.dtype == torch.float32 and runs_kernels(scores)
+    return fits and not transport_reasons(scores.shape, iterations)
 
 
 def can_scale(scores: Tensor, iterations: int) -> bool:

@@ -12,16 +12,15 @@ import torch
 from torch import Tensor
 
 from quadtree_attention.ops.backends import choose_backend
+from quadtree_attention.ops.backends.triton.limits import map_reasons
 from quadtree_attention.ops.dispatch import (
     are_plain_tensors,
     autocast_dtype,
     is_plain,
     is_profiled,
 )
-from quadtree_attention.ops.norms import KERNEL_DTYPES, LARGEST_DIM, activation_code
+from quadtree_attention.ops.norms import KERNEL_DTYPES, activation_code
 from quadtree_attention.ops.problem import Problem, needs_grad
-
-LARGEST_BATCH = 2**16 - 1  # programs along an axis
 
 
 class Parameters(NamedTuple):
@@ -72,8 +71,8 @@ def can_attend_whole(
         concerns_nobody
         and _fit_together(tensors)
         and problem.query_tree.ndim == 2
-        and 0 < problem.batch <= LARGEST_BATCH
-        and problem.num_heads * problem.head_dim <= LARGEST_DIM
+        and problem.batch > 0
+        and not any(map_reasons(x.shape) for x in maps)
         and choose_backend(backend, problem).name == "triton"
     )
 

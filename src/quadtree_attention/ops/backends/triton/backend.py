@@ -14,6 +14,7 @@ from torch import Tensor
 
 from quadtree_attention.ops.backends.base import Backend, Kept, installed, level_shares
 from quadtree_attention.ops.backends.flop_counter import register_formulas
+from quadtree_attention.ops.backends.triton import limits
 from quadtree_attention.ops.dispatch import nobody_listens
 from quadtree_attention.ops.flops import attention_flops, backward_flops
 from quadtree_attention.ops.problem import Problem, needs_grad
@@ -22,8 +23,6 @@ from quadtree_attention.ops.tree import Tree, is_exporting
 if TYPE_CHECKING:
     from quadtree_attention.ops.backends.triton.walk import Results
 
-LARGEST_DIM, LARGEST_TOPK = 256, 128
-LARGEST_SIDE = {1: 2**31, 2: 2**16, 3: 2**11}  # places of cells are packed into 31 bits
 TRITON_INSTALLED = installed("triton")
 
 
@@ -254,7 +253,7 @@ def attend(
         return out, []
     results = _unpacked([out, *rest])
     return out, [
-        _kept(query_tree.grid_at(i), places, scores)
+        _kept(query_tree.grid_at(i), limits.bits_of(key_tree.grid), places, scores)
         for i, (places, scores) in enumerate(zip(results.selections, results.scores, strict=True))
     ]
 
@@ -271,10 +270,10 @@ def _shown(tree: Tree, mask: Tensor | None) -> list[Tensor]:
     ]
 
 
-def _kept(grid: tuple[int, ...], places: Tensor, scores: Tensor) -> Kept:
+def _kept(grid: tuple[int, ...], key_bits: tuple[int, ...], places: Tensor, scores: Tensor) -> Kept:
     from quadtree_attention.ops.backends.triton.launch import coordinates_of
 
-    cells = torch.stack(coordinates_of(places, len(grid)), dim=-1)
+    cells = torch.stack(coordinates_of(places, key_bits), dim=-1)
     cells = torch.where(places[..., None] < 0, -1, cells).long()
     return Kept(cells.movedim(1, 2).unflatten(1, grid), scores.movedim(1, 2).unflatten(1, grid))
 
@@ -288,25 +287,9 @@ def _reasons(problem: Problem) -> list[str]:
         reasons.append(f"it needs a CUDA device, the tensors are on {problem.device}")
     if problem.dtype == torch.float64:
         reasons.append("it computes in float32 at most, the tensors are float64")
-    if max(problem.head_dim, problem.value_dim) > LARGEST_DIM:
-        reasons.append(
-            f"head dims go up to {LARGEST_DIM}, got {problem.head_dim} and {problem.value_dim}"
-        )
-    if max(problem.topk, default=0) > LARGEST_TOPK:
-        reasons.append(f"topk goes up to {LARGEST_TOPK}, got {problem.topk}")
-    if is_exporting():
-        reasons.append("exported programs use the reference")
-        return reasons  # sizes may be symbolic there
-    cells = max(prod(problem.query_tree.grid), prod(problem.key_tree.grid))
-    if cells >= 2**31:
-        reasons.append(f"a map has less than 2**31 cells, got {cells}")
-    sides = (*problem.query_tree.grid, *problem.key_tree.grid)
-    if max(sides) > LARGEST_SIDE[problem.query_tree.ndim]:
-        reasons.append(
-            f"grids of {problem.query_tree.ndim} axes go up to "
-            f"{LARGEST_SIDE[problem.query_tree.ndim]} cells a side, got {max(sides)}"
-        )
-    return reasons
+    if is_exporting():  # sizes may be symbolic there
+        return [*reasons, "exported programs use the reference"]
+    return reasons + limits.reasons(problem)
 
 
 TRITON = Backend("triton", _reasons, attend)

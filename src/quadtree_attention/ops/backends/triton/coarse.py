@@ -163,7 +163,7 @@ def coarse_fwd_kernel(
 def coarse_choose_kernel(
     p_v, p_parts, p_part_lse, p_list, p_count, p_message, p_lse, p_selection, p_scores,
     rows, heads, cells, key_1, key_2, sv_b, sv_n, sv_t,
-    NDIM: tl.constexpr, SPANS: tl.constexpr, BLOCK_T: tl.constexpr,
+    KEY_BITS: tl.constexpr, SPANS: tl.constexpr, BLOCK_T: tl.constexpr,
     DV: tl.constexpr, BLOCK_DV: tl.constexpr,
     TOPK: tl.constexpr, BLOCK_TOPK: tl.constexpr, ROOM: tl.constexpr,
     VARIANT_A: tl.constexpr, WITH_SCORES: tl.constexpr,
@@ -215,7 +215,7 @@ def coarse_choose_kernel(
     m_rest = m_rest & m_row[None, :]
     o_rest = o_row[None, :] * TOPK + o_k
     b_key = (b_pair & 0x7FFFFFFF).to(tl.int32)
-    tl.store(p_selection + o_slot, place_of(b_key, key_1, key_2, NDIM), mask=b_chosen)
+    tl.store(p_selection + o_slot, place_of(b_key, key_1, key_2, KEY_BITS), mask=b_chosen)
     tl.store(p_selection + o_rest, -1, mask=m_rest)
     if WITH_SCORES:
         tl.store(p_scores + o_slot, tl.exp(b_score - b_lse[None, :]), mask=b_chosen)
@@ -228,7 +228,7 @@ def coarse_choose_kernel(
         for i_k in range(TOPK):
             b_place = tl.load(p_selection + o_row * TOPK + i_k, mask=m_row, other=-1)[:, None]
             b_share = tl.load(p_scores + o_row * TOPK + i_k, mask=m_row, other=0.0)[:, None]
-            p_value = p_v + row_at(b_place, key_1, key_2, NDIM).to(tl.int64) * sv_t + o_dv
+            p_value = p_v + row_at(b_place, key_1, key_2, KEY_BITS).to(tl.int64) * sv_t + o_dv
             b_value = tl.load(p_value, mask=(b_place >= 0) & (o_dv < DV), other=0.0)
             b_message -= b_share * b_value.to(tl.float32)
     tl.store(p_message + o_row[:, None] * DV + o_dv, b_message, mask=m_message)
@@ -238,7 +238,7 @@ def coarse_choose_kernel(
 def pair_gradients(
     b_q, b_k, b_v, b_do, b_lse, m_t, o_s, m_shown, o_row, p_selection, p_dscores,
     scale, key_1, key_2,
-    NDIM: tl.constexpr, TOPK: tl.constexpr, VARIANT_A: tl.constexpr, PRECISION: tl.constexpr,
+    KEY_BITS: tl.constexpr, TOPK: tl.constexpr, VARIANT_A: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """For a block of queries and keys: attention, how much of it speaks here, and its gradient."""
     b_attention = tl.exp(scores_of(b_q, b_k, m_shown, scale, PRECISION) - b_lse)
@@ -247,7 +247,7 @@ def pair_gradients(
     b_spoken = b_attention
     if VARIANT_A and TOPK > 0:
         # Kept cells say nothing at this level; their gradient is that of their score.
-        o_place = place_of(o_s, key_1, key_2, NDIM)
+        o_place = place_of(o_s, key_1, key_2, KEY_BITS)
         for r in range(TOPK):
             b_kept = tl.load(p_selection + o_row * TOPK + r, mask=m_t, other=-1)
             b_dkept = tl.load(p_dscores + o_row * TOPK + r, mask=m_t, other=0.0)
@@ -264,7 +264,7 @@ def coarse_bwd_queries_kernel(
     scale, share, heads, cells, keys, key_1, key_2,
     sq_b, sq_n, sq_t, sk_b, sk_n, sk_t, sv_b, sv_n, sv_t, so_b, so_n, so_t, sm_b, sm_n, sm_t,
     sdq_b, sdq_n, sdq_t,
-    NDIM: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,
+    KEY_BITS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,
     D: tl.constexpr, BLOCK_D: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
     TOPK: tl.constexpr, VARIANT_A: tl.constexpr, MASKED: tl.constexpr, WEIGHTED: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -300,7 +300,7 @@ def coarse_bwd_queries_kernel(
         b_v = load_rows(p_v, o_s, m_shown, sv_t, DV, BLOCK_DV)
         b_attention, _, b_dattention = pair_gradients(
             b_q, b_k, b_v, b_do, b_lse, m_t, o_s, m_shown, o_row, p_selection, p_dscores,
-            scale, key_1, key_2, NDIM, TOPK, VARIANT_A, PRECISION,
+            scale, key_1, key_2, KEY_BITS, TOPK, VARIANT_A, PRECISION,
         )  # fmt: skip
         b_dscore = b_attention * (b_dattention - b_delta[:, None])
         b_dq = tl.dot(b_dscore.to(b_k.dtype), b_k, acc=b_dq, input_precision=PRECISION)
@@ -314,7 +314,7 @@ def coarse_bwd_keys_kernel(
     scale, share, heads, cells, keys, key_1, key_2,
     sq_b, sq_n, sq_t, sk_b, sk_n, sk_t, sv_b, sv_n, sv_t, so_b, so_n, so_t,
     sdk_b, sdk_n, sdk_t, sdv_b, sdv_n, sdv_t,
-    NDIM: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,
+    KEY_BITS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,
     D: tl.constexpr, BLOCK_D: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
     TOPK: tl.constexpr, VARIANT_A: tl.constexpr, MASKED: tl.constexpr, WEIGHTED: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -342,7 +342,7 @@ def coarse_bwd_keys_kernel(
         b_delta = tl.load(p_delta + o_row, mask=m_t, other=0.0)[:, None]
         b_attention, b_spoken, b_dattention = pair_gradients(
             b_q, b_k, b_v, b_do, b_lse, m_t, o_s, m_shown, o_row, p_selection, p_dscores,
-            scale, key_1, key_2, NDIM, TOPK, VARIANT_A, PRECISION,
+            scale, key_1, key_2, KEY_BITS, TOPK, VARIANT_A, PRECISION,
         )  # fmt: skip
         b_dscore = b_attention * (b_dattention - b_delta)
         b_dk = tl.dot(tl.trans(b_dscore.to(b_q.dtype)), b_q, acc=b_dk, input_precision=PRECISION)

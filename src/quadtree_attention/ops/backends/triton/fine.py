@@ -82,16 +82,16 @@ def head_of_part(i_first, i_part, heads, families, FAMILIES: tl.constexpr):
 
 
 @triton.jit
-def family(i_first, i_part, rows, heads, size_0, size_1, size_2, o_child, NDIM: tl.constexpr,
+def family(i_first, i_part, rows, heads, size_0, size_1, size_2, o_child, BITS: tl.constexpr,
            FAMILIES: tl.constexpr):  # fmt: skip
     """Of a query family: its batch entry and head, and its queries' rows and which of them are."""
     above_1, above_2 = (size_1 + 1) // 2, (size_2 + 1) // 2
     families = families_of(size_0, size_1, size_2)
     i_bn, i_b, i_n, o_family = head_of_part(i_first, i_part, heads, families, FAMILIES)
-    o_place = child_of(place_of(o_family, above_1, above_2, NDIM), o_child, NDIM)
-    m_query = is_on_grid(o_place, size_0, size_1, size_2, NDIM)
+    o_place = child_of(place_of(o_family, above_1, above_2, BITS), o_child, BITS)
+    m_query = is_on_grid(o_place, size_0, size_1, size_2, BITS)
     m_query = of_families(m_query, family_of_part(i_first, i_part, FAMILIES), rows, FAMILIES)
-    return i_bn, i_b, i_n, row_at(o_place, size_1, size_2, NDIM), m_query
+    return i_bn, i_b, i_n, row_at(o_place, size_1, size_2, BITS), m_query
 
 
 @triton.jit
@@ -102,20 +102,20 @@ def offsets(i_b, i_n, o_row, s_b, s_n, s_t):
 
 @triton.jit
 def candidates(p_parents, p_shown, o_c, m_c, i_b, key_0, key_1, key_2,
-               KEPT: tl.constexpr, NDIM: tl.constexpr, HIDES: tl.constexpr,
+               KEPT: tl.constexpr, KEY_BITS: tl.constexpr, HIDES: tl.constexpr,
                MASKED: tl.constexpr):  # fmt: skip
     """Places and rows of the candidates numbered `o_c`, and which of them are shown."""
-    F: tl.constexpr = 2**NDIM
+    F: tl.constexpr = 2 ** len(KEY_BITS)
     m_shown = m_c & (o_c // F < KEPT)
     o_parent = tl.load(p_parents + o_c // F, mask=m_shown, other=-1)
     if HIDES:
         m_shown = m_shown & (o_parent >= 0)
     else:  # all are there, unless scores were not numbers: then any cell is as good
         o_parent = tl.maximum(o_parent, 0)
-    o_place = child_of(o_parent, o_c % F, NDIM)
-    o_row = row_at(o_place, key_1, key_2, NDIM)
+    o_place = child_of(o_parent, o_c % F, KEY_BITS)
+    o_row = row_at(o_place, key_1, key_2, KEY_BITS)
     if HIDES:
-        m_shown = m_shown & is_on_grid(o_place, key_0, key_1, key_2, NDIM)
+        m_shown = m_shown & is_on_grid(o_place, key_0, key_1, key_2, KEY_BITS)
     if MASKED:
         p_row = p_shown + i_b * key_0 * key_1 * key_2 + o_row
         m_shown = m_shown & (tl.load(p_row, mask=m_shown, other=0) != 0)
@@ -126,7 +126,7 @@ def candidates(p_parents, p_shown, o_c, m_c, i_b, key_0, key_1, key_2,
 def load_part(p_x, p_parents, p_shown, g, i_first, rows, heads, families, key_0, key_1, key_2,
               s_b, s_n, s_t,
               D: tl.constexpr, BLOCK_D: tl.constexpr, KEPT: tl.constexpr, FAMILIES: tl.constexpr,
-              WIDTH: tl.constexpr, NDIM: tl.constexpr, HIDES: tl.constexpr,
+              WIDTH: tl.constexpr, KEY_BITS: tl.constexpr, HIDES: tl.constexpr,
               MASKED: tl.constexpr):  # fmt: skip
     """Keys or values of the candidates of part `g`; zeros where they are hidden."""
     i_row = family_of_part(i_first, g, FAMILIES)
@@ -135,7 +135,7 @@ def load_part(p_x, p_parents, p_shown, g, i_first, rows, heads, families, key_0,
     m_c = of_families(o_c >= 0, o_c * 0 + i_row, rows, FAMILIES)
     _, o_row, m_row = candidates(
         p_parents + i_row.to(tl.int64) * KEPT, p_shown, o_c, m_c, i_b,
-        key_0, key_1, key_2, KEPT, NDIM, HIDES, MASKED,
+        key_0, key_1, key_2, KEPT, KEY_BITS, HIDES, MASKED,
     )  # fmt: skip
     return load_rows(p_x + i_b * s_b + i_n * s_n, o_row, m_row, s_t, D, BLOCK_D)
 
@@ -145,17 +145,17 @@ def family_scores(
     p_q, p_k, p_parents, p_shown, o_query, m_query, i_first, rows, heads, families, scale,
     key_0, key_1, key_2, sk_b, sk_n, sk_t,
     D: tl.constexpr, BLOCK_D: tl.constexpr, KEPT: tl.constexpr, FAMILIES: tl.constexpr,
-    ROWS: tl.constexpr, PARTS: tl.constexpr, WIDTH: tl.constexpr, NDIM: tl.constexpr,
+    ROWS: tl.constexpr, PARTS: tl.constexpr, WIDTH: tl.constexpr, KEY_BITS: tl.constexpr,
     HIDES: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Scores of the queries at `o_query`, (ROWS, WIDTH): row (g, f) is a query before part g."""
-    i_part = tl.arange(0, ROWS) // 2**NDIM
+    i_part = tl.arange(0, ROWS) // 2 ** len(KEY_BITS)
     b_q = load_rows(p_q, o_query, m_query, 1, D, BLOCK_D)
     b_score = tl.zeros((ROWS, WIDTH), tl.float32)
     for g in tl.static_range(PARTS):
         b_k = load_part(
             p_k, p_parents, p_shown, g, i_first, rows, heads, families, key_0, key_1, key_2,
-            sk_b, sk_n, sk_t, D, BLOCK_D, KEPT, FAMILIES, WIDTH, NDIM, HIDES, MASKED,
+            sk_b, sk_n, sk_t, D, BLOCK_D, KEPT, FAMILIES, WIDTH, KEY_BITS, HIDES, MASKED,
         )  # fmt: skip
         b_here = tl.dot(b_q.to(b_k.dtype), tl.trans(b_k), input_precision=PRECISION)
         b_score = tl.where((i_part == g)[:, None], b_here, b_score)
@@ -180,7 +180,7 @@ def add_part(b_sum, b_weight, b_x, m_own, FAMILIES: tl.constexpr, PRECISION: tl.
 @triton.jit
 def all_candidates(p_parents, p_shown, i_first, rows, heads, families, key_0, key_1, key_2,
                    KEPT: tl.constexpr, FAMILIES: tl.constexpr, PARTS: tl.constexpr,
-                   GROUPS: tl.constexpr, WIDTH: tl.constexpr, NDIM: tl.constexpr,
+                   GROUPS: tl.constexpr, WIDTH: tl.constexpr, KEY_BITS: tl.constexpr,
                    HIDES: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
     """Places of the candidates of all parts, and which are shown: (G, 1, W)."""
     i_part = tl.arange(0, GROUPS)[:, None, None]
@@ -190,7 +190,7 @@ def all_candidates(p_parents, p_shown, i_first, rows, heads, families, key_0, ke
     o_place, _, m_shown = candidates(
         p_parents + i_row.to(tl.int64) * KEPT, p_shown, o_c,
         of_families(i_part < PARTS, i_row, rows, FAMILIES), i_b,
-        key_0, key_1, key_2, KEPT, NDIM, HIDES, MASKED,
+        key_0, key_1, key_2, KEPT, KEY_BITS, HIDES, MASKED,
     )  # fmt: skip
     return o_place, m_shown
 
@@ -229,13 +229,14 @@ def fine_fwd_kernel(
     p_total, p_selection, p_scores,
     scale, share, level, rows, heads, size_0, size_1, size_2, key_0, key_1, key_2,
     sq_b, sq_n, sq_t, sk_b, sk_n, sk_t, sv_b, sv_n, sv_t, so_b, so_n, so_t,
-    NDIM: tl.constexpr, KEPT: tl.constexpr, FAMILIES: tl.constexpr, ROWS: tl.constexpr,
-    PARTS: tl.constexpr, WIDTH: tl.constexpr,
+    QUERY_BITS: tl.constexpr, KEY_BITS: tl.constexpr, KEPT: tl.constexpr, FAMILIES: tl.constexpr,
+    ROWS: tl.constexpr, PARTS: tl.constexpr, WIDTH: tl.constexpr,
     D: tl.constexpr, BLOCK_D: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
     TOPK: tl.constexpr, BLOCK_TOPK: tl.constexpr,
     VARIANT_A: tl.constexpr, HIDES: tl.constexpr, MASKED: tl.constexpr, WEIGHTED: tl.constexpr,
     WITH_SCORES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
+    NDIM: tl.constexpr = len(QUERY_BITS)
     F: tl.constexpr = 2**NDIM
     GROUPS: tl.constexpr = ROWS // F
     AXIS: tl.constexpr = SPREAD if FAMILIES == 1 else 2  # where the candidates of a query are
@@ -244,17 +245,17 @@ def fine_fwd_kernel(
     i_part = tl.arange(0, ROWS) // F
     o_f = tl.arange(0, ROWS) % F
     _, i_b, i_n, o_query, m_query = family(
-        i_first, i_part, rows, heads, size_0, size_1, size_2, o_f, NDIM, FAMILIES
+        i_first, i_part, rows, heads, size_0, size_1, size_2, o_f, QUERY_BITS, FAMILIES
     )
     b_score, _ = family_scores(
         p_q, p_k, p_parents, p_shown, offsets(i_b, i_n, o_query, sq_b, sq_n, sq_t), m_query,
         i_first, rows, heads, families, scale, key_0, key_1, key_2, sk_b, sk_n, sk_t,
-        D, BLOCK_D, KEPT, FAMILIES, ROWS, PARTS, WIDTH, NDIM, HIDES, MASKED, PRECISION,
+        D, BLOCK_D, KEPT, FAMILIES, ROWS, PARTS, WIDTH, KEY_BITS, HIDES, MASKED, PRECISION,
     )  # fmt: skip
     b_score = spread(b_score, NDIM)
     o_place, m_shown = all_candidates(
         p_parents, p_shown, i_first, rows, heads, families, key_0, key_1, key_2,
-        KEPT, FAMILIES, PARTS, GROUPS, WIDTH, NDIM, HIDES, MASKED,
+        KEPT, FAMILIES, PARTS, GROUPS, WIDTH, KEY_BITS, HIDES, MASKED,
     )  # fmt: skip
     m_shown = tl.broadcast_to(m_shown, b_score.shape)
     b_score = tl.where(m_shown, b_score, float("-inf"))
@@ -275,7 +276,7 @@ def fine_fwd_kernel(
         i_part3 = tl.arange(0, GROUPS)[:, None, None]
         o_child = tl.arange(0, F)[None, :, None]
         i_bn, _, _, o_out, m_out = family(
-            i_first, i_part3, rows, heads, size_0, size_1, size_2, o_child, NDIM, FAMILIES
+            i_first, i_part3, rows, heads, size_0, size_1, size_2, o_child, QUERY_BITS, FAMILIES
         )
         o_out = (i_bn * size_0 * size_1 * size_2 + o_out) * TOPK
         # One tensor to bring into the layout of stores; no slot but those there are, whatever came.
@@ -298,7 +299,7 @@ def fine_fwd_kernel(
     for g in tl.static_range(PARTS):
         b_v = load_part(
             p_v, p_parents, p_shown, g, i_first, rows, heads, families, key_0, key_1, key_2,
-            sv_b, sv_n, sv_t, DV, BLOCK_DV, KEPT, FAMILIES, WIDTH, NDIM, HIDES, MASKED,
+            sv_b, sv_n, sv_t, DV, BLOCK_DV, KEPT, FAMILIES, WIDTH, KEY_BITS, HIDES, MASKED,
         )  # fmt: skip
         b_message = add_part(b_message, b_weight, b_v, i_part == g, FAMILIES, PRECISION)
     OUT: tl.constexpr = F if FAMILIES == 1 else ROWS
@@ -314,7 +315,7 @@ def fine_fwd_kernel(
         b_inherited *= tl.load(p_weights).to(tl.float32) if WEIGHTED else share
     b_message += b_inherited
     _, i_b, i_n, o_out, m_out = family(
-        i_first, o_out // F, rows, heads, size_0, size_1, size_2, o_out % F, NDIM, FAMILIES
+        i_first, o_out // F, rows, heads, size_0, size_1, size_2, o_out % F, QUERY_BITS, FAMILIES
     )
     o_out = offsets(i_b, i_n, o_out, so_b, so_n, so_t)
     store_rows(p_total, b_message, o_out, m_out, 1, DV)
@@ -327,13 +328,14 @@ def fine_bwd_kernel(
     p_dq, p_dweight, p_dparent_scores, p_dinherited, p_lse, p_delta,
     scale, share, level, rows, heads, size_0, size_1, size_2, key_0, key_1, key_2,
     sq_b, sq_n, sq_t, sk_b, sk_n, sk_t, sv_b, sv_n, sv_t, so_b, so_n, so_t, sdq_b, sdq_n, sdq_t,
-    NDIM: tl.constexpr, KEPT: tl.constexpr, FAMILIES: tl.constexpr, ROWS: tl.constexpr,
-    PARTS: tl.constexpr, WIDTH: tl.constexpr,
+    QUERY_BITS: tl.constexpr, KEY_BITS: tl.constexpr, KEPT: tl.constexpr, FAMILIES: tl.constexpr,
+    ROWS: tl.constexpr, PARTS: tl.constexpr, WIDTH: tl.constexpr,
     D: tl.constexpr, BLOCK_D: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
     TOPK: tl.constexpr, VARIANT_A: tl.constexpr, HIDES: tl.constexpr, MASKED: tl.constexpr,
     WEIGHTED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Gradients of the queries, of what came from above, and statistics for those of the keys."""
+    NDIM: tl.constexpr = len(QUERY_BITS)
     F: tl.constexpr = 2**NDIM
     GROUPS: tl.constexpr = ROWS // F
     AXIS: tl.constexpr = SPREAD if FAMILIES == 1 else 2  # where the candidates of a query are
@@ -342,17 +344,17 @@ def fine_bwd_kernel(
     i_part = tl.arange(0, ROWS) // F
     o_f = tl.arange(0, ROWS) % F
     _, i_b, i_n, o_query, m_query = family(
-        i_first, i_part, rows, heads, size_0, size_1, size_2, o_f, NDIM, FAMILIES
+        i_first, i_part, rows, heads, size_0, size_1, size_2, o_f, QUERY_BITS, FAMILIES
     )
     b_score, _ = family_scores(
         p_q, p_k, p_parents, p_shown, offsets(i_b, i_n, o_query, sq_b, sq_n, sq_t), m_query,
         i_first, rows, heads, families, scale, key_0, key_1, key_2, sk_b, sk_n, sk_t,
-        D, BLOCK_D, KEPT, FAMILIES, ROWS, PARTS, WIDTH, NDIM, HIDES, MASKED, PRECISION,
+        D, BLOCK_D, KEPT, FAMILIES, ROWS, PARTS, WIDTH, KEY_BITS, HIDES, MASKED, PRECISION,
     )  # fmt: skip
     b_dattention, b_do = family_scores(  # the gradient of an attention weight is do . v
         p_dtotal, p_v, p_parents, p_shown, offsets(i_b, i_n, o_query, so_b, so_n, so_t), m_query,
         i_first, rows, heads, families, 1.0, key_0, key_1, key_2, sv_b, sv_n, sv_t,
-        DV, BLOCK_DV, KEPT, FAMILIES, ROWS, PARTS, WIDTH, NDIM, HIDES, MASKED, PRECISION,
+        DV, BLOCK_DV, KEPT, FAMILIES, ROWS, PARTS, WIDTH, KEY_BITS, HIDES, MASKED, PRECISION,
     )  # fmt: skip
     b_do = spread(b_do.to(tl.float32), NDIM)
     if FAMILIES == 1:  # every part has the same queries
@@ -366,14 +368,14 @@ def fine_bwd_kernel(
     b_dattention = spread(b_dattention, NDIM)
     o_place, m_shown = all_candidates(
         p_parents, p_shown, i_first, rows, heads, families, key_0, key_1, key_2,
-        KEPT, FAMILIES, PARTS, GROUPS, WIDTH, NDIM, HIDES, MASKED,
+        KEPT, FAMILIES, PARTS, GROUPS, WIDTH, KEY_BITS, HIDES, MASKED,
     )  # fmt: skip
     m_shown = tl.broadcast_to(m_shown, b_score.shape)
     b_score = tl.where(m_shown, b_score, float("-inf"))
     i_part3 = tl.arange(0, GROUPS)[:, None, None]
     o_child = tl.arange(0, F)[None, :, None]
     i_bn, _, _, o_query3, m_query3 = family(
-        i_first, i_part3, rows, heads, size_0, size_1, size_2, o_child, NDIM, FAMILIES
+        i_first, i_part3, rows, heads, size_0, size_1, size_2, o_child, QUERY_BITS, FAMILIES
     )
     o_query3 = i_bn * size_0 * size_1 * size_2 + o_query3
     if VARIANT_A:
@@ -415,7 +417,7 @@ def fine_bwd_kernel(
     for g in tl.static_range(PARTS):
         b_k = load_part(
             p_k, p_parents, p_shown, g, i_first, rows, heads, families, key_0, key_1, key_2,
-            sk_b, sk_n, sk_t, D, BLOCK_D, KEPT, FAMILIES, WIDTH, NDIM, HIDES, MASKED,
+            sk_b, sk_n, sk_t, D, BLOCK_D, KEPT, FAMILIES, WIDTH, KEY_BITS, HIDES, MASKED,
         )  # fmt: skip
         b_dq = add_part(b_dq, b_dscore, b_k, i_part == g, FAMILIES, PRECISION)
     OUT: tl.constexpr = F if FAMILIES == 1 else ROWS
@@ -423,7 +425,7 @@ def fine_bwd_kernel(
         b_dq = tl.sum(spread(b_dq, NDIM), axis=0)
     o_out = tl.arange(0, OUT)
     _, i_b, i_n, o_out, m_out = family(
-        i_first, o_out // F, rows, heads, size_0, size_1, size_2, o_out % F, NDIM, FAMILIES
+        i_first, o_out // F, rows, heads, size_0, size_1, size_2, o_out % F, QUERY_BITS, FAMILIES
     )
     o_out = offsets(i_b, i_n, o_out, sdq_b, sdq_n, sdq_t)
     store_rows(p_dq, b_dq, o_out, m_out, 1, D)
@@ -431,30 +433,30 @@ def fine_bwd_kernel(
 
 @kernel
 def count_users_kernel(p_parents, p_count, entries, per_head, above_0, above_1, above_2,
-                       NDIM: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+                       KEY_BITS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """How many query families kept each key family."""
     o = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     b_parent = tl.load(p_parents + o, mask=o < entries, other=-1)
     o_key = (o // per_head) * (above_0 * above_1 * above_2)
-    o_key += row_at(b_parent, above_1, above_2, NDIM)
+    o_key += row_at(b_parent, above_1, above_2, KEY_BITS)
     tl.atomic_add(p_count + o_key, 1, mask=b_parent >= 0, sem="relaxed")
 
 
 @kernel
 def list_users_kernel(p_parents, p_first, p_cursor, p_users, p_slots,
                       entries, per_head, above_0, above_1, above_2, query_1, query_2,
-                      KEPT: tl.constexpr, NDIM: tl.constexpr, BLOCK: tl.constexpr,
-                      WITH_SLOTS: tl.constexpr):  # fmt: skip
+                      KEPT: tl.constexpr, QUERY_BITS: tl.constexpr, KEY_BITS: tl.constexpr,
+                      BLOCK: tl.constexpr, WITH_SLOTS: tl.constexpr):  # fmt: skip
     """Writes them side by side, in no particular order."""
     o = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     b_parent = tl.load(p_parents + o, mask=o < entries, other=-1)
     m = b_parent >= 0
     o_key = (o // per_head) * (above_0 * above_1 * above_2)
-    o_key += row_at(b_parent, above_1, above_2, NDIM)
-    o_list = tl.atomic_add(p_cursor + o_key, 1, mask=m, sem="relaxed")
-    o_list += tl.load(p_first + o_key, mask=m, other=0)
+    o_key += row_at(b_parent, above_1, above_2, KEY_BITS)
+    o_list = tl.load(p_first + o_key, mask=m, other=0)
+    o_list += tl.atomic_add(p_cursor + o_key, 1, mask=m, sem="relaxed")
     o_family = (o % per_head // KEPT).to(tl.int32)
-    tl.store(p_users + o_list, place_of(o_family, query_1, query_2, NDIM), mask=m)
+    tl.store(p_users + o_list, place_of(o_family, query_1, query_2, QUERY_BITS), mask=m)
     if WITH_SLOTS:
         tl.store(p_slots + o_list, (o % KEPT).to(tl.int32), mask=m)
 
@@ -466,7 +468,7 @@ def fine_bwd_keys_kernel(
     scale, share, level, heads, size_0, size_1, size_2, key_0, key_1, key_2,
     sq_b, sq_n, sq_t, sk_b, sk_n, sk_t, sv_b, sv_n, sv_t, so_b, so_n, so_t,
     sdk_b, sdk_n, sdk_t, sdv_b, sdv_n, sdv_t,
-    NDIM: tl.constexpr, BLOCK_M: tl.constexpr, KEPT: tl.constexpr,
+    QUERY_BITS: tl.constexpr, KEY_BITS: tl.constexpr, BLOCK_M: tl.constexpr, KEPT: tl.constexpr,
     D: tl.constexpr, BLOCK_D: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
     TOPK: tl.constexpr, VARIANT_A: tl.constexpr, MASKED: tl.constexpr, WEIGHTED: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -476,18 +478,18 @@ def fine_bwd_keys_kernel(
     `p_users` lists the query families that kept each key family, `p_slots` the number of the key
     family in their selection, and `p_first` where the list of each key family begins.
     """
-    F: tl.constexpr = 2**NDIM
+    F: tl.constexpr = 2 ** len(QUERY_BITS)
     i_key = tl.program_id(0)
     o_c = tl.arange(0, 16)  # columns: the F keys, padded
     i_bn, i_b, i_n, o_key, m_key = family(
-        i_key, 0, 0, heads, key_0, key_1, key_2, o_c % F, NDIM, FAMILIES=1
+        i_key, 0, 0, heads, key_0, key_1, key_2, o_c % F, KEY_BITS, FAMILIES=1
     )
     m_key = m_key & (o_c < F)
     b_shown = m_key
     if MASKED:
         p_row = p_shown + i_b * key_0 * key_1 * key_2 + o_key
         b_shown = b_shown & (tl.load(p_row, mask=b_shown, other=0) != 0)
-    o_key_place = place_of(o_key, key_1, key_2, NDIM)
+    o_key_place = place_of(o_key, key_1, key_2, KEY_BITS)
     b_k = load_rows(p_k + i_b * sk_b + i_n * sk_n, o_key, b_shown, sk_t, D, BLOCK_D)
     b_v = load_rows(p_v + i_b * sv_b + i_n * sv_n, o_key, b_shown, sv_t, DV, BLOCK_DV)
     p_q += i_b * sq_b + i_n * sq_n
@@ -497,15 +499,18 @@ def fine_bwd_keys_kernel(
     b_dv = tl.zeros((16, BLOCK_DV), tl.float32)
     o_m = tl.arange(0, BLOCK_M)  # rows: queries of several families
     i_first = i_bn * size_0 * size_1 * size_2
-    i_begin = tl.load(p_first + i_key)
-    i_end = tl.load(p_first + i_key + 1)
-    for i_user in range(i_begin, i_end, BLOCK_M // F):
+    i_begin = tl.load(p_first + i_key)  # of 64 bits; the list itself is short
+    count = (tl.load(p_first + i_key + 1) - i_begin).to(tl.int32)
+    p_users += i_begin
+    if VARIANT_A:
+        p_slots += i_begin
+    for i_user in range(0, count, BLOCK_M // F):
         o_user = i_user + o_m // F
-        m_user = o_user < i_end
+        m_user = o_user < count
         b_user = tl.load(p_users + o_user, mask=m_user, other=0)  # place of a query family
-        o_place = child_of(b_user, o_m % F, NDIM)
-        m_query = m_user & is_on_grid(o_place, size_0, size_1, size_2, NDIM)
-        o_query = row_at(o_place, size_1, size_2, NDIM)
+        o_place = child_of(b_user, o_m % F, QUERY_BITS)
+        m_query = m_user & is_on_grid(o_place, size_0, size_1, size_2, QUERY_BITS)
+        o_query = row_at(o_place, size_1, size_2, QUERY_BITS)
         b_q = load_rows(p_q, o_query, m_query, sq_t, D, BLOCK_D)
         b_do = load_rows(p_dtotal, o_query, m_query, so_t, DV, BLOCK_DV).to(b_v.dtype)
         b_score = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION) * scale
@@ -516,7 +521,7 @@ def fine_bwd_keys_kernel(
             b_slot = tl.load(p_slots + o_user, mask=m_user, other=0)
             above_1, above_2 = (size_1 + 1) // 2, (size_2 + 1) // 2
             families = families_of(size_0, size_1, size_2)
-            o_above = i_bn * families + row_at(b_user, above_1, above_2, NDIM)
+            o_above = i_bn * families + row_at(b_user, above_1, above_2, QUERY_BITS)
             p_above = p_parent_scores + o_above * KEPT + b_slot
             b_share = tl.exp(b_score - finite_max(b_score, 1))
             b_share *= safe_reciprocal(tl.sum(b_share, axis=1, keep_dims=True))

@@ -4,15 +4,15 @@
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from quadtree_attention.ops.backends.triton import coarse, fine, pyramid, replay
+from quadtree_attention.ops.backends.triton.limits import MOST_STEPS, Grid, bits_of
 from quadtree_attention.ops.tree import Tree
 
-Grid = tuple[int, ...]
 ROWS = 16  # what a matrix unit takes at least
 
 
@@ -48,6 +48,8 @@ class Level:
     v: Tensor
     grid: Grid
     key_grid: Grid
+    bits: Grid  # of the axes in places of query cells, see `limits.bits_of`
+    key_bits: Grid
     shown: Tensor | None  # (B, S), keys that are not hidden by a mask
 
 
@@ -58,6 +60,7 @@ class Grids:
     sizes: tuple[Grid, ...]
     cells: tuple[int, ...]
     is_padded: bool
+    bits: Grid  # of the axes in places, see `limits.bits_of`
 
     @property
     def finest(self) -> int:
@@ -72,7 +75,7 @@ class Grids:
 def grids_of(grid: Grid, num_levels: int) -> Grids:
     tree = Tree(grid, num_levels)
     levels = tuple(tree.grid_at(level) for level in range(num_levels))
-    return Grids(levels, tuple(prod(level) for level in levels), tree.is_padded)
+    return Grids(levels, tuple(prod(level) for level in levels), tree.is_padded, bits_of(grid))
 
 
 def power_of_two(n: int, least: int = 1) -> int:
@@ -114,7 +117,7 @@ def precision(dtype: torch.dtype) -> str:
 def constants(level: Level, kept: int, options: Options) -> dict[str, Any]:
     dim, value_dim = level.q.shape[-1], level.v.shape[-1]
     return {
-        "NDIM": len(level.grid),
+        "KEY_BITS": level.key_bits,
         "D": dim,
         "BLOCK_D": power_of_two(dim, 16),
         "DV": value_dim,
@@ -223,7 +226,7 @@ def attend_coarse(
         coarse.coarse_choose_kernel[(parts_of(rows, block_t),)](
             level.v, parts, part_lse, listed, count, out, lse, selection, scores,
             rows, heads, cells, *sizes(level.key_grid)[1:], *strides(level.v),
-            **shared, NDIM=len(level.grid), VARIANT_A=options.variant == "A", ROOM=room,
+            **shared, KEY_BITS=level.key_bits, VARIANT_A=options.variant == "A", ROOM=room,
             SPANS=spans, BLOCK_T=block_t, BLOCK_TOPK=power_of_two(kept),
             WITH_SCORES=options.with_scores, num_warps=1,
         )  # fmt: skip
@@ -250,7 +253,7 @@ def attend_fine(
         options.scale, options.share, index, rows, level.q.shape[1],
         *sizes(level.grid), *sizes(level.key_grid),
         *strides(level.q, level.k, level.v, out),
-        **constants(level, kept, options), **parts, HIDES=hides,
+        **constants(level, kept, options), **parts, QUERY_BITS=level.bits, HIDES=hides,
         WEIGHTED=options.weights is not None,
         BLOCK_TOPK=power_of_two(kept), WITH_SCORES=options.with_scores,
     )  # fmt: skip
@@ -331,18 +334,20 @@ def fine_gradients(
     fine.fine_bwd_kernel[(programs,)](
         level.q, level.k, level.v, level.shown, options.weights, parents, parent_scores, selection,
         dtotal, dscores, dq, dweight, dparent_scores, dinherited, lse, delta,
-        *shared, rows, *numbers, *strides(dq), **fixed, **parts, HIDES=hides,
+        *shared, rows, *numbers, *strides(dq), **fixed, **parts, QUERY_BITS=level.bits,
+        HIDES=hides,
     )  # fmt: skip
-    query_above, above = (
-        tuple(parts_of(size, 2) for size in grid) for grid in (level.grid, level.key_grid)
+    queries, keys = (
+        Cells(tuple(parts_of(size, 2) for size in grid), bits)
+        for grid, bits in ((level.grid, level.bits), (level.key_grid, level.key_bits))
     )
     find_users = sorted_users if deterministic else listed_users
-    users, slots, first = find_users(parents, query_above, above, variant_a)
-    fine.fine_bwd_keys_kernel[(prod(parents.shape[:2]) * prod(above),)](
+    users, slots, first = find_users(parents, queries, keys, variant_a)
+    fine.fine_bwd_keys_kernel[(prod(parents.shape[:2]) * prod(keys.grid),)](
         level.q, level.k, level.v, level.shown, options.weights, parent_scores, selection,
         dtotal, dscores, users, slots, first, lse, delta, dk, dv,
-        *shared, *numbers, *strides(dk, dv), **fixed, KEPT=parents.shape[-1],
-        **user_blocks(level, parents.shape[-1]),
+        *shared, *numbers, *strides(dk, dv), **fixed, QUERY_BITS=level.bits,
+        KEPT=parents.shape[-1], **user_blocks(level, parents.shape[-1]),
     )  # fmt: skip
     return dweight, dinherited, dparent_scores
 
@@ -361,34 +366,41 @@ def user_blocks(level: Level, kept: int) -> dict[str, int]:
 Users = tuple[Tensor, Tensor, Tensor]
 
 
-def listed_users(parents: Tensor, grid: Grid, above: Grid, with_slots: bool) -> Users:
+class Cells(NamedTuple):
+    """A grid, and how many bits each of its axes has in places."""
+
+    grid: Grid
+    bits: Grid
+
+
+def listed_users(parents: Tensor, queries: Cells, keys: Cells, with_slots: bool) -> Users:
     """For every key family and head: which query families kept it.
 
     Args:
         parents: Places of the kept cells, (B, N, families, K).
-        grid: Grid of the query families.
-        above: Grid of the key families.
+        queries: The query families.
+        keys: The key families.
         with_slots: Whether slots are wanted.
 
     Returns:
         Users (place of the query family of each entry), slots (number of the key family among those
-        it kept), and where the entries of each key family begin (one more than there are families).
-        The order of a list is that in which the threads came by.
+        it kept), and where the entries of each key family begin (one more than there are families),
+        in 64 bits. The order of a list is that in which the threads came by.
     """
     batch, heads, families, kept = parents.shape
     entries, block = parents.numel(), 256
-    ends = batch * heads * prod(above) + 1
-    count, first = parents.new_empty(2 * ends), parents.new_empty(ends)
+    ends = batch * heads * prod(keys.grid) + 1
+    count, first = parents.new_empty(2 * ends), parents.new_empty(ends, dtype=torch.int64)
     users, slots = parents.new_empty(entries), parents.new_empty(entries if with_slots else 0)
     programs = (parts_of(entries, block),)
-    numbers = (entries, families * kept, *sizes(above))
-    ndim = len(above)
+    numbers = (entries, families * kept, *sizes(keys.grid))
+    fixed = {"KEY_BITS": keys.bits, "BLOCK": block}
     replay.noted(torch.Tensor.zero_, count)
-    fine.count_users_kernel[programs](parents, count[1:], *numbers, NDIM=ndim, BLOCK=block)
+    fine.count_users_kernel[programs](parents, count[1:], *numbers, **fixed)
     replay.noted(running_sum, count, first)
     fine.list_users_kernel[programs](
-        parents, first, count[ends:], users, slots, *numbers, *sizes(grid)[1:],
-        KEPT=kept, NDIM=ndim, BLOCK=block, WITH_SLOTS=with_slots,
+        parents, first, count[ends:], users, slots, *numbers, *sizes(queries.grid)[1:],
+        KEPT=kept, QUERY_BITS=queries.bits, WITH_SLOTS=with_slots, **fixed,
     )  # fmt: skip
     return users, slots, first
 
@@ -398,44 +410,41 @@ def running_sum(x: Tensor, out: Tensor) -> None:
     torch.cumsum(x[: len(out)], 0, dtype=out.dtype, out=out)
 
 
-def sorted_users(parents: Tensor, grid: Grid, above: Grid, with_slots: bool) -> Users:
+def sorted_users(parents: Tensor, queries: Cells, keys: Cells, with_slots: bool) -> Users:
     """As `listed_users`, every list in the order of its query families."""
     batch, heads, families, kept = parents.shape
-    heads_in_all, key_families = batch * heads, prod(above)
+    heads_in_all, key_families = batch * heads, prod(keys.grid)
     head = torch.arange(heads_in_all, device=parents.device)[:, None]
     places = parents.reshape(heads_in_all, families * kept)
     nobody = heads_in_all * key_families  # sorts behind every family
     row = torch.zeros_like(places, dtype=torch.int64)
-    for axis, size in zip(coordinates_of(places, len(above)), above, strict=True):
+    for axis, size in zip(coordinates_of(places, keys.bits), keys.grid, strict=True):
         row = row * size + axis
     target = torch.where(places < 0, nobody, row + head * key_families).flatten()
     target, order = target.sort(stable=True)
     bounds = torch.arange(nobody + 1, device=parents.device)
     first = torch.searchsorted(target, bounds)
     users, slots = order // kept, order % kept
-    return packed(users % families, grid), slots.int(), first.int()
+    return packed(users % families, queries), slots.int(), first
 
 
-def packed(rows: Tensor, grid: Grid) -> Tensor:
+def packed(rows: Tensor, cells: Cells) -> Tensor:
     """Places of row numbers, as `shared.place_of`."""
-    bits = (0, 16, 10)[len(grid) - 1]
-    places = torch.zeros_like(rows)
-    for axis, size in enumerate(reversed(grid)):
-        places |= (rows % size) << (axis * bits)
+    places, shift = torch.zeros_like(rows), 0
+    for size, bits in zip(reversed(cells.grid), reversed(cells.bits), strict=True):
+        places |= (rows % size) << shift
         rows = rows // size
+        shift += bits
     return places.int()
 
 
-def coordinates_of(places: Tensor, ndim: int) -> list[Tensor]:
-    """Undoes the packing of `shared.place_of`, one tensor per axis."""
-    if ndim == 1:
-        return [places]
-    if ndim == 2:
-        return [places >> 16, places & 0xFFFF]
-    return [places >> 20, (places >> 10) & 0x3FF, places & 0x3FF]
-
-
-MOST_STEPS = {1: 5, 2: 3, 3: 2}  # coarser levels that one program can make from what it holds
+def coordinates_of(places: Tensor, bits: Grid) -> list[Tensor]:
+    """Undoes the packing of `shared.place_of`, one tensor per axis; no place is negative."""
+    axes: list[Tensor] = []
+    for count in reversed(bits):
+        axes.insert(0, places & (2**count - 1))
+        places = places >> count
+    return axes
 
 
 def pooled_views(buffer: Tensor, grids: Grids, lead: tuple[int, int], dim: int) -> list[Tensor]:
@@ -480,7 +489,7 @@ def launch_pyramid(
     kernel[(batch * heads * grids.cells[finest - steps],)](
         x, shown[finest] if shown else None, levels[finest - 1],
         batch * heads, heads, *sizes(grid), *strides(x),
-        NDIM=grids.ndim, STEPS=steps, D=dim, BLOCK_D=block_d,
+        BITS=grids.bits, STEPS=steps, D=dim, BLOCK_D=block_d,
         HIDES=bool(shown) or any(size % 2**steps for size in grid), MASKED=bool(shown),
         num_warps=1 if 2 ** (grids.ndim * steps) * block_d <= 4096 else 4,
     )  # fmt: skip

@@ -118,9 +118,19 @@ def store_moments(p_moments, count, mean, square):
     tl.store(p_moments + 2, square)
 
 
+@triton.jit
+def map_and_part(parts):
+    """The map of this program, in 64 bits, and which of its parts: those of a map are neighbours.
+
+    Launches have one axis: the others of a GPU end at 65,535.
+    """
+    i_map = tl.program_id(0) // parts
+    return i_map.to(tl.int64), tl.program_id(0) - i_map * parts
+
+
 @kernel
 def map_moments_kernel(
-    p_x, p_moments, rows, per_span,
+    p_x, p_moments, rows, spans, per_span,
     C: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     """Moments of a part of a map.
@@ -128,10 +138,10 @@ def map_moments_kernel(
     Its first number stands for the mean, which is not known yet: without it, squares of a map far
     from zero would swallow its variance.
     """
-    i_map, i_span = tl.program_id(0), tl.program_id(1)
+    i_map, i_span = map_and_part(spans)
     o_c = tl.arange(0, BLOCK_C)
     start, end = i_span * per_span, tl.minimum((i_span + 1) * per_span, rows)
-    p_x += i_map.to(tl.int64) * rows * C
+    p_x += i_map * rows * C
     first = tl.load(p_x + start.to(tl.int64) * C).to(tl.float32)
     b_sum = tl.zeros((BLOCK_R, BLOCK_C), tl.float32)
     b_square = tl.zeros((BLOCK_R, BLOCK_C), tl.float32)
@@ -145,7 +155,7 @@ def map_moments_kernel(
     count = 1.0 * (end - start) * C
     shift = tl.sum(tl.sum(b_sum, axis=1), axis=0) / count
     square = tl.sum(tl.sum(b_square, axis=1), axis=0) - shift * shift * count
-    p_moments += (i_map * tl.num_programs(1) + i_span) * 3
+    p_moments += (i_map * spans + i_span) * 3
     store_moments(p_moments, count, first + shift, tl.maximum(square, 0.0))
 
 
@@ -169,36 +179,36 @@ def map_norm_fwd_kernel(
     C: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr,
     ACT: tl.constexpr, BY_PARENT: tl.constexpr,
 ):  # fmt: skip
-    i_map = tl.program_id(0)
-    o_row = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
+    i_map, i_block = map_and_part(tl.cdiv(rows, BLOCK_R))
+    o_row = i_block * BLOCK_R + tl.arange(0, BLOCK_R)
     o_c = tl.arange(0, BLOCK_C)
     m_row, m_c = o_row < rows, o_c < C
-    p_x += i_map.to(tl.int64) * rows * C
+    p_x += i_map * rows * C
     mean, rstd = statistics(p_moments + i_map * parts * 3, parts, eps, BLOCK_P)
-    if tl.program_id(1) == 0:
+    if i_block == 0:
         tl.store(p_stats + i_map * 2, mean)
         tl.store(p_stats + i_map * 2 + 1, rstd)
     b_x = load_rows(p_x, o_row, m_row, C, C, BLOCK_C).to(tl.float32)
     b_weight = tl.load(p_weight + o_c, mask=m_c, other=0.0).to(tl.float32)
     b_bias = tl.load(p_bias + o_c, mask=m_c, other=0.0).to(tl.float32)
     b_y = activated((b_x - mean) * rstd * b_weight[None, :] + b_bias[None, :], ACT)
-    p_y += i_map.to(tl.int64) * rows_out * C
+    p_y += i_map * rows_out * C
     o_to = row_by_parent(o_row, size_1, BY_PARENT)
     store_rows(p_y, b_y.to(p_y.dtype.element_ty), o_to, m_row, C, C)
 
 
 @kernel
 def map_norm_bwd_sums_kernel(
-    p_dy, p_x, p_weight, p_bias, p_stats, p_sums, rows, rows_out, size_1, per_span,
+    p_dy, p_x, p_weight, p_bias, p_stats, p_sums, rows, rows_out, size_1, spans, per_span,
     C: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr,
     ACT: tl.constexpr, BY_PARENT: tl.constexpr,
 ):  # fmt: skip
     """Sums over a part of a map that make up the gradients of weight and bias."""
-    i_map, i_span = tl.program_id(0), tl.program_id(1)
+    i_map, i_span = map_and_part(spans)
     o_c = tl.arange(0, BLOCK_C)
     m_c = o_c < C
-    p_x += i_map.to(tl.int64) * rows * C
-    p_dy += i_map.to(tl.int64) * rows_out * C
+    p_x += i_map * rows * C
+    p_dy += i_map * rows_out * C
     mean, rstd = tl.load(p_stats + i_map * 2), tl.load(p_stats + i_map * 2 + 1)
     b_weight = tl.load(p_weight + o_c, mask=m_c, other=0.0).to(tl.float32)[None, :]
     b_bias = tl.load(p_bias + o_c, mask=m_c, other=0.0).to(tl.float32)[None, :]
@@ -214,7 +224,7 @@ def map_norm_bwd_sums_kernel(
         b_dy = b_dy * slope(b_x * b_weight + b_bias, ACT)
         b_dweight += b_dy * b_x
         b_dbias += b_dy
-    p_sums += (i_map * tl.num_programs(1) + i_span).to(tl.int64) * 2 * C + o_c
+    p_sums += (i_map * spans + i_span) * 2 * C + o_c
     tl.store(p_sums, tl.sum(b_dweight, axis=0), mask=m_c)
     tl.store(p_sums + C, tl.sum(b_dbias, axis=0), mask=m_c)
 
@@ -225,13 +235,13 @@ def map_norm_bwd_kernel(
     C: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr,
     ACT: tl.constexpr, BY_PARENT: tl.constexpr,
 ):  # fmt: skip
-    i_map = tl.program_id(0)
-    o_row = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
+    i_map, i_block = map_and_part(tl.cdiv(rows, BLOCK_R))
+    o_row = i_block * BLOCK_R + tl.arange(0, BLOCK_R)
     o_c = tl.arange(0, BLOCK_C)
     m_row, m_c = o_row < rows, o_c < C
-    p_x += i_map.to(tl.int64) * rows * C
-    p_dx += i_map.to(tl.int64) * rows * C
-    p_dy += i_map.to(tl.int64) * rows_out * C
+    p_x += i_map * rows * C
+    p_dx += i_map * rows * C
+    p_dy += i_map * rows_out * C
     mean, rstd = tl.load(p_stats + i_map * 2), tl.load(p_stats + i_map * 2 + 1)
     b_weight = tl.load(p_weight + o_c, mask=m_c, other=0.0).to(tl.float32)
     b_bias = tl.load(p_bias + o_c, mask=m_c, other=0.0).to(tl.float32)[None, :]
@@ -326,7 +336,7 @@ def _map_norm(
     with torch.cuda.device_of(x):
         moments = moments_of(x)
         parts = moments.shape[1]
-        map_norm_fwd_kernel[(batch, parts_of(rows, tile["BLOCK_R"]))](
+        map_norm_fwd_kernel[(batch * parts_of(rows, tile["BLOCK_R"]),)](
             x, y, weight, bias, moments, stats, rows, rows_out, columns, parts, eps,
             BLOCK_P=power_of_two(parts), ACT=act, BY_PARENT=columns > 0, **tile,
         )  # fmt: skip
@@ -338,7 +348,7 @@ def moments_of(x: Tensor) -> Tensor:
     batch, rows, channels = x.shape
     tile, spans, per_span = spans_of(batch, rows, channels)
     moments = x.new_empty(batch, spans, 3, dtype=torch.float32)
-    map_moments_kernel[(batch, spans)](x, moments, rows, per_span, **tile)
+    map_moments_kernel[(batch * spans,)](x, moments, rows, spans, per_span, **tile)
     return moments
 
 
@@ -354,11 +364,11 @@ def map_norm_backward(
     sums = x.new_empty(batch, spans, 2, channels, dtype=torch.float32)
     options = {"ACT": act, "BY_PARENT": columns > 0, **tile}
     with torch.cuda.device_of(x):
-        map_norm_bwd_sums_kernel[(batch, spans)](
-            dy, x, weight, bias, stats, sums, rows, dy.shape[1], columns, per_span, **options
+        map_norm_bwd_sums_kernel[(batch * spans,)](
+            dy, x, weight, bias, stats, sums, rows, dy.shape[1], columns, spans, per_span, **options
         )
         by_map = sums.sum(dim=1)  # (B, 2, C)
-        map_norm_bwd_kernel[(batch, parts_of(rows, tile["BLOCK_R"]))](
+        map_norm_bwd_kernel[(batch * parts_of(rows, tile["BLOCK_R"]),)](
             dy, x, dx, weight, bias, stats, by_map, rows, dy.shape[1], columns, **options
         )
     return dx, by_map.sum(dim=0)

@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quadtree_attention.ops.backends.triton.launch import parts_of, power_of_two
+from quadtree_attention.ops.backends.triton.norms import map_and_part
 from quadtree_attention.ops.backends.triton.shared import (
     entries,
     kernel,
@@ -29,10 +30,11 @@ def position_kernel(
     BLOCK_L: tl.constexpr, HAS_ABOVE: tl.constexpr, HAS_MESSAGE: tl.constexpr,
 ):  # fmt: skip
     """One level: its share of the convolution, what its parents have, and the message."""
-    o_row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
-    o_c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
-    i_batch = tl.program_id(2).to(tl.int64)
     cells = size_0 * size_1
+    blocks = tl.cdiv(cells, BLOCK_R)
+    i_batch, i_part = map_and_part(blocks * tl.cdiv(C, BLOCK_C))
+    o_row = (i_part % blocks) * BLOCK_R + tl.arange(0, BLOCK_R)
+    o_c = (i_part // blocks) * BLOCK_C + tl.arange(0, BLOCK_C)
     m_row, m_c = o_row < cells, o_c < C
     i_0 = quotient(o_row, size_1)
     i_1 = o_row - i_0 * size_1
@@ -89,8 +91,8 @@ def add_positions(
             dtype = message.dtype if level == finest else torch.float32
             out = torch.empty_like(value, dtype=dtype)
             tile = _tile(channels)
-            blocks = parts_of(channels, tile["BLOCK_C"])
-            position_kernel[(parts_of(size_0 * size_1, tile["BLOCK_R"]), blocks, batch)](
+            tiles = parts_of(size_0 * size_1, tile["BLOCK_R"]) * parts_of(channels, tile["BLOCK_C"])
+            position_kernel[(batch * tiles,)](
                 value, weight, bias, logits, above, message, out,
                 size_0, size_1, above.shape[1] * above.shape[2], above.shape[2], level,
                 C=channels, LEVELS=len(values), BLOCK_L=power_of_two(len(values)),

@@ -28,15 +28,16 @@ def halved(size, STEPS: tl.constexpr):
 
 
 @triton.jit
-def cells_below(i_place, size_0, size_1, size_2, NDIM: tl.constexpr, STEPS: tl.constexpr):
+def cells_below(i_place, size_0, size_1, size_2, BITS: tl.constexpr, STEPS: tl.constexpr):
     """Row numbers of the cells `STEPS` levels below a place, and which of them exist."""
+    NDIM: tl.constexpr = len(BITS)
     o_cell = tl.arange(0, 2 ** (NDIM * STEPS))
     o_place = o_cell * 0 + i_place
     for i_step in tl.static_range(STEPS):
         o_child = (o_cell >> (NDIM * i_step)) & (2**NDIM - 1)
-        o_place = child_of(o_place, o_child, NDIM)
-    m_cell = is_on_grid(o_place, size_0, size_1, size_2, NDIM)
-    return row_at(o_place, size_1, size_2, NDIM), m_cell
+        o_place = child_of(o_place, o_child, BITS)
+    m_cell = is_on_grid(o_place, size_0, size_1, size_2, BITS)
+    return row_at(o_place, size_1, size_2, BITS), m_cell
 
 
 @triton.jit
@@ -67,7 +68,7 @@ def hand_down(b_grad, b_shown, F: tl.constexpr, HIDES: tl.constexpr):
 
 
 @triton.jit
-def tokens(p_shown, heads, size_0, size_1, size_2, NDIM: tl.constexpr, STEPS: tl.constexpr,
+def tokens(p_shown, heads, size_0, size_1, size_2, BITS: tl.constexpr, STEPS: tl.constexpr,
            MASKED: tl.constexpr):  # fmt: skip
     """The cell of this program (map and head, map, place) and the tokens below it.
 
@@ -76,9 +77,9 @@ def tokens(p_shown, heads, size_0, size_1, size_2, NDIM: tl.constexpr, STEPS: tl
     top_1, top_2 = halved(size_1, STEPS), halved(size_2, STEPS)
     top = halved(size_0, STEPS) * top_1 * top_2
     i_bn = (tl.program_id(0) // top).to(tl.int64)
-    i_place = place_of(tl.program_id(0) % top, top_1, top_2, NDIM)
+    i_place = place_of(tl.program_id(0) % top, top_1, top_2, BITS)
     i_b = i_bn // heads
-    o_row, m_row = cells_below(i_place, size_0, size_1, size_2, NDIM, STEPS)
+    o_row, m_row = cells_below(i_place, size_0, size_1, size_2, BITS, STEPS)
     b_shown = m_row.to(tl.float32)
     if MASKED:
         p_row = p_shown + i_b * size_0 * size_1 * size_2 + o_row
@@ -90,12 +91,12 @@ def tokens(p_shown, heads, size_0, size_1, size_2, NDIM: tl.constexpr, STEPS: tl
 def pyramid_fwd_kernel(
     p_x, p_shown, p_levels,
     batch_heads, heads, size_0, size_1, size_2, s_b, s_n, s_t,
-    NDIM: tl.constexpr, STEPS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    BITS: tl.constexpr, STEPS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     HIDES: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    F: tl.constexpr = 2**NDIM
+    F: tl.constexpr = 2 ** len(BITS)
     i_bn, i_b, i_place, o_row, m_row, b_shown = tokens(
-        p_shown, heads, size_0, size_1, size_2, NDIM, STEPS, MASKED
+        p_shown, heads, size_0, size_1, size_2, BITS, STEPS, MASKED
     )
     p_x += i_b * s_b + (i_bn - i_b * heads) * s_n
     b_out = load_rows(p_x, o_row, m_row, s_t, D, BLOCK_D)
@@ -104,7 +105,7 @@ def pyramid_fwd_kernel(
         b_out = b_mean.to(b_out.dtype)
         level_0, level_1 = halved(size_0, i_step), halved(size_1, i_step)
         level_2 = halved(size_2, i_step)
-        o_row, m_row = cells_below(i_place, level_0, level_1, level_2, NDIM, STEPS - i_step)
+        o_row, m_row = cells_below(i_place, level_0, level_1, level_2, BITS, STEPS - i_step)
         cells = (level_0 * level_1 * level_2).to(tl.int64)
         store_rows(p_levels + i_bn * cells * D, b_out, o_row, m_row, D, D)
         p_levels += batch_heads * cells * D
@@ -114,13 +115,13 @@ def pyramid_fwd_kernel(
 def pyramid_bwd_kernel(
     p_dx, p_shown, p_dlevels,
     batch_heads, heads, size_0, size_1, size_2, s_b, s_n, s_t,
-    NDIM: tl.constexpr, STEPS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    BITS: tl.constexpr, STEPS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     HIDES: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Adds to `p_dx` what the gradients of all coarser levels say about the map."""
-    F: tl.constexpr = 2**NDIM
+    F: tl.constexpr = 2 ** len(BITS)
     i_bn, i_b, i_place, o_token, m_token, b_shown = tokens(
-        p_shown, heads, size_0, size_1, size_2, NDIM, STEPS, MASKED
+        p_shown, heads, size_0, size_1, size_2, BITS, STEPS, MASKED
     )
     for i_step in tl.static_range(1, STEPS + 1):  # to the end of the buffer, where the coarsest is
         cells = (halved(size_0, i_step) * halved(size_1, i_step)).to(tl.int64)
@@ -131,7 +132,7 @@ def pyramid_bwd_kernel(
         level_2 = halved(size_2, STEPS - i_down)
         cells = (level_0 * level_1).to(tl.int64) * level_2
         p_dlevels -= batch_heads * cells * D
-        o_row, m_row = cells_below(i_place, level_0, level_1, level_2, NDIM, i_down)
+        o_row, m_row = cells_below(i_place, level_0, level_1, level_2, BITS, i_down)
         b_own = load_rows(p_dlevels + i_bn * cells * D, o_row, m_row, D, D, BLOCK_D)
         b_grad += b_own.to(tl.float32)
         # A cell is shown if any token below it is.

@@ -21,6 +21,7 @@ from triton.compiler import CompiledKernel
 from triton.runtime import driver
 
 from quadtree_attention.errors import OptionError
+from quadtree_attention.ops import launches
 
 Run = Callable[..., object]
 ENVIRONMENT_VARIABLE = "QUADTREE_REPLAY"
@@ -209,6 +210,8 @@ def noted(function: Callable[..., object], *tensors: Tensor) -> None:
 
     When it is repeated, tensors that are neither inputs nor results come as a single axis.
     """
+    if launches.is_recording() and tensors[0].is_meta:  # there is nothing to run it on
+        return
     function(*tensors)
     if is_noting():
         note(function, list(tensors), by_address=False)
@@ -230,7 +233,7 @@ def replayed(
         only_launches: Whether it runs nothing else on the device without telling, which nobody can
             check; asked once of all calls that look the same.
     """
-    if not SWITCHED_ON or _has_hooks():
+    if not SWITCHED_ON or launches.is_recording() or _has_hooks():
         return call()
     addresses = [x.data_ptr() for x in inputs]
     key = (_looks_of(inputs, addresses), options)
@@ -244,14 +247,14 @@ def replayed(
     if plan is not _SEEN_ONCE:  # one that is made but once is not worth a plan
         return call()
     assert not is_noting(), "a call inside of one that is noted"
-    launches: list[Noted] = []
-    _here.noted = launches
+    told: list[Noted] = []
+    _here.noted = told
     try:
         outputs = call()
     finally:
         _here.noted = None
     try:
-        _plans[key] = _Planner(inputs, outputs).plan(launches)
+        _plans[key] = _Planner(inputs, outputs).plan(told)
     except CannotRepeatError:
         _plans[key] = None
     return outputs

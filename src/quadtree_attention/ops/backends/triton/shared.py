@@ -6,7 +6,8 @@ loop indices, `s_` strides. Addresses are computed in 64 bits.
 
 The cells of a level are the rows of an array, in row-major order of the level's grid. Where one
 kernel tells the next about a cell (selections), it writes its *place*: the coordinates packed
-into one 32-bit number, so that the children of a cell follow by shifts, without a division.
+into one 32-bit number, so that the children of a cell follow by shifts, without a division. `BITS`
+says how many bits each axis has there, see `limits.bits_of`.
 """
 
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
+from quadtree_attention.ops import launches
 from quadtree_attention.ops.backends.triton import replay
 
 # Numbers that differ from map to map: kernels are not compiled anew for multiples of 16 and for 1.
@@ -33,11 +35,15 @@ class Kernel:
 
     def __init__(self, function: Callable[..., None]) -> None:
         update_wrapper(self, function)
-        self.parameters = list(signature(function).parameters)
-        names = [name for name in self.parameters if name in SIZES]
-        self.jit: Any = triton.jit(function, do_not_specialize=names)
+        parameters = signature(function).parameters
+        self.parameters = list(parameters)
+        self.constants = {x.name for x in parameters.values() if x.annotation is tl.constexpr}
+        self.sizes = [name for name in self.parameters if name in SIZES]
+        self.jit: Any = triton.jit(function, do_not_specialize=self.sizes)
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        if launches.is_recording():
+            return partial(launches.note, self, grid)
         return partial(self._launch_and_tell, grid) if replay.is_noting() else self.jit[grid]
 
     def _launch_and_tell(self, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
@@ -57,59 +63,77 @@ def kernel(function: Callable[..., None]) -> Any:
 
 @triton.jit
 def quotient(o_x, size):
-    """`o_x // size` where that is below 2**22: many times cheaper than integer division."""
+    """`o_x // size` where that is below `LARGEST_QUOTIENT`: many times cheaper than a division."""
     o_q = (o_x.to(tl.float32) * (1.0 / size)).to(tl.int32)
     o_q -= (o_q * size > o_x).to(tl.int32)
     return o_q + ((o_q + 1) * size <= o_x).to(tl.int32)
 
 
 @triton.jit
-def place_of(o_row, size_1, size_2, NDIM: tl.constexpr):
+def place_of(o_row, size_1, size_2, BITS: tl.constexpr):
     """Packs the coordinates of a row number."""
+    NDIM: tl.constexpr = len(BITS)
     o_place = o_row
     if NDIM == 2:
         i_0 = quotient(o_row, size_1)
-        o_place = (i_0 << 16) | (o_row - i_0 * size_1)
+        o_place = (i_0 << BITS[1]) | (o_row - i_0 * size_1)
     elif NDIM == 3:
         i_01 = quotient(o_row, size_2)
         i_0 = quotient(i_01, size_1)
-        o_place = (i_0 << 20) | ((i_01 - i_0 * size_1) << 10) | (o_row - i_01 * size_2)
+        i_1 = i_01 - i_0 * size_1
+        o_place = (i_0 << (BITS[1] + BITS[2])) | (i_1 << BITS[2]) | (o_row - i_01 * size_2)
     return o_place
 
 
 @triton.jit
-def row_at(o_place, size_1, size_2, NDIM: tl.constexpr):
+def coordinate(o_place, AXIS: tl.constexpr, BITS: tl.constexpr):
+    """Coordinate of a place along one axis of a grid with two or three."""
+    NDIM: tl.constexpr = len(BITS)
+    o_x = o_place
+    if AXIS + 1 < NDIM:
+        o_x = o_x >> (BITS[NDIM - 1] + (BITS[1] if AXIS + 2 < NDIM else 0))
+    if AXIS > 0:
+        o_x = o_x & ((1 << BITS[AXIS]) - 1)
+    return o_x
+
+
+@triton.jit
+def row_at(o_place, size_1, size_2, BITS: tl.constexpr):
     """Row number of a place."""
+    NDIM: tl.constexpr = len(BITS)
     o_row = o_place
     if NDIM == 2:
-        o_row = (o_place >> 16) * size_1 + (o_place & 0xFFFF)
+        o_row = coordinate(o_place, 0, BITS) * size_1 + coordinate(o_place, 1, BITS)
     elif NDIM == 3:
-        i_01 = (o_place >> 20) * size_1 + ((o_place >> 10) & 0x3FF)
-        o_row = i_01 * size_2 + (o_place & 0x3FF)
+        i_01 = coordinate(o_place, 0, BITS) * size_1 + coordinate(o_place, 1, BITS)
+        o_row = i_01 * size_2 + coordinate(o_place, 2, BITS)
     return o_row
 
 
 @triton.jit
-def child_of(o_place, o_child, NDIM: tl.constexpr):
+def child_of(o_place, o_child, BITS: tl.constexpr):
     """Place of a child, one level down; children count row by row."""
+    NDIM: tl.constexpr = len(BITS)
     o_step = o_child & 1
     if NDIM == 2:
-        o_step = ((o_child >> 1) << 16) | o_step
+        o_step = ((o_child >> 1) << BITS[1]) | o_step
     elif NDIM == 3:
-        o_step = ((o_child >> 2) << 20) | (((o_child >> 1) & 1) << 10) | o_step
+        o_step = (((o_child >> 1) & 1) << BITS[2]) | o_step
+        o_step = ((o_child >> 2) << (BITS[1] + BITS[2])) | o_step
     return o_place * 2 + o_step
 
 
 @triton.jit
-def is_on_grid(o_place, size_0, size_1, size_2, NDIM: tl.constexpr):
+def is_on_grid(o_place, size_0, size_1, size_2, BITS: tl.constexpr):
     """Whether a place lies on the grid; odd sizes leave children that do not."""
+    NDIM: tl.constexpr = len(BITS)
     if NDIM == 1:
         m_place = o_place < size_0
-    elif NDIM == 2:
-        m_place = ((o_place >> 16) < size_0) & ((o_place & 0xFFFF) < size_1)
     else:
-        m_place = ((o_place >> 20) < size_0) & (((o_place >> 10) & 0x3FF) < size_1)
-        m_place = m_place & ((o_place & 0x3FF) < size_2)
+        m_place = coordinate(o_place, 0, BITS) < size_0
+        m_place = m_place & (coordinate(o_place, 1, BITS) < size_1)
+    if NDIM == 3:
+        m_place = m_place & (coordinate(o_place, 2, BITS) < size_2)
     return m_place
 
 

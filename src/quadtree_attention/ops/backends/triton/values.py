@@ -8,6 +8,7 @@ from torch import Tensor
 from quadtree_attention.ops.backends.triton.launch import parts_of, power_of_two, precision
 from quadtree_attention.ops.backends.triton.norms import (
     activated,
+    map_and_part,
     moments_of,
     statistics,
     store_moments,
@@ -53,12 +54,14 @@ def norm_linear_kernel(
 
     If asked to, also the moments of this tile of the result.
     """
-    o_row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
-    o_n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    i_map = tl.program_id(2)
+    blocks, blocks_n = tl.cdiv(rows_out, BLOCK_R), tl.cdiv(C, BLOCK_N)
+    i_map, i_part = map_and_part(blocks * blocks_n)
+    i_n, i_block = i_part // blocks, i_part % blocks
+    o_row = i_block * BLOCK_R + tl.arange(0, BLOCK_R)
+    o_n = i_n * BLOCK_N + tl.arange(0, BLOCK_N)
     m_row, m_n = o_row < rows_out, o_n < C
     cells = size_0 * size_1
-    p_x += i_map.to(tl.int64) * cells * C
+    p_x += i_map * cells * C
     mean, rstd = statistics(p_moments + i_map * parts * 3, parts, eps, BLOCK_P)
     b_y = tl.zeros((BLOCK_R, BLOCK_N), tl.float32)
     for i_child in range(CHILDREN):
@@ -78,11 +81,10 @@ def norm_linear_kernel(
     b_y += tl.load(p_offset + o_n, mask=m_n, other=0.0).to(tl.float32)[None, :]
     b_y = b_y.to(p_y.dtype.element_ty)
     m_y = m_row[:, None] & m_n[None, :]
-    p_y += i_map.to(tl.int64) * rows_out * C
+    p_y += i_map * rows_out * C
     tl.store(entries(p_y, o_row, o_n, C), b_y, mask=m_y)
     if WITH_MOMENTS:
-        i_tile = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
-        i_tile += i_map * tl.num_programs(0) * tl.num_programs(1)
+        i_tile = (i_map * blocks + i_block) * blocks_n + i_n
         store_moments_of_tile(p_new_moments + i_tile * 3, b_y.to(tl.float32), m_y)
 
 
@@ -121,11 +123,10 @@ def norm_linear(
     above = ((size_0 + 1) // 2, (size_1 + 1) // 2) if by_parent else (size_0, size_1)
     y = x.new_empty(batch, *above, channels)
     rows_out, block = above[0] * above[1], min(power_of_two(channels, 16), CHANNELS)
-    grid = parts_of(rows_out, ROWS), parts_of(channels, block), batch
-    tiles, parts = grid[0] * grid[1], moments.shape[1]
+    tiles, parts = parts_of(rows_out, ROWS) * parts_of(channels, block), moments.shape[1]
     by_tile = with_moments and tiles <= MOST_TILES
     new_moments = moments.new_empty(batch, tiles if by_tile else 0, 3)
-    norm_linear_kernel[grid](
+    norm_linear_kernel[(batch * tiles,)](
         x, y, weight, bias, moments, matrix, offset, new_moments,
         rows_out, size_0, size_1, above[1], parts, eps,
         C=channels, CHILDREN=4 if by_parent else 1, BLOCK_R=ROWS, BLOCK_K=min(STEP, block),

@@ -74,13 +74,13 @@ def make_levels(
     q: Maps, k: Maps, v: Maps, pooled: list[Tensor], options: Options, *, fill: bool
 ) -> list[Level]:
     count = options.num_levels
-    grids, key_grids = q.grids(count).sizes, k.grids(count).sizes
+    grids, key_grids = q.grids(count), k.grids(count)
     rows = [
         levels_of(x, buffer, count, fill=fill) for x, buffer in zip((q, k, v), pooled, strict=True)
     ]
     shown: list[Tensor | None] = [*k.shown] or [None] * count
     return [
-        Level(*arrays, grids[i], key_grids[i], shown[i])  # type: ignore[call-arg]
+        Level(*arrays, grids.sizes[i], key_grids.sizes[i], grids.bits, key_grids.bits, shown[i])  # type: ignore[call-arg]
         for i, arrays in enumerate(zip(*rows, strict=True))
     ]
 

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A process in which Triton interprets its kernels, and checks that run there.
+
+Triton decides between compiler and interpreter when kernels are defined, so a process can have one
+of them only. One process serves all tests of a session: each is a test of its own, and none waits
+for imports but the first.
+"""
+
+import os
+import pickle
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+class Interpreter:
+    """Calls functions of test modules by `interpreter(function, *arguments)`."""
+
+    def __init__(self) -> None:
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def __call__(self, function: Callable[..., object], *arguments: Any) -> None:
+        pytest.importorskip("triton", reason="triton comes with the CUDA builds of torch for Linux")
+        if self.process is None or self.process.poll() is not None:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", __name__],
+                cwd=Path(__file__).parents[1],
+                env=os.environ | {"TRITON_INTERPRET": "1"},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+            )
+        sink, source = self.process.stdin, self.process.stdout
+        assert sink is not None
+        assert source is not None
+        pickle.dump((function, arguments), sink)
+        sink.flush()
+        try:
+            error = pickle.load(source)
+        except EOFError:
+            pytest.fail(f"the interpreting process ended with {self.process.wait()}")
+        if error is not None:
+            pytest.fail(error, pytrace=False)
+
+    def close(self) -> None:
+        if self.process is not None and self.process.stdin is not None:
+            self.process.stdin.close()
+            self.process.wait()
+
+
+def serve() -> None:
+    """Answers every call with None or the error it raised, until there are no more."""
+    import torch
+
+    from tests.conftest import poisoned
+
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what checks print
+    while True:
+        try:
+            function, arguments = pickle.load(sys.stdin.buffer)
+        except EOFError:
+            return
+        error = None
+        torch.manual_seed(0)
+        try:
+            with poisoned():
+                function(*arguments)
+        except BaseException:
+            error = traceback.format_exc()
+        torch.use_deterministic_algorithms(False)
+        pickle.dump(error, answers)
+        answers.flush()
+
+
+if __name__ == "__main__":
+    serve()
