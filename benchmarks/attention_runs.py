@@ -25,14 +25,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from benchmarks.tables import number
+from quadtree_attention.errors import OptionError
+from quadtree_attention.tasks.training.recipe import read_recipe
 
 LAST = "last.ckpt"  # as training calls the checkpoint to go on with
 LEFT_OUT = ("debug",)  # recipes of a family that compare nothing
 TRAIN = (
-    "import sys; from quadtree_attention.tasks.training.command import train; "
+    "import sys; from quadtree_attention.tasks.training.run import run_command as train; "
     "*options, task = sys.argv[1:]; train(task, options)"
 )
 POLL_SECONDS = 0.2
@@ -76,6 +76,12 @@ class Recipe:
     name: str
     path: Path
     content: dict[str, Any] = field(hash=False)
+    variant: str | None = None
+
+    @property
+    def options(self) -> list[str]:
+        """The options of training that stand for it."""
+        return ["--config", str(self.path), *(["--variant", self.variant] if self.variant else [])]
 
     @property
     def epochs(self) -> int:
@@ -95,8 +101,14 @@ def find_recipes(folder: Path, suite: Suite, names: str | None = None) -> list[R
         ValueError: There is no such recipe, or it cannot be read.
     """
     prefix, order = suite.prefix, suite.order
-    known = [path.stem.removeprefix(prefix) for path in sorted(folder.glob(f"{prefix}*.yaml"))]
-    known = [name for name in known if name not in LEFT_OUT]
+    files: dict[str, tuple[Path, str | None]] = {
+        path.stem.removeprefix(prefix): (path, None) for path in folder.glob(f"{prefix}*.yaml")
+    }
+    for stem in (prefix.rstrip("-"), prefix.split("-")[0]):
+        if not files and (folder / f"{stem}.yaml").is_file():
+            path = folder / f"{stem}.yaml"
+            files = {name: (path, name) for name in read_recipe(path).variants}
+    known = sorted(name for name in files if name not in LEFT_OUT)
     known.sort(key=lambda name: order.index(name) if name in order else len(order))
     wanted = list(dict.fromkeys(names.split(","))) if names is not None else known
     for name in wanted:
@@ -104,15 +116,15 @@ def find_recipes(folder: Path, suite: Suite, names: str | None = None) -> list[R
             raise ValueError(f"there is no recipe {name!r} in {folder}; known: {', '.join(known)}")
     if not wanted:
         raise ValueError(f"there are no recipes {prefix}*.yaml in {folder}")
-    return [_read_recipe(name, folder / f"{prefix}{name}.yaml") for name in wanted]
+    return [_read_recipe(name, *files[name]) for name in wanted]
 
 
-def _read_recipe(name: str, path: Path) -> Recipe:
+def _read_recipe(name: str, path: Path, variant: str | None) -> Recipe:
     try:
-        recipe = Recipe(name, path, yaml.safe_load(path.read_text()))
+        recipe = Recipe(name, path, read_recipe(path, variant).settings, variant)
         if not isinstance(recipe.epochs, int):
             raise TypeError("trainer.max_epochs is no number")
-    except (yaml.YAMLError, KeyError, TypeError) as error:
+    except (OptionError, KeyError, TypeError) as error:
         raise ValueError(f"{path.name} is no recipe: {error}") from error
     return recipe
 
@@ -378,7 +390,7 @@ def _start(job: Job, work: Path, task: str, *, resume: bool) -> Running:
     if before is None:
         shutil.rmtree(folder, ignore_errors=True)  # training refuses to write over an earlier try
     options = [
-        *("--config", str(job.recipe.path)),
+        *job.recipe.options,
         *("--seed_everything", str(job.seed)),
         *("--run_dir", str(folder)),
         *("--trainer.enable_progress_bar", "false"),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The same small backbone trained with every attention, from the recipes `tiny20-*.yaml`.
+"""The same small backbone trained with every attention, from the recipe `tiny20.yaml`.
 
 `train`: accuracy; several runs at once, repeat the command until all are there.
 `measure`: speed and memory of a training step, parameters and multiply-accumulates.

@@ -136,11 +136,11 @@ def training_step(recipe: Recipe, options: Namespace) -> tuple[Call, int]:
 
     All on one batch, which is the same for every recipe, and lies on the device already.
     """
-    from quadtree_attention.tasks.training.command import prepare
+    from quadtree_attention.tasks.training.run import prepare
 
     device = torch.device(options.device)
     settings = ["--trainer.accelerator", "cpu", *_data_options(options)]
-    run = prepare(options.comparison.task, ["--config", str(recipe.path), *settings])
+    run = prepare(options.comparison.task, [*recipe.options, *settings])
     data, module = run.datamodule, run.model.to(device).train()
     data.setup("fit")
     batch = data.transfer_batch_to_device(next(iter(data.train_dataloader())), device, 0)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LoFTR-lite trained with every attention on synthetic scenes, from `loftr-lite-*.yaml`.
+"""LoFTR-lite trained with every attention on synthetic scenes, from `loftr-lite.yaml`.
 
 `train`: several runs at once; repeat the command until all are there, stopped ones go on.
 `measure`: speed and memory of a training step, and parameters.

@@ -61,3 +61,32 @@ def test_a_lock_has_one_owner_and_ends_with_its_process(tmp_path):
     with files.Lock(tmp_path, "a run"), pytest.raises(OptionError), files.Lock(tmp_path, "a run"):
         pass
     assert os.listdir(tmp_path) == []
+
+
+FORK = """
+    import os, sys, time
+    from pathlib import Path
+    from quadtree_attention.files import Lock
+    with Lock(Path(sys.argv[1]), "a run"):
+        if os.fork() == 0:
+            print("held", flush=True)
+        time.sleep(60)
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
+def test_a_forked_worker_does_not_keep_the_lock_of_its_killed_parent(tmp_path):
+    command = [sys.executable, "-c", textwrap.dedent(FORK), str(tmp_path)]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as owner:
+        assert owner.stdout.readline() == "held\n"
+        with pytest.raises(OptionError, match="in use by a run"), files.Lock(tmp_path, "a run"):
+            pass
+        owner.send_signal(signal.SIGKILL)
+        owner.wait()
+        try:
+            with files.Lock(tmp_path, "a run"):
+                pass
+        finally:
+            os.killpg(owner.pid, signal.SIGKILL)

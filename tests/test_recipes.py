@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recipes: every one is accepted, builds its model, and says what it is; small ones train."""
+"""Recipes: every variant is accepted, builds its model, and says what it is; small ones train."""
 
 import csv
 import re
@@ -17,13 +17,13 @@ pytest.importorskip("pytorch_lightning", reason="training needs the extra 'train
 
 import quadtree_attention.nn.baselines as rivals
 from quadtree_attention.nn import QuadtreeAttention
-from quadtree_attention.tasks.training.command import train
+from quadtree_attention.tasks.training.recipe import read_recipe
+from quadtree_attention.tasks.training.run import run_command
 
 RECIPES = sorted((ROOT / "recipes").glob("*/*.yaml"))
-CLASSIFY = [path for path in RECIPES if path.parent.name == "classify"]
-COMPARED = [p for p in CLASSIFY if p.stem.startswith("tiny20-") and p.stem != "tiny20-debug"]
-PUBLISHED = {"b0": "72.0", "b1": "80.0", "b2": "82.7", "b3": "83.8", "b4": "84.0"}
-ATTENTIONS = {  # of every tiny20 recipe: class, and what is particular about it
+TINY20 = ROOT / "recipes" / "classify" / "tiny20.yaml"
+PUBLISHED = {"b0": 72.0, "b1": 80.0, "b2": 82.7, "b3": 83.8, "b4": 84.0}
+ATTENTIONS = {  # of every variant of tiny20: class, and what is particular about it
     "sr": (rivals.SpatialReductionAttention, {"lepe": False}),
     "sr-lepe": (rivals.SpatialReductionAttention, {"lepe": True}),
     "window": (rivals.WindowAttention, {"lepe": False}),
@@ -40,19 +40,17 @@ ATTENTIONS = {  # of every tiny20 recipe: class, and what is particular about it
 }
 
 
-def name_of(path):
-    return f"{path.parent.name}/{path.stem}"
+def name_of(value):
+    return value if isinstance(value, str) else f"{value.parent.name}/{value.stem}"
 
 
+VARIANTS = [(path, variant) for path in RECIPES for variant in read_recipe(path).variants]
 each_recipe = pytest.mark.parametrize("path", RECIPES, ids=name_of)
+each_variant = pytest.mark.parametrize(("path", "variant"), VARIANTS, ids=name_of)
 
 
-def load(path):
-    return yaml.safe_load(path.read_text())
-
-
-def model_of(path):
-    settings = load(path)["model"]
+def model_of(path, variant):
+    settings = read_recipe(path, variant).settings["model"]
     classes = {"num_classes": 3} if path.parent.name in ("detect", "segment") else {}
     with torch.device("meta"):
         return create(settings["model"], **classes, **settings.get("options", {}))
@@ -66,29 +64,38 @@ def best_top1(folder):
 @each_recipe
 def test_recipe_is_accepted(path, capsys):
     """By the parser that runs it: all names are known, all values have the right type."""
-    with pytest.raises(SystemExit) as done:
-        train(path.parent.name, ["--config", str(path), "--print_config"])
-    assert done.value.code == 0
-    shown = yaml.safe_load(capsys.readouterr().out)
-    for group, settings in load(path).items():
-        if isinstance(settings, dict):
-            assert settings.items() <= shown[group].items()
+    for variant in read_recipe(path).variants:
+        options = ["--config", str(path), "--variant", variant, "--print_config"]
+        with pytest.raises(SystemExit) as done:
+            run_command(path.parent.name, options)
+        assert done.value.code == 0
+        shown = yaml.safe_load(capsys.readouterr().out)
+        for group, settings in read_recipe(path, variant).settings.items():
+            if isinstance(settings, dict):
+                assert settings.items() <= shown[group].items()
 
 
-@each_recipe
-def test_recipe_builds_its_model(path):
-    assert sum(p.numel() for p in model_of(path).parameters()) > 10_000
+@each_variant
+def test_recipe_builds_its_model(path, variant):
+    assert sum(p.numel() for p in model_of(path, variant).parameters()) > 10_000
 
 
 @each_recipe
 def test_recipe_starts_with_what_it_is_and_how_to_run_it(path):
     text = path.read_text()
     comment = text[: re.search(r"^[^#]", text, re.MULTILINE).start()]
-    place = path.relative_to(ROOT)
-    assert f"\n#   quadtree train {path.parent.name} --config {place}" in comment
-    if path in CLASSIFY:
-        assert "op-1" in comment
-        assert "--data.root" in comment or load(path)["data"]["source"] == "generated"
+    task, place = path.parent.name, path.relative_to(ROOT)
+    shown = re.search(rf"\n#   quadtree train {task} --config {place}( --variant (\S+))?", comment)
+    recipe = read_recipe(path, shown.group(2))  # the variant exists
+    assert recipe.task == task
+    needs_data = "source" not in recipe.settings["data"] or recipe.settings["data"]["source"] in (
+        "files", "folder", "ade20k", "scannet", "megadepth",
+    )  # fmt: skip
+    if needs_data and path.stem != "debug":
+        assert "--data.root" in comment
+    assert set(recipe.results) <= set(recipe.variants)
+    for scores in recipe.results.values():
+        assert all(set(found) <= {"published", "ours"} and found for found in scores.values())
 
 
 @each_recipe
@@ -102,38 +109,77 @@ def test_misspelt_key_is_refused_and_the_right_one_suggested(path, tmp_path):
     copy = tmp_path / "copy.yaml"
     copy.write_text(path.read_text().replace(f"  {old}:", f"  {new}:"))
     with pytest.raises(OptionError) as caught:
-        train(path.parent.name, ["--config", str(copy)])
+        run_command(path.parent.name, ["--config", str(copy)])
     assert str(caught.value).endswith(f"did you mean {full}?")
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("classify/imagenet-b2", "imagenet.yaml --variant b2"),
+        ("classify/generated-debug", "debug.yaml --variant generated"),
+        ("classify/tiny20-debug", "debug.yaml --variant tiny20"),
+        ("classify/tiny20-quadtree-b-k16", "tiny20.yaml --variant quadtree-b-k16"),
+        ("detect/coco-maskrcnn-b3-3x", "coco-maskrcnn.yaml --variant b3,3x"),
+        ("detect/bccd-retinanet-quadtree-b-k8", "bccd.yaml --variant quadtree-b-k8"),
+        ("detect/maskrcnn-debug", "debug.yaml --variant maskrcnn"),
+        ("match/loftr-lite-spatial-reduction", "loftr-lite.yaml --variant spatial-reduction"),
+        ("match/synthetic-debug", "debug.yaml --variant synthetic"),
+        ("segment/camvid11-semfpn-sr-lepe", "camvid11.yaml --variant sr-lepe"),
+        ("stereo/synthetic-full", "synthetic.yaml --variant full"),
+    ],
+)
+def test_recipe_of_before_variants_answers_with_its_new_name(old, new):
+    path = ROOT / "recipes" / f"{old}.yaml"
+    with pytest.raises(OptionError) as caught:
+        read_recipe(path)
+    assert str(caught.value) == f"there is no recipe {path}; pass --config {path.parent}/{new}"
 
 
 @pytest.mark.parametrize("size", PUBLISHED)
 def test_imagenet_recipes(size):
     """As published; they differ in nothing but the model and its stochastic depth."""
-    path = ROOT / "recipes" / "classify" / f"imagenet-{size}.yaml"
-    assert f"published {PUBLISHED[size]}; ours not yet measured" in path.read_text()
-    recipe = load(path)
-    assert recipe["model"].pop("model") == f"quadtree_b_{size}"
-    assert recipe["model"].pop("drop_path") == (0.3 if size in ("b3", "b4") else 0.1)
-    other = load(path.with_stem("imagenet-b0"))
+    path = ROOT / "recipes" / "classify" / "imagenet.yaml"
+    recipe, other = read_recipe(path, size), read_recipe(path).settings
+    assert recipe.results[size] == {"top1": {"published": PUBLISHED[size]}}
+    assert recipe.settings["model"].pop("model") == f"quadtree_b_{size}"
+    assert recipe.settings["model"].pop("drop_path") == (0.3 if size in ("b3", "b4") else 0.1)
     del other["model"]["model"], other["model"]["drop_path"]
-    assert recipe == other
+    assert recipe.settings == other
+
+
+def test_coco_variants_combine():
+    """36 epochs at several scales, for every size of the backbone."""
+    for name in ("retinanet", "maskrcnn"):
+        path = ROOT / "recipes" / "detect" / f"coco-{name}.yaml"
+        short, long = read_recipe(path, "b2,1x").settings, read_recipe(path, ["b2", "3x"]).settings
+        assert short == read_recipe(path, "b2").settings
+        assert long["model"]["model"] == short["model"]["model"]
+        assert long["model"]["model"].endswith("_quadtree_b_b2")
+        sizes = long["model"]["options"].pop("min_size")
+        assert (len(sizes), sizes[-1]) == (11, short["model"]["options"].pop("min_size"))
+        assert long["model"].pop("decay_epochs") == [27, 33]
+        assert short["model"].pop("decay_epochs") == [8, 11]
+        assert (long["data"].pop("crop"), long["trainer"].pop("max_epochs")) == (0.5, 36)
+        assert short["trainer"].pop("max_epochs") == 12
+        assert long == short
 
 
 def test_tiny20_recipes_differ_in_the_attention_only():
-    assert sorted(path.stem.removeprefix("tiny20-") for path in COMPARED) == sorted(ATTENTIONS)
+    assert sorted(read_recipe(TINY20).variants) == sorted(ATTENTIONS)
     shared = []
-    for path in COMPARED:
-        recipe = load(path)
+    for variant in ATTENTIONS:
+        recipe = read_recipe(TINY20, variant).settings
         assert recipe["model"].pop("model") in ("quadtree_a_b0", "quadtree_b_b0")
         recipe["model"].pop("options", None)
         shared.append(recipe)
     assert all(recipe == shared[0] for recipe in shared)
 
 
-@pytest.mark.parametrize("path", COMPARED, ids=name_of)
-def test_tiny20_recipe_has_the_attention_of_its_name(path):
-    kind, particulars = ATTENTIONS[path.stem.removeprefix("tiny20-")]
-    model = model_of(path)
+@pytest.mark.parametrize("variant", ATTENTIONS)
+def test_tiny20_recipe_has_the_attention_of_its_name(variant):
+    kind, particulars = ATTENTIONS[variant]
+    model = model_of(TINY20, variant)
     first = model.stages[0].blocks[0].attn
     assert all(type(block.attn) is kind for stage in model.stages for block in stage.blocks)
     lepe = any("lepe" in name for name, _ in first.named_parameters())
@@ -141,9 +187,9 @@ def test_tiny20_recipe_has_the_attention_of_its_name(path):
     assert found == particulars
 
 
-def test_generated_debug_recipe_trains(tmp_path):
+def test_debug_recipe_trains(tmp_path):
     """As a user runs it; under 30 s on an idle core, once the kernels are compiled."""
-    recipe = str(ROOT / "recipes" / "classify" / "generated-debug.yaml")
+    recipe = str(ROOT / "recipes" / "classify" / "debug.yaml")
     options = ("--config", recipe, "--run_dir", str(tmp_path / "run"))
     done = command("train", "classify", *options, timeout=400)
     assert done.returncode == 0, done.stderr
@@ -151,8 +197,8 @@ def test_generated_debug_recipe_trains(tmp_path):
     assert best_top1(tmp_path / "run") > 60  # chance is 25
 
 
-def test_tiny20_debug_recipe_trains(tmp_path):
-    recipe = str(ROOT / "recipes" / "classify" / "tiny20-debug.yaml")
+def test_tiny20_variant_of_the_debug_recipe_trains(tmp_path):
+    recipe = str(ROOT / "recipes" / "classify" / "debug.yaml")
     options = ["--run_dir", str(tmp_path / "run"), "--trainer.enable_progress_bar", "false"]
-    train("classify", ["--config", recipe, *options])
+    run_command("classify", ["--config", recipe, "--variant", "tiny20", *options])
     assert best_top1(tmp_path / "run") > 80  # chance is 50

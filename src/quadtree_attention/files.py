@@ -103,6 +103,20 @@ def file_sha256(path: StrPath) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+_held: set[BinaryIO] = set()  # files of the locks of this process
+
+
+def _forget_locks() -> None:
+    """A forked process must not hold a lock on when its parent has ended."""
+    for file in _held:
+        file.close()
+    _held.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_locks)
+
+
 class Lock:
     """An exclusive lock on a folder, released when the process ends in any way.
 
@@ -133,11 +147,13 @@ class Lock:
                 "write elsewhere"
             )
         self._file = file
+        _held.add(file)
         return self
 
     def __exit__(self, *_: object) -> None:
         assert self._file is not None
         (self.folder / self.NAME).unlink(missing_ok=True)
+        _held.discard(self._file)
         self._file.close()
         self._file = None
 

@@ -10,6 +10,7 @@ from PIL import Image
 
 pytest.importorskip("pytorch_lightning", reason="training needs the extra 'train'")
 
+from quadtree_attention.tasks.training.recipe import read_recipe
 from tests.conftest import ROOT
 
 
@@ -43,7 +44,7 @@ def test_recipes_differ_in_the_attention_alone(name):
 
 
 def write_recipes(folder: Path) -> None:
-    recipe = yaml.safe_load((ROOT / "recipes" / "stereo" / "synthetic-debug.yaml").read_text())
+    recipe = read_recipe(ROOT / "recipes" / "stereo" / "debug.yaml").settings
     recipe["data"] |= {"pairs": 4, "val_pairs": 1, "height": 32, "width": 48, "procedural": 2}
     recipe["trainer"]["max_epochs"] = 1
     for name, attention in (("full", "full"), ("quadtree-b", "quadtree_b")):
@@ -92,9 +93,9 @@ def test_from_recipes_to_a_picture(tmp_path, comparison, capsys):
 @pytest.mark.parametrize(
     ("name", "recipe"),
     [
-        ("bccd-attentions", "detect/retinanet-debug"),
-        ("nuclei-attentions", "detect/maskrcnn-debug"),
-        ("camvid-attentions", "segment/semfpn-debug"),
+        ("bccd-attentions", "detect/debug.yaml:retinanet"),
+        ("nuclei-attentions", "detect/debug.yaml:maskrcnn"),
+        ("camvid-attentions", "segment/debug.yaml:semfpn"),
     ],
 )
 def test_training_steps_of_every_task(name, recipe, tmp_path):
@@ -102,7 +103,8 @@ def test_training_steps_of_every_task(name, recipe, tmp_path):
     from benchmarks.comparisons import main
 
     comparison = COMPARISONS[name]
-    content = yaml.safe_load((ROOT / "recipes" / f"{recipe}.yaml").read_text())
+    path, variant = recipe.split(":")
+    content = read_recipe(ROOT / "recipes" / path, variant).settings
     content["data"] |= {"batch_size": 2}
     (tmp_path / f"{comparison.prefix}sr.yaml").write_text(yaml.safe_dump(content))
     options = ["--device", "cpu", "--seconds-per-row", "0.01", "--threads", "1"]

@@ -14,7 +14,7 @@ typer_testing = pytest.importorskip("typer.testing", reason="the command needs t
 resource = pytest.importorskip("resource", reason="limits of a process are those of Unix")
 
 from quadtree_attention.cli.main import app  # noqa: E402
-from tests.tasks.training.test_command import RECIPE  # noqa: E402
+from tests.tasks.training.test_run import RECIPE  # noqa: E402
 
 LIMITED = """
 import resource
@@ -77,7 +77,8 @@ def changed(old, new):
 
 def test_unknown_task():
     assert refused("clasify") == (
-        "the task must be one of classify, match, stereo, detect, segment, got 'clasify'; take one"
+        "the task must be one of classify, match, stereo, detect, segment, got 'clasify'; did you "
+        "mean classify?"
     )
 
 

@@ -39,7 +39,7 @@ def run(request: Request, *, as_json: bool) -> bool:
     if request.weights is None:
         raise OptionError(
             "detecting needs weights, got no --weights; train some with quadtree train detect "
-            "--config RECIPE, which writes best.safetensors; recipes/detect/retinanet-debug.yaml "
+            "--config RECIPE, which writes best.safetensors; recipes/detect/debug.yaml "
             "does it in a minute, to see that everything works"
         )
     paths, failed = expand(request.images)

@@ -163,9 +163,9 @@ def train(
         print(context.get_help())
         raise typer.Exit(0 if task else 2)
     with mistakes_on_one_line():
-        from quadtree_attention.tasks.training.command import train
+        from quadtree_attention.tasks.training.run import run_command
 
-        train(task, context.args)
+        run_command(task, context.args)
 
 
 @app.command(help=MATCH_HELP)

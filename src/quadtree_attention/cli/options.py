@@ -47,3 +47,6 @@ def mistakes_on_one_line(*, debug: bool = False) -> Iterator[None]:
             traceback.print_exc()
         print("quadtree:", " ".join(str(error).split()), file=sys.stderr)
         raise typer.Exit(2) from None
+    except KeyboardInterrupt as error:
+        print("quadtree:", str(error) or "interrupted", file=sys.stderr)
+        raise typer.Exit(130) from None

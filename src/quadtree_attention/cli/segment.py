@@ -56,7 +56,7 @@ def run(request: Request, *, as_json: bool) -> bool:
         raise OptionError(
             "segmenting needs weights, got no --weights; train some with quadtree train segment "
             "--config RECIPE, which writes best.safetensors (recipes/segment has recipes; "
-            "semfpn-debug.yaml takes a minute and no data)"
+            "debug.yaml takes a minute and no data)"
         )
     segmenter = Segmenter.from_pretrained(
         request.weights,

@@ -41,9 +41,9 @@ history.csv and curves.png to --run_dir.
 
 \b
 Examples:
-  quadtree train classify --config recipes/classify/generated-debug.yaml
-  quadtree train classify --config recipes/classify/imagenet-b2.yaml --data.root imagenet
-  quadtree train classify --config recipes/classify/imagenet-b2.yaml --resume
+  quadtree train classify --config recipes/classify/debug.yaml
+  quadtree train classify --config recipes/classify/imagenet.yaml --variant b2 --data.root imagenet
+  quadtree train classify --config recipes/classify/imagenet.yaml --variant b2 --resume
   quadtree train classify --config my.yaml --trainer.devices 8 --trainer.num_nodes 2
 """
 

@@ -18,7 +18,7 @@ from quadtree_attention.errors import DataError, OptionError
 from quadtree_attention.tasks.match.megadepth import MegaDepthData, fitted
 from quadtree_attention.tasks.match.module import MatchModule, images, views
 from quadtree_attention.tasks.match.supervision import true_matches, view_from_flow
-from quadtree_attention.tasks.training.command import train
+from quadtree_attention.tasks.training.run import run_command as train
 from tests.tasks.match.posed_files import batch_of, megadepth_pairs, objects, write_megadepth
 
 SMALL = {

@@ -20,7 +20,8 @@ from quadtree_attention.models.parts.context_attention import (
 from quadtree_attention.models.registry import create
 from quadtree_attention.nn import QuadtreeAttention
 from quadtree_attention.tasks.match.megadepth import MegaDepthData
-from quadtree_attention.tasks.training.command import train
+from quadtree_attention.tasks.training.recipe import read_recipe
+from quadtree_attention.tasks.training.run import run_command as train
 from tests.conftest import ROOT
 
 FOLDER = ROOT / "recipes" / "match"
@@ -33,15 +34,15 @@ LITE = {  # attention, and what is particular about it
     "quadtree-b-k1": (QuadtreeAttention, {"variant": "B", "topk": (1, 1)}),
     "quadtree-b-k4": (QuadtreeAttention, {"variant": "B", "topk": (4, 4)}),
 }
-POSED = ("scannet-quadtree-b", "megadepth-quadtree-b")
+POSED = ("scannet", "megadepth")
 
 
-def load(name):
-    return yaml.safe_load((FOLDER / f"{name}.yaml").read_text())
+def load(name, variant=None):
+    return read_recipe(FOLDER / f"{name}.yaml", variant).settings
 
 
-def attentions(name):
-    settings = load(name)["model"]
+def attentions(name, variant=None):
+    settings = load(name, variant)["model"]
     with torch.device("meta"):
         model = create(settings["model"], **settings["options"])
     return [layer.attn for layer in model.coarse_transformer.layers]
@@ -63,10 +64,8 @@ def _in_a_folder_of_its_own(tmp_path, monkeypatch):
 
 
 def test_lite_recipes_differ_in_the_attention_only():
-    assert {path.stem.removeprefix("loftr-lite-") for path in FOLDER.glob("loftr-lite-*")} == set(
-        LITE
-    )
-    recipes = [load(f"loftr-lite-{name}") for name in LITE]
+    assert set(read_recipe(FOLDER / "loftr-lite.yaml").variants) == set(LITE)
+    recipes = [load("loftr-lite", name) for name in LITE]
     assert len({str(recipe["model"].pop("options")) for recipe in recipes}) == len(LITE)
     assert all(recipe == recipes[0] for recipe in recipes)
 
@@ -74,7 +73,7 @@ def test_lite_recipes_differ_in_the_attention_only():
 @pytest.mark.parametrize("name", LITE)
 def test_lite_recipe_has_the_attention_of_its_name(name):
     kind, particulars = LITE[name]
-    found = attentions(f"loftr-lite-{name}")
+    found = attentions("loftr-lite", name)
     assert len(found) == 8 and all(type(attention) is kind for attention in found)
     assert {key: getattr(found[0], key) for key in particulars} == particulars
 
@@ -103,7 +102,7 @@ def test_without_data_the_missing_folder_is_named(name, tmp_path):
 
 def test_the_missing_folder_of_textures_is_named():
     cpu = ("--trainer.accelerator", "cpu", "--trainer.precision", "32-true")
-    told = refused(*config("synthetic-quadtree"), *cpu, "--data.textures", "nowhere")
+    told = refused(*config("synthetic"), *cpu, "--data.textures", "nowhere")
     assert "nowhere" in told
 
 
@@ -123,7 +122,8 @@ def test_source_decides_which_options_there_are():
     assert "there is no option data.min_overlap," in refused("--data.min_overlap", "0.3")
     told = refused("--data.source=scanet")
     assert told == (
-        "data.source must be synthetic, scannet, megadepth, got 'scanet'; did you mean scannet?"
+        "data.source must be one of synthetic, scannet, megadepth, got 'scanet'; did you mean "
+        "scannet?"
     )
 
 

@@ -15,7 +15,7 @@ from quadtree_attention.errors import DataError, OptionError
 from quadtree_attention.tasks.match.module import pose_errors, views
 from quadtree_attention.tasks.match.scannet import ScanNetData
 from quadtree_attention.tasks.match.supervision import true_matches, view_from_flow
-from quadtree_attention.tasks.training.command import train
+from quadtree_attention.tasks.training.run import run_command as train
 from tests.tasks.match.posed_files import batch_of, scannet_pairs, write_scannet
 
 SIZE = {"height": 96, "width": 128}

@@ -20,8 +20,8 @@ from quadtree_attention.tasks.match.module import (
     views,
 )
 from quadtree_attention.tasks.match.supervision import true_matches, view_from_flow
-from quadtree_attention.tasks.training.command import train
 from quadtree_attention.tasks.training.loader import Draw
+from quadtree_attention.tasks.training.run import run_command as train
 from tests.conftest import ROOT
 
 SMALL = {"dims": (16, 24, 32), "num_pairs": 1, "num_heads": 2, "fine_heads": 2}
@@ -183,7 +183,7 @@ def test_a_batch_can_be_learnt(data):
 
 
 def test_debug_recipe_trains(tmp_path):
-    recipe = ROOT / "recipes" / "match" / "synthetic-debug.yaml"
+    recipe = ROOT / "recipes" / "match" / "debug.yaml"
     options = ["--trainer.max_epochs", "1", "--trainer.enable_progress_bar", "false"]
     train("match", ["--config", str(recipe), "--run_dir", str(tmp_path / "run"), *options])
     (row,) = csv.DictReader((tmp_path / "run" / "history.csv").open())
@@ -195,7 +195,7 @@ def test_trains_without_estimators(tmp_path, monkeypatch, capsys):
     """The best epoch is told by what needs no estimator; their scores are left out, and said so."""
     monkeypatch.setitem(sys.modules, "poselib", None)  # what an import finds if it is not installed
     monkeypatch.delitem(sys.modules, "quadtree_attention.tasks.match.estimate")
-    recipe = ROOT / "recipes" / "match" / "synthetic-debug.yaml"
+    recipe = ROOT / "recipes" / "match" / "debug.yaml"
     options = ["--trainer.max_epochs", "1", "--trainer.enable_progress_bar", "false"]
     options += ["--data.pairs", "4"]
     train("match", ["--config", str(recipe), "--run_dir", str(tmp_path / "run"), *options])

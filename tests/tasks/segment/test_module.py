@@ -28,7 +28,7 @@ from quadtree_attention.tasks.training.checkpoints import (  # noqa: E402
     LastCheckpoint,
     SafeCheckpointIO,
 )
-from quadtree_attention.tasks.training.command import train  # noqa: E402
+from quadtree_attention.tasks.training.run import run_command as train  # noqa: E402
 from tests.tasks.segment.files import CLASSES, write_set  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("only_reference")

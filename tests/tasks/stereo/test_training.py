@@ -15,10 +15,10 @@ from quadtree_attention.models.weights import fill, read_card, read_checkpoint
 from quadtree_attention.tasks.stereo.data import StereoData
 from quadtree_attention.tasks.stereo.losses import stereo_losses
 from quadtree_attention.tasks.stereo.module import LOGGED, StereoModule
-from quadtree_attention.tasks.training.command import train
+from quadtree_attention.tasks.training.run import run_command as train
 from tests.conftest import ROOT
 
-RECIPE = ROOT / "recipes" / "stereo" / "synthetic-debug.yaml"
+RECIPE = ROOT / "recipes" / "stereo" / "debug.yaml"
 
 
 def test_debug_recipe(tmp_path):

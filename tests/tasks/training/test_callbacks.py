@@ -15,8 +15,8 @@ from quadtree_attention.tasks.training.callbacks import (
     draw_curves,
     write_table,
 )
-from quadtree_attention.tasks.training.command import train
-from tests.tasks.training.test_command import write_recipe
+from quadtree_attention.tasks.training.run import run_command
+from tests.tasks.training.test_run import write_recipe
 
 
 def read(path):
@@ -28,9 +28,9 @@ def run(tmp_path_factory):
     """A run of one epoch that went on for two more."""
     folder = tmp_path_factory.mktemp("history")
     options = ["--config", str(write_recipe(folder)), "--run_dir", str(folder / "run")]
-    train("classify", [*options, "--trainer.max_epochs=1"])
+    run_command("classify", [*options, "--trainer.max_epochs=1"])
     first = read(folder / "run" / "history.csv")
-    train("classify", [*options, "--trainer.max_epochs=3", "--resume"])
+    run_command("classify", [*options, "--trainer.max_epochs=3", "--resume"])
     return folder / "run", first
 
 
@@ -49,7 +49,7 @@ def test_table(run):
 def test_epochs_without_validation_have_no_scores(tmp_path):
     options = ["--config", str(write_recipe(tmp_path)), "--run_dir", str(tmp_path / "run")]
     every = "--trainer.check_val_every_n_epoch=2"
-    train("classify", [*options, "--trainer.max_epochs=4", every])
+    run_command("classify", [*options, "--trainer.max_epochs=4", every])
     rows = read(tmp_path / "run" / "history.csv")
     assert [bool(row["val/top1"]) for row in rows] == [False, True, False, True]
     assert all(row["train/loss"] for row in rows)
@@ -104,7 +104,7 @@ def test_curves_with_gaps_and_without_anything(tmp_path):
 def test_progress_shows_speed_and_time_left(tmp_path, capfd):
     recipe = write_recipe(tmp_path)
     options = ["--config", str(recipe), "--run_dir", str(tmp_path / "run")]
-    train("classify", [*options, "--trainer.enable_progress_bar=true"])
+    run_command("classify", [*options, "--trainer.enable_progress_bar=true"])
     shown = "".join(capfd.readouterr())
     assert re.search(r"images/s=\d+", shown)
     left = re.findall(r"left=(\d+)m(\d\d)s", shown)

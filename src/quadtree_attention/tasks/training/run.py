@@ -1,0 +1,442 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training from a recipe: `train()` in Python, and what stands behind `quadtree train`."""
+
+import difflib
+import importlib
+import json
+import logging
+import os
+import re
+import signal
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from quadtree_attention.checks import known, needs
+from quadtree_attention.errors import CheckpointError, OptionError, QuadtreeAttentionError
+from quadtree_attention.files import Lock, StrPath, make_folder
+from quadtree_attention.models.convert import check_fit
+from quadtree_attention.models.weights import save_weights
+
+with needs("train", "training"):
+    import pytorch_lightning as pl
+    from jsonargparse import ArgumentError
+    from lightning_fabric.utilities.exceptions import MisconfigurationException
+    from pytorch_lightning.accelerators import CPUAccelerator
+    from pytorch_lightning.callbacks import Callback, ModelCheckpoint
+    from pytorch_lightning.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
+    from pytorch_lightning.utilities import rank_zero_only
+
+from quadtree_attention.tasks.training.callbacks import History, Progress, Row
+from quadtree_attention.tasks.training.checkpoints import (
+    BEST,
+    LAST,
+    LastCheckpoint,
+    SafeCheckpointIO,
+    read_training_checkpoint,
+)
+from quadtree_attention.tasks.training.module import TaskModule
+from quadtree_attention.tasks.training.recipe import Recipe, read_recipe
+
+TASKS = {
+    "classify": "ClassifyModule",
+    "match": "MatchModule",
+    "stereo": "StereoModule",
+    "detect": "DetectModule",
+    "segment": "SegmentModule",
+}
+DATA: dict[str, str | dict[str, str]] = {  # by data.source where that decides, the default first
+    "classify": "data.ClassifyData",
+    "match": {
+        "synthetic": "data.MatchData",
+        "scannet": "scannet.ScanNetData",
+        "megadepth": "megadepth.MegaDepthData",
+    },
+    "stereo": {"synthetic": "data.StereoData", "files": "data.FilesStereoData"},
+    "detect": "data.DetectData",
+    "segment": "data.SegmentData",
+}
+LATEST = "latest"  # --resume without a path
+_UNKNOWN = (  # the ways in which the parser speaks of a name it does not know
+    re.compile(r"""[Kk]ey ["']?(?P<name>[\w.]+)["']? is not expected"""),
+    re.compile(r"nrecognized arguments: --(?P<name>[\w.]+)"),
+    re.compile(r"Group '(?P<group>[\w.]+)' does not accept option '(?P<name>[\w.]+)'"),
+    re.compile(r"Option '(?P<name>[\w.]+)' is not accepted"),
+)
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a training run has written.
+
+    Attributes:
+        folder: Where everything is: checkpoints, `config.yaml`, `history.csv`, `curves.png`.
+        weights: The best weights, for `from_pretrained` and `evaluate`; None without validation.
+        history: Metrics of every epoch.
+    """
+
+    folder: Path
+    weights: Path | None
+    history: list[Row]
+
+
+def train(
+    recipe: StrPath,
+    variant: str | Sequence[str] | None = None,
+    *,
+    run_dir: StrPath | None = None,
+    resume: bool | StrPath | None = None,
+    **overrides: Any,
+) -> Run:
+    """Train from a recipe.
+
+    Args:
+        recipe: A file, such as `recipes/stereo/synthetic.yaml`.
+        variant: Its variants, in a list or separated by commas; None: the first.
+        run_dir: Folder to write to; None: `runs/<recipe>[-variant]`.
+        resume: Continue the run in the folder, or from a checkpoint.
+        overrides: Settings that replace those of the recipe, one by one:
+            `data={"textures": "photos"}, trainer={"max_epochs": 2}`.
+
+    Raises:
+        OptionError: Something in the recipe or the settings is not accepted; nothing was done.
+        CheckpointError: A checkpoint cannot be read or written.
+
+    Example:
+        >>> run = train("recipes/classify/debug.yaml", trainer={"max_epochs": 1})
+        >>> run.history[-1]["val/top1"], run.weights
+    """
+    task = read_recipe(recipe, variant).task
+    if task is None:
+        raise OptionError(f"{recipe} does not say what it trains; add a line such as task: detect")
+    args = ["--config", os.fspath(recipe)]
+    if variant:
+        args += ["--variant", variant if isinstance(variant, str) else ",".join(variant)]
+    if run_dir is not None:
+        args += ["--run_dir", os.fspath(run_dir)]
+    if resume:
+        args += ["--resume"] if resume is True else [f"--resume={os.fspath(resume)}"]
+    return _run(task, [*args, *_flattened(overrides)])
+
+
+def run_command(task: str, args: Sequence[str]) -> None:
+    """Train with options as on the command line, such as `["--config", "recipe.yaml"]`.
+
+    Raises:
+        OptionError: Something in the recipe or the options is not accepted; nothing was done.
+        CheckpointError: A checkpoint cannot be read or written.
+        KeyboardInterrupt: With how to continue.
+    """
+    run = _run(task, args)
+    if run.weights and rank_zero_only.rank == 0:
+        print(f"weights  {run.weights}")
+        print(f"history  {run.folder / 'history.csv'}, {run.folder / 'curves.png'}")
+
+
+def _run(task: str, args: Sequence[str]) -> Run:
+    cli = prepare(task, args)
+    folder = cli.run_dir()
+    checkpoint = _checkpoint(cli.config.resume, folder)
+    if checkpoint:  # looked at before any work
+        check_fit(cli.model, read_training_checkpoint(checkpoint)["state_dict"])
+    with ExitStack() as stack:
+        if cli.trainer.is_global_zero:
+            stack.enter_context(_folder(folder))
+            stack.enter_context(Lock(folder, "a training run"))
+        with _interrupts(cli.trainer, folder):
+            cli.trainer.fit(cli.model, datamodule=cli.datamodule, ckpt_path=checkpoint)
+        command = ["quadtree", "train", task, *args]
+        return _finish(cli.trainer, cli.model, folder, command)
+
+
+def prepare(task: str, args: Sequence[str]) -> "TrainCLI":
+    """Model, data and trainer of a recipe; nothing has run yet.
+
+    Args:
+        task, args: As for `run_command`.
+
+    Raises:
+        OptionError: Something in the recipe or the options is not accepted.
+    """
+    known(task, TASKS, "the task")
+    _quiet()
+    expanded, recipes, source = _expanded(task, args)
+    cli = _parse(
+        _named(task, f"module.{TASKS[task]}"), _data_class(task, source), expanded, recipes
+    )
+    trainer = cli.trainer
+    if 0 in (trainer.max_epochs, trainer.max_steps):
+        raise OptionError(
+            "training must last at least one epoch, got max_epochs or max_steps 0; pass more with "
+            "--trainer.max_epochs"
+        )
+    cores = os.cpu_count() or 1
+    if isinstance(trainer.accelerator, CPUAccelerator) and trainer.num_devices > cores:
+        raise OptionError(
+            f"training on a CPU must have at most one process per core, {cores} here, got "
+            f"{trainer.num_devices}; pass fewer --trainer.devices"
+        )
+    return cli
+
+
+class TrainCLI(LightningCLI):
+    """Options and recipe files of a task, and the trainer that runs them."""
+
+    task: type[TaskModule]
+    recipes: Sequence[Recipe]
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        parser.add_argument(
+            "--variant",
+            type=str | None,
+            default=None,
+            help="Variants of the recipe, separated by commas (default: its first).",
+        )
+        parser.add_argument(
+            "--run_dir",
+            type=str | None,
+            default=None,
+            help="Folder for checkpoints, history.csv and curves.png (default: "
+            "runs/<recipe>[-variant]).",
+        )
+        parser.add_argument(
+            "--resume",
+            type=str | None,
+            nargs="?",
+            const=LATEST,
+            default=None,
+            help=f"Go on with the run in the folder, or with a given checkpoint. The run's "
+            f"{LAST} is as new as --save_every steps.",
+        )
+        parser.add_argument(
+            "--save_every", type=int, default=500, help="Steps between checkpoints in an epoch."
+        )
+        parser.link_arguments("seed_everything", "data.seed")
+        parser.link_arguments("seed_everything", "model.seed")
+        for source, (target, compute) in self.task.links.items():
+            parser.link_arguments(source, target, compute_fn=compute, apply_on="instantiate")
+
+    def run_dir(self) -> Path:
+        """Where a run writes: as asked for, or named after its last recipe."""
+        if self.config.run_dir is None:
+            return Path("runs") / (self.recipes[-1].name if self.recipes else "run")
+        folder = Path(self.config.run_dir)
+        if folder.exists() and not folder.is_dir():
+            raise OptionError(f"--run_dir must be a folder, got the file {folder}; pass another")
+        return folder
+
+    def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
+        own = self.config_init.trainer.callbacks or []
+        return super().instantiate_trainer(
+            callbacks=[*own, *self._callbacks()],
+            plugins=[*(self.config_init.trainer.plugins or []), SafeCheckpointIO()],
+            default_root_dir=str(self.run_dir()),
+            logger=False,  # History writes what there is to log, and goes on after a resume
+            use_distributed_sampler=False,  # samplers share the work themselves
+            **kwargs,
+        )
+
+    def _callbacks(self) -> list[Callback]:
+        best = ModelCheckpoint(
+            dirpath=self.run_dir(),
+            filename=Path(BEST).stem,
+            monitor=self.task.monitor,
+            mode="max",
+            enable_version_counter=False,
+        )
+        # Last of all, so that what the others store about the epoch is in it
+        last = LastCheckpoint(self.config.save_every)
+        bar = [Progress()] if self.config.trainer.enable_progress_bar is not False else []
+        return [*bar, History(), best, last]
+
+
+class RunConfig(SaveConfigCallback):
+    """Writes the recipe as it was run to `config.yaml`."""
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self.overwrite = True
+        self.config.resume = None  # belongs to this start, not to the recipe
+        self.config.variant = None  # merged already
+        super().setup(trainer, pl_module, stage)
+
+
+def _flattened(settings: Mapping[str, Any], prefix: str = "--") -> Iterator[str]:
+    """Nested settings as options: `{"data": {"flip": 0.5}}` -> `--data.flip=0.5`."""
+    for name, value in settings.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flattened(value, f"{prefix}{name}.")
+        else:
+            text = os.fspath(value) if isinstance(value, str | os.PathLike) else json.dumps(value)
+            yield f"{prefix}{name}={text}"
+
+
+def _expanded(task: str, args: Sequence[str]) -> tuple[list[str], list[Recipe], str | None]:
+    """Options with the content of recipes in place of their paths; recipes; `data.source`.
+
+    Later options and recipes win.
+    """
+    options: list[tuple[str, str | None]] = []
+    rest = iter(args)
+    for arg in rest:
+        name, equals, value = arg.partition("=")
+        if name in ("-c", "--config", "--variant", "--data.source"):
+            options.append((name, value if equals else next(rest, None)))
+        else:
+            options.append((arg, None))
+    variant = next((value for name, value in reversed(options) if name == "--variant"), None)
+    expanded: list[str] = []
+    recipes: list[Recipe] = []
+    source = None
+    for name, value in options:
+        if name in ("-c", "--config") and value is not None:
+            own = read_recipe(value)
+            recipe = read_recipe(value, variant) if own.variants else own
+            if recipe.task not in (None, task):
+                raise OptionError(
+                    f"{value} is a recipe of {recipe.task}, got quadtree train {task}; pass "
+                    f"{recipe.task} instead"
+                )
+            recipes.append(recipe)
+            expanded += ["--config", recipe.to_text()]
+            data = recipe.settings.get("data")
+            source = data.get("source", source) if isinstance(data, dict) else source
+            continue
+        source = value if name == "--data.source" else source
+        expanded += [name] if value is None else [name, value]
+    if variant and not any(recipe.variants for recipe in recipes):
+        raise OptionError(f"no recipe here has variants, got --variant {variant}; leave it out")
+    return expanded, recipes, source
+
+
+def _named(task: str, name: str) -> Any:
+    """A class of a task by `file.Class`."""
+    file, kind = name.split(".")
+    return getattr(importlib.import_module(f"quadtree_attention.tasks.{task}.{file}"), kind)
+
+
+def _data_class(task: str, source: str | None) -> Any:
+    """The data of a task: of some, the recipe says which, and has the options of that class."""
+    choices = DATA[task]
+    if isinstance(choices, str):
+        return _named(task, choices)
+    source = next(iter(choices)) if source is None else str(source)
+    known(source, choices, "data.source")
+    return _named(task, choices[source])
+
+
+def _parse(
+    module: type[TaskModule], data: type, args: list[str], recipes: Sequence[Recipe]
+) -> TrainCLI:
+    names: list[str] = []
+
+    class TaskCLI(TrainCLI):
+        def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+            names.extend(parser.get_defaults().keys())
+            self.config = parser.parse_args(args)
+
+    TaskCLI.task, TaskCLI.recipes = module, recipes
+    try:
+        return TaskCLI(
+            module,
+            data,
+            args=args,
+            run=False,
+            auto_configure_optimizers=False,
+            seed_everything_default=0,
+            save_config_callback=RunConfig,
+            parser_kwargs={"exit_on_error": False, "prog": "quadtree train", "allow_abbrev": False},
+            trainer_defaults={"enable_model_summary": False},
+        )
+    except QuadtreeAttentionError:
+        raise
+    except (ArgumentError, ValueError, TypeError, MisconfigurationException) as error:
+        raise OptionError(_explain(str(error), names)) from error
+
+
+def _explain(message: str, names: list[str]) -> str:
+    """One line for what the parser or the trainer said, with the right name for a misspelt one."""
+    message = " ".join(message.split())
+    found = next((match for rule in _UNKNOWN if (match := rule.search(message))), None)
+    if found is None:
+        return f"the recipe or an option is not accepted: {message}"
+    parts = found.groupdict()
+    name = ".".join(part for part in (parts.get("group"), parts["name"]) if part)
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    hint = f"did you mean {close[0]}?" if close else "see --help for the names there are"
+    return f"there is no option {name}, in the recipe or on the command line; {hint}"
+
+
+def _checkpoint(resume: str | None, folder: Path) -> str | None:
+    """The checkpoint to go on with, or None for a new run in a folder that holds none."""
+    last = folder / LAST
+    if resume is None:
+        if last.exists():
+            raise OptionError(
+                f"{folder} holds a run already ({LAST}); go on with it by --resume, or write "
+                "elsewhere with --run_dir"
+            )
+        return None
+    path = last if resume == LATEST else Path(resume)
+    if not path.exists():
+        raise CheckpointError(
+            f"there is no checkpoint {path} to go on with; leave out --resume for a new run"
+        )
+    return str(path)
+
+
+@contextmanager
+def _folder(folder: Path) -> Iterator[None]:
+    """A folder for a run; removed again where nothing was written to it."""
+    new = [path for path in (folder, *folder.parents) if not path.exists()]
+    make_folder(folder)
+    try:
+        yield
+    finally:
+        with suppress(OSError):  # it is not empty
+            for path in new:
+                path.rmdir()
+
+
+@contextmanager
+def _interrupts(trainer: pl.Trainer, folder: Path) -> Iterator[None]:
+    """Turns the exit of Lightning after Ctrl-C into `KeyboardInterrupt` with how to continue."""
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        yield
+    except SystemExit:
+        if not trainer.interrupted:
+            raise
+        signal.signal(signal.SIGINT, before)  # Lightning leaves it ignored
+        step = f"; {folder / LAST} is kept, go on with it by --resume"
+        none = "; no checkpoint was written yet, start again"
+        raise KeyboardInterrupt(
+            f"interrupted at step {trainer.global_step}"
+            + (step if (folder / LAST).exists() else none)
+        ) from None
+
+
+def _finish(trainer: pl.Trainer, module: Any, folder: Path, command: list[str]) -> Run:
+    """Writes the best weights on their own."""
+    best, weights = folder / BEST, folder / "best.safetensors"
+    rows = [row for c in cast(Any, trainer).callbacks if isinstance(c, History) for row in c.rows]
+    if not best.exists():  # no validation, no best
+        return Run(folder, None, rows)
+    if trainer.is_global_zero and trainer.state.finished:
+        state = read_training_checkpoint(best)
+        epoch = state["epoch"] + 1  # as the history counts
+        metrics = next((row for row in rows if row["epoch"] == epoch), {})
+        card = {**module.card(), "command": command, "epoch": epoch, "metrics": metrics}
+        save_weights(weights, module.weights(state["state_dict"]), card, overwrite=True)
+    return Run(folder, weights, rows)
+
+
+def _quiet() -> None:
+    """Hides advice of libraries that a user of a recipe can do nothing about."""
+    for name in ("pytorch_lightning", "lightning_fabric", "lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    for text in ("does not have many workers", "LeafSpec", "lr_scheduler.step", "is not empty"):
+        warnings.filterwarnings("ignore", message=f".*{text}")
+    logging.getLogger("timm.scheduler").setLevel(logging.ERROR)
