@@ -12,7 +12,7 @@ from PIL import Image
 
 from quadtree_attention.errors import MissingDependencyError
 from quadtree_attention.images import Array
-from quadtree_attention.tasks.stereo.metrics import OCCLUDED
+from quadtree_attention.tasks.stereo.result import OCCLUDED
 
 try:
     import cv2

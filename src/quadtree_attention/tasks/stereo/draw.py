@@ -3,17 +3,13 @@
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
 from quadtree_attention.images import Array
-from quadtree_attention.tasks.stereo.metrics import OCCLUDED
+from quadtree_attention.tasks.stereo.result import OCCLUDED, Disparity
 from quadtree_attention.viz.canvas import BACKGROUND, FAINT, TEXT
-
-if TYPE_CHECKING:
-    from quadtree_attention.tasks.stereo.predictor import Disparity
 
 # Room for one panel, side by side and below each other; small images are enlarged a little
 BESIDE, BELOW = (800, 800), (1600, 450)
@@ -52,7 +48,7 @@ class Panel:
     height: int
 
 
-def draw(disparity: "Disparity", *, title: str | None = None) -> Image.Image:
+def draw(disparity: Disparity, *, title: str | None = None) -> Image.Image:
     """The left image, and beside it (very wide ones below it) the disparities in colours.
 
     Near is bright and far is dark; the bar tells how many pixels each colour is, and leaves out the
@@ -65,9 +61,9 @@ def draw(disparity: "Disparity", *, title: str | None = None) -> Image.Image:
     """
     values = np.asarray(disparity.disparity, np.float64)
     height, width = values.shape
-    image = disparity.image
+    image = disparity.images[0] if disparity.images else None
     panels = lay_out((width, height), 1 if image is None else 2)
-    low, high = shown_range(values, disparity.occlusion)
+    low, high = shown_range(values, _occlusion(disparity))
     canvas_width = max(LEAST_WIDTH, *(panel.x + panel.width for panel in panels))
     canvas = Image.new(
         "RGB", (canvas_width, max(panel.y + panel.height for panel in panels)), BACKGROUND
@@ -81,9 +77,9 @@ def draw(disparity: "Disparity", *, title: str | None = None) -> Image.Image:
     return canvas
 
 
-def draw_occlusion(disparity: "Disparity") -> Image.Image:
-    """Grey, of the size of the image: white is hidden in the right image, black is seen there."""
-    return Image.fromarray((np.clip(disparity.occlusion, 0, 1) * 255).round().astype(np.uint8))
+def _occlusion(disparity: Disparity) -> Array:
+    found = disparity.occlusion
+    return np.zeros(disparity.disparity.shape, np.float32) if found is None else found
 
 
 def lay_out(size: tuple[int, int], count: int) -> list[Panel]:
@@ -128,7 +124,7 @@ def colours(share: Array) -> Array:
     return tones[(np.clip(share, 0, 1) * (TONES - 1)).round().astype(np.int16)]
 
 
-def _coloured(disparity: "Disparity", panel: Panel, low: float, high: float) -> Image.Image:
+def _coloured(disparity: Disparity, panel: Panel, low: float, high: float) -> Image.Image:
     size = panel.width, panel.height
     values = np.asarray(disparity.disparity, np.float64)
     known = np.isfinite(values)
@@ -136,7 +132,7 @@ def _coloured(disparity: "Disparity", panel: Panel, low: float, high: float) -> 
     pixels[~known] = NOT_KNOWN
     # Colours are shrunk, not values, so that an edge between near and far keeps both
     shown = Image.fromarray(pixels).resize(size, _resampling(panel, values.shape[1]))
-    hidden = Image.fromarray(((disparity.occlusion > OCCLUDED) & known).astype(np.uint8) * 255)
+    hidden = Image.fromarray(((_occlusion(disparity) > OCCLUDED) & known).astype(np.uint8) * 255)
     cover = np.asarray(hidden.resize(size, Image.Resampling.BOX), np.float64) / 255
     return _hatched(np.asarray(shown), cover)
 
@@ -159,7 +155,7 @@ def _resampling(panel: Panel, width: int) -> Image.Resampling:
 
 
 def _write_header(
-    canvas: Image.Image, disparity: "Disparity", span: tuple[float, float], title: str | None
+    canvas: Image.Image, disparity: Disparity, span: tuple[float, float], title: str | None
 ) -> None:
     pen = ImageDraw.Draw(canvas)
     heading = f"disparity {span[0]:.0f} to {span[1]:.0f} px" if title is None else title
@@ -172,14 +168,14 @@ def _write_header(
     _draw_bar(pen, (bar, 14), span, ImageFont.load_default(13))
 
 
-def _facts(disparity: "Disparity") -> list[str]:
+def _facts(disparity: Disparity) -> list[str]:
     height, width = disparity.disparity.shape
     facts = [f"{width}x{height}"]
-    if disparity.size is not None and disparity.size != (width, height):
-        facts[0] += f" (at {disparity.size[0]}x{disparity.size[1]})"
+    if disparity.seen and disparity.seen[0] != (width, height):
+        facts[0] += " (at {}x{})".format(*disparity.seen[0])
     if disparity.seconds:
         facts.append(f"{disparity.seconds:.2f} s")
-    hidden = float((disparity.occlusion > OCCLUDED).mean())
+    hidden = disparity.occluded
     facts.append(f"{100 * hidden:.1f} % occluded (hatched)" if hidden else "nothing occluded")
     return facts
 

@@ -8,7 +8,7 @@ nearest pixels that both views show; a median over a few rows removes streaks.
 import numpy as np
 
 from quadtree_attention.images import Array
-from quadtree_attention.tasks.stereo.metrics import OCCLUDED
+from quadtree_attention.tasks.stereo.result import OCCLUDED
 
 ROWS = 9  # of a column: a filled pixel gets the median of what was filled in them
 

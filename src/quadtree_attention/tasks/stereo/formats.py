@@ -2,19 +2,18 @@
 """Files of disparity: PFM, PNG and NPY, whichever way they say that a pixel is not known."""
 
 import io
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
 
 import numpy as np
 from PIL import Image
 
+from quadtree_attention import checks
 from quadtree_attention.errors import DataError, OptionError
-from quadtree_attention.files import write_whole
+from quadtree_attention.files import StrPath, write_whole
+from quadtree_attention.images import Array
 
-Array: TypeAlias = np.ndarray[Any, Any]
 READ = (".pfm", ".png", ".npy", ".npz")
 WRITTEN = (".npy", ".pfm", ".png")
 KITTI_SCALE = 256.0  # of 16-bit PNG
@@ -30,7 +29,7 @@ class DisparityMap:
 
 
 def read_disparity(
-    path: str | os.PathLike[str], scale: float | None = None, *, truth: bool = True
+    path: StrPath, scale: float | None = None, *, truth: bool = True
 ) -> DisparityMap:
     """Reads a file of disparity; infinite, NaN, zero and negative values are not known.
 
@@ -50,8 +49,7 @@ def read_disparity(
         OptionError: The scale is not positive.
     """
     path = Path(path)
-    if scale is not None and not 0 < scale < np.inf:
-        raise OptionError(f"the scale of disparities must be above 0, got {scale}; pass such")
+    checks.above(0, scale=scale)
     suffix = path.suffix.lower()
     if suffix not in _READERS:
         raise DataError(
@@ -72,24 +70,21 @@ def read_disparity(
     return DisparityMap(np.where(finite, values, np.float32(0)), finite)
 
 
-def write_disparity(
-    path: str | os.PathLike[str], values: Array, known: Array | None = None
-) -> None:
-    """Writes disparities, all or nothing, in the format that the suffix names.
+def encode_disparity(values: Array, suffix: str, known: Array | None = None) -> bytes:
+    """A file of disparities in the format that the suffix names.
 
     What is not known is NaN in .npy, infinite in .pfm and 0 in .png. A PNG has 16 bits, the
     disparity times 256; its smallest known value is 1 / 256, since 0 is taken.
 
     Args:
-        path: Ends in .npy, .pfm or .png.
         values: (H, W) pixels.
+        suffix: .npy, .pfm or .png.
         known: (H, W) bool; None: all that are finite.
 
     Raises:
-        OptionError: The suffix is of no known format, the values do not fit into it, or the file
-            cannot be written; nothing is.
+        OptionError: The suffix is of no known format, or the values do not fit into it.
     """
-    suffix = disparity_format(path)
+    checks.one_of(WRITTEN, suffix=suffix)
     values = np.asarray(values, np.float32)
     if values.ndim != 2 or values.size == 0:
         raise OptionError(
@@ -100,19 +95,12 @@ def write_disparity(
         raise OptionError(
             f"known must be of the shape of the disparity, got {known.shape} and {values.shape}"
         )
-    known = known & np.isfinite(values)
-    content = {".npy": _npy, ".pfm": _pfm, ".png": _png}[suffix](values, known)
-    write_whole(path, content)
+    return {".npy": _npy, ".pfm": _pfm, ".png": _png}[suffix](values, known & np.isfinite(values))
 
 
-def disparity_format(path: str | os.PathLike[str]) -> str:
-    """The suffix that decides how disparity is written; else raises `OptionError`."""
-    suffix = Path(path).suffix.lower()
-    if suffix not in WRITTEN:
-        raise OptionError(
-            f"disparity is written as {', '.join(WRITTEN)}, got {str(path)!r}; name it so"
-        )
-    return suffix
+def write_disparity(path: StrPath, values: Array, known: Array | None = None) -> None:
+    """Writes disparities, all or nothing, in the format of the suffix; see `encode_disparity`."""
+    write_whole(path, encode_disparity(values, Path(path).suffix.lower(), known))
 
 
 def _bytes(path: Path) -> bytes:

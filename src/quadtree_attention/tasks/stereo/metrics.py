@@ -5,18 +5,66 @@ Pure functions on tensors or arrays of any one shape; `where` says which pixels 
 such pixel a score is NaN. A prediction that is not a number is infinitely wrong.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
-Array: TypeAlias = np.ndarray[Any, Any]
+from quadtree_attention.errors import DataError
+from quadtree_attention.images import Array
+from quadtree_attention.tasks.contract import Column, Scores, Source
+from quadtree_attention.tasks.stereo.readers import StereoTruth
+from quadtree_attention.tasks.stereo.result import OCCLUDED, Disparity
+
 Values: TypeAlias = Tensor | Array
 BAD = (1, 2, 3)  # pixels
 D1_PIXELS, D1_SHARE = 3.0, 0.05  # an outlier of KITTI exceeds both
-OCCLUDED = 0.5  # probability above which a pixel is taken to be occluded
+_TITLES = {"epe": "EPE", "bad1": "bad-1", "bad2": "bad-2", "bad3": "bad-3", "d1": "D1"}
+COLUMNS = (
+    Column("name", "pair", None),
+    *(
+        Column(f"{key}_{region}", f"{title} {region}", 2 if key == "epe" else 1)
+        for region in ("noc", "all")
+        for key, title in _TITLES.items()
+    ),
+    Column("occlusion_iou", "occlusion IoU"),
+    Column("occlusion_iou_both", "IoU as STTR"),
+)
+
+
+class StereoMetric:
+    """Scores per pair, and their means over pairs; pairs without a prediction do not count."""
+
+    def __init__(self, source: Source[StereoTruth] | None, classes: None = None) -> None:
+        self.rows: list[dict[str, Any]] = []
+
+    def update(self, name: str, truth: StereoTruth, found: Disparity | None) -> None:
+        if found is None:
+            return
+        if found.disparity.shape != truth.disparity.shape:
+            (height, width), (rows, columns) = found.disparity.shape, truth.disparity.shape
+            raise DataError(
+                f"the prediction of {name} must have the size of its pair, {columns}x{rows}, got "
+                f"{width}x{height}; predict again at that size"
+            )
+        of_truth = truth.disparity, truth.known, truth.occluded
+        row = scores(found.disparity, *of_truth, found.occlusion, visible=truth.visible)
+        self.rows.append({"name": name, **row})
+
+    def state(self) -> list[dict[str, Any]]:
+        return self.rows
+
+    def merge(self, states: Sequence[list[dict[str, Any]]]) -> None:
+        self.rows = [row for rows in states for row in rows]
+
+    def compute(self) -> Scores:
+        numbers = [{k: v for k, v in row.items() if k != "name"} for row in self.rows]
+        there = {key for row in self.rows for key in row}
+        columns = tuple(column for column in COLUMNS if column.key in there)
+        facts = {"pairs": len(self.rows), "units": "EPE in pixels, bad-N and D1 in percent"}
+        return Scores("stereo", mean_scores(numbers), self.rows, columns, facts)
 
 
 def end_point_error(disparity: Values, truth: Values, where: Values) -> float:

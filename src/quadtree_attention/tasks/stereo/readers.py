@@ -9,26 +9,36 @@ lies outside of the right view.
 import inspect
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from PIL import Image
 
+from quadtree_attention import checks
 from quadtree_attention.errors import DataError, OptionError
-from quadtree_attention.images import to_image
+from quadtree_attention.files import StrPath
+from quadtree_attention.images import Array, image_size, to_image
+from quadtree_attention.tasks.contract import Source
 from quadtree_attention.tasks.readers import summary
 from quadtree_attention.tasks.stereo.formats import READ, DisparityMap, read_disparity
 
-Array: TypeAlias = np.ndarray[Any, Any]
-Split = Literal["train", "val"]
 LAYOUTS = ("auto", "folder", "scenes", "middlebury2014", "kitti2015", "kitti2012", "sceneflow")
 TORCHVISION = "torchvision:"  # and the name of one of its classes
 LOSE_WHAT_IS_HIDDEN = ("ETH3DStereo", "Middlebury2014Stereo")  # classes of torchvision
-IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".ppm", ".tif", ".tiff")
+IMAGES = (
+    ".png",
+    ".jpg",
+    ".jpeg",
+    ".webp",
+    ".bmp",
+    ".ppm",
+    ".tif",
+    ".tiff",
+)  # looked for in this order
 VALIDATION = {"val", "validation", "test", "testing", "TEST"}  # folders of that split
 PASSES = (  # folders of Scene Flow's images; final ones where there are no clean ones
     "frames_cleanpass", "RGB_cleanpass", "image_clean",
@@ -41,12 +51,9 @@ _DEEPEST = 6  # folders below the root that are looked into
 
 
 @dataclass(frozen=True)
-class StereoSample:
-    """A rectified pair and the truth about its left view."""
+class StereoTruth:
+    """The truth about the left view of a rectified pair."""
 
-    name: str
-    left: Image.Image  # RGB
-    right: Image.Image  # RGB, of the same size
     disparity: Array  # (H, W) float32 pixels, 0 where not known
     known: Array  # (H, W) bool
     occluded: Array  # (H, W) bool: known to be hidden in, or outside of, the right view
@@ -79,20 +86,6 @@ class Incomplete:
 Found: TypeAlias = StereoFiles | Incomplete
 
 
-class StereoSource(Protocol):
-    """Pairs with true disparity."""
-
-    skipped: list[str]  # what was found but is no pair, with the reason
-
-    def __len__(self) -> int: ...
-
-    def name(self, index: int) -> str:
-        """What the pair is called in messages and predictions; unique."""
-
-    def read(self, index: int) -> StereoSample:
-        """The pair. Raises `DataError` naming the file that is missing or damaged."""
-
-
 class FileSource:
     """Pairs whose files are listed.
 
@@ -100,6 +93,8 @@ class FileSource:
         files: Of every pair.
         skipped: Reasons why others are not among them.
     """
+
+    classes: Sequence[str] | None = None
 
     def __init__(self, files: Sequence[StereoFiles], skipped: Sequence[str] = ()) -> None:
         self.files = list(files)
@@ -111,13 +106,20 @@ class FileSource:
     def name(self, index: int) -> str:
         return self.files[index].name
 
-    def read(self, index: int) -> StereoSample:
+    def identity(self, index: int) -> list[Any]:
+        files = self.files[index]
+        return [os.path.abspath(files.left), os.path.abspath(files.right)]
+
+    def images(self, index: int) -> tuple[Image.Image, Image.Image]:
         files = self.files[index]
         left, right = to_image(files.left), to_image(files.right)
+        _same_size(files.right, right.size[::-1], files.left, left.size[::-1])
+        return left, right
+
+    def truth(self, index: int) -> StereoTruth:
+        files = self.files[index]
         truth = read_disparity(files.disparity, files.scale)
-        size = left.height, left.width
-        _same_size(files.right, (right.height, right.width), files.left, size)
-        _same_size(files.disparity, truth.values.shape, files.left, size)
+        _same_size(files.disparity, truth.values.shape, files.left, image_size(files.left)[::-1])
         if not truth.known.any():
             raise DataError(
                 f"{files.disparity} has no known disparity, all values are zero, infinite or NaN; "
@@ -125,7 +127,7 @@ class FileSource:
             )
         occluded, unsure = _occlusion(files, truth)
         visible = truth.known & ~occluded & ~unsure
-        return StereoSample(files.name, left, right, truth.values, truth.known, occluded, visible)
+        return StereoTruth(truth.values, truth.known, occluded, visible)
 
 
 class TorchvisionSource:
@@ -137,7 +139,9 @@ class TorchvisionSource:
         split: For classes that have splits; "val" is their "test".
     """
 
-    def __init__(self, kind: str, root: Path, split: Split | None = None) -> None:
+    classes: Sequence[str] | None = None
+
+    def __init__(self, kind: str, root: Path, split: str | None = None) -> None:
         options: dict[str, Any] = {"root": root}
         made = _torchvision_class(kind)
         if "split" in inspect.signature(made).parameters:
@@ -167,14 +171,18 @@ class TorchvisionSource:
         left = Path(self._data._images[index][0])
         return left.relative_to(self.root).with_suffix("").as_posix()
 
-    def read(self, index: int) -> StereoSample:
-        name = self.name(index)
-        try:
-            left, right, stored, *masks = self._data[index]
-        except Exception as error:  # damaged files fail in every possible way
-            raise DataError(
-                f"torchvision cannot read the pair {name} in {self.root}: {error}; get it again"
-            ) from error
+    def identity(self, index: int) -> list[Any]:
+        return [os.path.abspath(path) for path in self._data._images[index]]
+
+    def images(self, index: int) -> tuple[Image.Image, Image.Image]:
+        left, right, *_ = self._read(index)
+        size = left.height, left.width
+        name = f"the right image of {self.name(index)}"
+        _same_size(name, (right.height, right.width), "the left one", size)
+        return left.convert("RGB"), right.convert("RGB")
+
+    def truth(self, index: int) -> StereoTruth:
+        left, _, stored, *masks = self._read(index)
         values = np.asarray(stored, np.float32)[0]
         known = np.isfinite(values) & (values > 0)
         mask = np.asarray(masks[0], bool) if masks and masks[0] is not None else None
@@ -183,22 +191,25 @@ class TorchvisionSource:
             occluded = ~mask  # what others call invalid is hidden or outside here
         elif mask is not None:
             known &= mask
-        size = left.height, left.width
-        _same_size(f"the right image of {name}", (right.height, right.width), "the left one", size)
-        _same_size(f"the disparity of {name}", values.shape, "the image", size)
+        name = f"the disparity of {self.name(index)}"
+        _same_size(name, values.shape, "the image", (left.height, left.width))
         values = np.where(known, values, np.float32(0))
         occluded |= _outside(values, known)
-        images = left.convert("RGB"), right.convert("RGB")
-        return StereoSample(name, *images, values, known, occluded, known & ~occluded)
+        return StereoTruth(values, known, occluded, known & ~occluded)
+
+    def _read(self, index: int) -> Any:
+        try:
+            return self._data[index]
+        except Exception as error:  # damaged files fail in every possible way
+            raise DataError(
+                f"torchvision cannot read the pair {self.name(index)} in {self.root}: {error}; get "
+                "it again"
+            ) from error
 
 
-def open_stereo(
-    root: str | os.PathLike[str],
-    layout: str = "auto",
-    *,
-    split: Split | None = None,
-    strict: bool = True,
-) -> StereoSource:
+def open_source(
+    root: StrPath, *, split: str | None = None, strict: bool = True, layout: str = "auto"
+) -> Source[StereoTruth]:
     """The pairs in a folder and in all folders below it.
 
     Layouts:
@@ -217,11 +228,11 @@ def open_stereo(
 
     Args:
         root: Folder.
-        layout: One of them; "auto" takes all but torchvision's.
         split: "val": what lies in a folder val, validation, test or testing; "train": the rest;
-            None: everything.
+            None or "all": everything.
         strict: Refuse a folder in which a file of a pair is missing; else such pairs are left out
             and listed in `skipped`.
+        layout: One of them; "auto" takes all but torchvision's.
 
     Raises:
         OptionError: There is no such layout or split.
@@ -233,8 +244,8 @@ def open_stereo(
             f"torchvision takes what is hidden in the other view for visible, got {layout!r}; "
             "take the layout middlebury2014 or auto, which tell them apart"
         )
-    if split not in (None, "train", "val"):
-        raise OptionError(f"split must be train or val, got {split!r}; choose one, or none")
+    checks.one_of(("all", "train", "val"), split=split)
+    split = None if split == "all" else split
     if not layout.startswith(TORCHVISION) and layout not in LAYOUTS:
         raise OptionError(
             f"layout must be one of {', '.join(LAYOUTS)} or {TORCHVISION}NAME, got {layout!r}; "
@@ -263,26 +274,6 @@ def open_stereo(
     return FileSource(pairs, skipped)
 
 
-def read_pairs(
-    source: StereoSource, *, strict: bool = True, skipped: list[str] | None = None
-) -> Iterator[StereoSample]:
-    """All pairs one after another.
-
-    Args:
-        source: Of the pairs.
-        strict: Raise at the first that cannot be read; else leave it out.
-        skipped: Where the reasons for leaving pairs out are added.
-    """
-    for index in range(len(source)):
-        try:
-            yield source.read(index)
-        except DataError as error:
-            if strict:
-                raise
-            if skipped is not None:
-                skipped.append(str(error))
-
-
 def _search(place: Path, root: Path, finders: Sequence["Finder"], depth: int = 0) -> list[Found]:
     """What the finders find in a folder, or else below it."""
     for finder in finders:
@@ -302,7 +293,7 @@ def _search(place: Path, root: Path, finders: Sequence["Finder"], depth: int = 0
     return [entry for child in children for entry in _search(child, root, finders, depth + 1)]
 
 
-def _of_split(found: list[Found], split: Split | None) -> list[Found]:
+def _of_split(found: list[Found], split: str | None) -> list[Found]:
     """What lies in folders for validation, or what does not."""
     if split is None:
         return found

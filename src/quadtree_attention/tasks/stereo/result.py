@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The disparities of a pair, and the files that hold them."""
+
+import io
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+from PIL import Image
+
+from quadtree_attention import checks
+from quadtree_attention.errors import DataError, OptionError
+from quadtree_attention.files import StrPath, write_whole
+from quadtree_attention.images import Array
+from quadtree_attention.tasks.contract import Result, Source
+from quadtree_attention.tasks.readers import read_npz
+from quadtree_attention.tasks.stereo.formats import WRITTEN, encode_disparity, read_disparity
+from quadtree_attention.viz.canvas import save_picture
+
+OCCLUDED = 0.5  # probability above which a pixel counts as occluded
+SPREAD = "min", "median", "max"
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Disparity(Result):
+    """The horizontal shift of each left pixel in the right image.
+
+    Attributes:
+        disparity: (H, W) float32, pixels of the images as given: what is at (x, y) on the left is
+            at (x - disparity, y) on the right. Occluded pixels continue the background.
+        occlusion: (H, W) float32, the probability that the right image does not show the pixel;
+            None where a file has none.
+    """
+
+    task: ClassVar[str] = "stereo"
+
+    disparity: Array
+    occlusion: Array | None = None
+
+    def depth(self, focal: float, baseline: float, *, offset: float = 0.0) -> Array:
+        """(H, W) float32, the distance along the optical axis, in the unit of `baseline`.
+
+        It is baseline * focal / (disparity + offset), and infinite where that is not positive.
+
+        Args:
+            focal: Focal length of the rectified images as given, in pixels.
+            baseline: Distance between the cameras.
+            offset: Pixels by which the right camera's centre is further right than the left one's
+                (`doffs` of Middlebury).
+
+        Raises:
+            OptionError: A length is not positive, or the offset not finite.
+        """
+        check_cameras(focal, baseline, offset)
+        apart = self.disparity.astype(np.float64) + offset
+        far = np.full(apart.shape, np.inf)
+        return np.divide(focal * baseline, apart, out=far, where=apart > 0).astype(np.float32)
+
+    @property
+    def occluded(self) -> float:
+        """The share of pixels that are occluded."""
+        return 0.0 if self.occlusion is None else float((self.occlusion > OCCLUDED).mean())
+
+    def draw_occlusion(self, path: StrPath | None = None) -> Image.Image:
+        """A grey picture of the size of the image, white where the right image does not show it."""
+        shown = np.zeros_like(self.disparity) if self.occlusion is None else self.occlusion
+        picture = Image.fromarray((np.clip(shown, 0, 1) * 255).round().astype(np.uint8))
+        if path is not None:
+            save_picture(picture, path)
+        return picture
+
+    def save_depth(self, path: StrPath, focal: float, baseline: float, **options: float) -> None:
+        """Writes `depth` as .npy, all or nothing."""
+        if Path(path).suffix != ".npy":
+            raise OptionError(f"depth is written as .npy, got {str(path)!r}; name it so")
+        content = io.BytesIO()
+        np.save(content, self.depth(focal, baseline, **options))
+        write_whole(path, content.getvalue())
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "width": self.disparity.shape[1],
+            "height": self.disparity.shape[0],
+            "disparity": dict(zip(SPREAD, spread(self.disparity), strict=True)),
+            "occluded": round(self.occluded, 4),
+            "seconds": round(self.seconds, 4),
+            "matched_at": self.seen[0] if self.seen else None,
+            "warnings": list(self.warnings),
+        }
+
+    def to_text(self) -> str:
+        low, middle, high = spread(self.disparity)
+        rows = {
+            "disparity": f"{low:.1f} to {high:.1f} px, median {middle:.1f}",
+            "occluded": f"{100 * self.occluded:.1f} % of the left image",
+            "time": f"{self.seconds:.2f} s",
+        }
+        height, width = self.disparity.shape
+        if self.seen:
+            at = f"{self.seen[0][0]}x{self.seen[0][1]}"
+            same = self.seen[0] == (width, height)
+            rows["matched at"] = at if same else f"{at} (of {width}x{height})"
+        return "\n".join(f"{name:11}  {value}" for name, value in rows.items())
+
+
+def spread(values: Array) -> tuple[float, float, float]:
+    """Minimum, median and maximum; 0 without values."""
+    if not values.size:
+        return 0.0, 0.0, 0.0
+    return float(values.min()), float(np.median(values)), float(values.max())
+
+
+def check_cameras(focal: float, baseline: float, offset: float = 0.0) -> None:
+    """Raises `OptionError` for cameras that have no depth; see `Disparity.depth`."""
+    checks.above(0, focal=focal, baseline=baseline)
+    if not np.isfinite(offset):
+        raise OptionError(f"offset must be finite, got {offset}; pass that of the cameras")
+
+
+class DisparityCodec:
+    """`disparity` and `occlusion` as .npz, or disparity alone in the formats of other programs."""
+
+    suffixes = (".npz", *WRITTEN)
+    together = False
+
+    def __init__(
+        self, source: Source[Any] | None = None, classes: Sequence[str] | None = None
+    ) -> None: ...
+
+    def encode(self, found: Mapping[str, Disparity], suffix: str) -> bytes:
+        (result,) = found.values()
+        if suffix != ".npz":
+            return encode_disparity(result.disparity, suffix)
+        arrays = {"disparity": result.disparity}
+        if result.occlusion is not None:
+            arrays["occlusion"] = result.occlusion.astype(np.float16)
+        content = io.BytesIO()
+        np.savez(content, **arrays)
+        return content.getvalue()
+
+    def decode(self, path: Path) -> dict[str, Disparity]:
+        disparity = read_disparity(path, truth=False).values
+        stored = read_npz(path, (), ("occlusion",)) if path.suffix == ".npz" else {}
+        occlusion = stored.get("occlusion")
+        if occlusion is None:
+            return {path.stem: Disparity(disparity=disparity)}
+        if occlusion.shape != disparity.shape or occlusion.dtype.kind not in "fbiu":
+            raise DataError(
+                f"{path} must hold an occlusion {disparity.shape} as its disparity, got "
+                f"{occlusion.shape} of {occlusion.dtype}; write it again"
+            )
+        found = Disparity(disparity=disparity, occlusion=occlusion.astype(np.float32))
+        return {path.stem: found}
