@@ -1,44 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
 """Batches of rectified pairs with disparity: rendered on the device that trains, or from files."""
 
-import os
-import sys
-from functools import partial
 from typing import Any, Literal
 
 import numpy as np
-import pytorch_lightning as pl
 import torch
 from PIL import Image
 from torch import Tensor
 from torchvision.transforms.v2 import functional as TF
 
-from quadtree_attention.checks import at_least
+from quadtree_attention.checks import at_least, between
 from quadtree_attention.errors import DataError, OptionError
 from quadtree_attention.synthetic import StereoOptions, Textures, stereo_pairs
-from quadtree_attention.tasks.match.posed import collate
-from quadtree_attention.tasks.readers import summary
-from quadtree_attention.tasks.stereo.sources import (
+from quadtree_attention.tasks.contract import Source
+from quadtree_attention.tasks.stereo.readers import StereoTruth, open_source
+from quadtree_attention.tasks.training.data import (
+    Batch,
+    Sample,
     Split,
-    StereoSample,
-    StereoSource,
-    open_stereo,
-)
-from quadtree_attention.tasks.training.data import SyntheticData, options_of
-from quadtree_attention.tasks.training.loader import (
-    EpochSampler,
-    ResumableLoader,
-    loader_of,
-    sampler_of,
+    SyntheticData,
+    TaskData,
+    options_of,
 )
 
-Batch = dict[str, Any]
 IMAGES = ("image0", "image1")
 BETWEEN = 0.3  # share of the colour jitter by which the views of a pair differ
-ATTEMPTS = 20  # pairs tried in the place of one that cannot be read
 
 
-class StereoData(SyntheticData):
+class SyntheticStereoData(SyntheticData):
     """Synthetic scenes seen by two cameras side by side; nothing is read but textures.
 
     Args:
@@ -96,14 +85,14 @@ class StereoData(SyntheticData):
         }
 
 
-class FilesStereoData(pl.LightningDataModule):
+class StereoData(TaskData):
     """Pairs with disparity from files, cropped for training, whole for validation.
 
     Args:
         source: "files".
         root: Folder of the pairs.
         layout: Of the folder: auto, folder, scenes, middlebury2014, kitti2015, kitti2012, sceneflow
-            or torchvision:NAME (see `open_stereo`).
+            or torchvision:NAME (see `open_source`).
         val_root: Folder of the pairs to validate on; None: those below folders val, validation,
             test or testing of the root, which training does not see.
         height: Of training crops; smaller images are continued below.
@@ -117,6 +106,8 @@ class FilesStereoData(pl.LightningDataModule):
         strict: Fail at the first unreadable file instead of counting and replacing its pair.
         seed: Decides order, crops and colours.
     """
+
+    samples = "pairs"
 
     def __init__(
         self,
@@ -134,100 +125,82 @@ class FilesStereoData(pl.LightningDataModule):
         strict: bool = False,
         seed: int = 0,
     ) -> None:
-        super().__init__()
+        super().__init__(batch_size=batch_size, workers=workers, strict=strict, seed=seed)
         if root is None:
             raise OptionError(
                 "pairs from files need a folder that holds them, got none; pass --data.root FOLDER"
             )
-        at_least(1, height=height, width=width, batch_size=batch_size, val_pairs=val_pairs)
-        if workers is not None and workers < 0:
-            raise OptionError(f"workers must be at least 0, got {workers}; pass more")
-        for name, value in (("jitter", jitter), ("flip", flip)):
-            if not 0 <= value <= 1:
-                raise OptionError(f"{name} must be between 0 and 1, got {value}; pass such")
+        at_least(1, height=height, width=width, val_pairs=val_pairs)
+        between(0, 1, jitter=jitter, flip=flip)
         self.root = root
         self.layout = layout
         self.val_root = val_root
         self.size = (height, width)
-        self.batch_size = batch_size
         self.val_pairs = val_pairs
         self.jitter = jitter
         self.flip = flip
-        self.workers = min(8, os.cpu_count() or 1) if workers is None else workers
-        self.strict = strict
-        self.seed = seed
-        self._sources: dict[Split, StereoSource] = {}
+        self.eval_batch_size = 1
 
-    @property
-    def batches_per_epoch(self) -> int:
-        """Training batches of one process."""
-        return len(self._train_sampler()) // self.batch_size
+    def open(self, split: Split) -> Source[StereoTruth]:
+        options: dict[str, Any] = {"layout": self.layout, "strict": self.strict}
+        if split == "val" and self.val_root is not None:
+            return open_source(self.val_root, **options)
+        try:
+            return open_source(self.root, split=split, **options)
+        except DataError as error:
+            if split == "train":
+                raise
+            raise DataError(f"{error}; pass pairs to validate on with --data.val_root") from error
 
-    def setup(self, stage: str | None = None) -> None:
-        if self._sources:
-            return
-        train = self._open(self.root, "train")
-        if self.val_root is not None:
-            val = self._open(self.val_root, None)
-        else:
-            try:
-                val = self._open(self.root, "val")
-            except DataError as error:
-                raise DataError(
-                    f"{error}; pass pairs to validate on with --data.val_root"
-                ) from error
-        self._sources = {"train": train, "val": val}
+    def count(self, split: Split) -> int:
+        there = len(self.source(split))
+        return there if split == "train" else min(self.val_pairs, there)
 
-    def train_dataloader(self) -> ResumableLoader:
-        read = partial(
-            _read_crop, self._sources["train"], self.size, self.jitter, self.flip, self.strict
-        )
-        return loader_of(self, self._train_sampler(), read, collate, what="pairs")
+    def place(self, split: Split, index: int) -> int:
+        return index if split == "train" else index * len(self.source(split)) // self.count(split)
 
-    def val_dataloader(self) -> ResumableLoader:
-        source = self._sources["val"]
-        count = min(self.val_pairs, len(source))
-        sampler = sampler_of(self, count, 1, shuffle=False)
-        return loader_of(self, sampler, partial(_read_whole, source, count, self.strict), collate)
+    def train_sample(self, images: Any, truth: StereoTruth) -> Sample:
+        """A window of a pair, its colours changed."""
+        sample = as_sample(images, truth)
+        known = sample["known0"].shape
+        room = (max(0, have - want) for have, want in zip(known, self.size, strict=True))
+        top, left = (int(torch.randint(spare + 1, ())) for spare in room)
+        sample = cropped(sample, top, left, self.size)
+        if torch.rand(()) < self.flip:
+            sample = {name: value.flip(-2) for name, value in sample.items()}
+        if self.jitter > 0:
+            sample |= _recoloured(sample["image0"], sample["image1"], self.jitter)
+        return sample
 
-    def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
+    def val_sample(self, images: Any, truth: StereoTruth) -> Sample:
+        return as_sample(images, truth)
+
+    def finish(self, batch: Batch, *, training: bool) -> Batch:
         """Images travel as bytes."""
         return batch | {name: batch[name].float() / 255 for name in IMAGES}
 
-    def _open(self, root: str, split: Split | None) -> StereoSource:
-        source = open_stereo(root, self.layout, split=split, strict=self.strict)
-        if source.skipped:
-            print(
-                f"quadtree: {root}: skipped {len(source.skipped)} pairs: {summary(source.skipped)}",
-                file=sys.stderr,
-            )
-        return source
 
-    def _train_sampler(self) -> EpochSampler:
-        return sampler_of(self, len(self._sources["train"]), self.batch_size, shuffle=True)
-
-
-def as_batch(sample: StereoSample) -> Batch:
+def as_sample(images: tuple[Image.Image, Image.Image], truth: StereoTruth) -> Sample:
     """Tensors of one pair, without the axis of a batch; images (3, H, W) in bytes."""
     return {
-        "image0": _bytes(sample.left),
-        "image1": _bytes(sample.right),
-        "disparity0": torch.from_numpy(sample.disparity),
-        "known0": torch.from_numpy(sample.known),
-        "occluded0": torch.from_numpy(sample.occluded),
-        "visible0": torch.from_numpy(sample.visible),
+        "image0": _bytes(images[0]),
+        "image1": _bytes(images[1]),
+        "disparity0": torch.from_numpy(truth.disparity),
+        "known0": torch.from_numpy(truth.known),
+        "occluded0": torch.from_numpy(truth.occluded),
+        "visible0": torch.from_numpy(truth.visible),
     }
 
 
-def cropped(batch: Batch, top: int, left: int, size: tuple[int, int]) -> Batch:
+def cropped(sample: Sample, top: int, left: int, size: tuple[int, int]) -> Sample:
     """The same window of both views, continued below and to the right where they end.
 
     Partners of pixels at the left edge are then outside of the right view.
     """
     rows, columns = torch.arange(top, top + size[0]), torch.arange(left, left + size[1])
-    height, width = batch["known0"].shape
+    height, width = sample["known0"].shape
     at = rows.clamp(max=height - 1)[:, None], columns.clamp(max=width - 1)
-    window = {name: value[..., *at] for name, value in batch.items()}
+    window = {name: value[..., *at] for name, value in sample.items()}
     there = (rows < height)[:, None] & (columns < width)
     known = window["known0"] & there
     disparity = window["disparity0"] * known
@@ -238,50 +211,6 @@ def cropped(batch: Batch, top: int, left: int, size: tuple[int, int]) -> Batch:
         "occluded0": window["occluded0"] & there | outside,
         "visible0": window["visible0"] & there & ~outside,
     }
-
-
-def read_or_replace(source: StereoSource, index: int, *, strict: bool) -> Batch:
-    """A pair, and why those before it could not be read (`skipped`).
-
-    The next readable pair takes the place of one that is not, so that batches stay whole.
-    """
-    reasons: list[str] = []
-    for step in range(min(ATTEMPTS, len(source))):
-        try:
-            return as_batch(source.read((index + step) % len(source))) | {"skipped": reasons}
-        except DataError as error:
-            if strict:
-                raise DataError(f"{error}; mend it, or leave out --data.strict") from error
-            reasons.append(str(error))
-    raise DataError(
-        f"{len(reasons)} pairs in a row cannot be read: {summary(reasons)}; check the files"
-    )
-
-
-def _read_crop(
-    source: StereoSource,
-    size: tuple[int, int],
-    jitter: float,
-    flip: float,
-    strict: bool,
-    index: int,
-) -> Batch:
-    """A window of a pair, its colours changed; generators are seeded for the draw."""
-    batch = read_or_replace(source, index, strict=strict)
-    skipped = batch.pop("skipped")
-    room = (max(0, have - want) for have, want in zip(batch["known0"].shape, size, strict=True))
-    top, left = (int(torch.randint(spare + 1, ())) for spare in room)
-    batch = cropped(batch, top, left, size)
-    if torch.rand(()) < flip:
-        batch = {name: value.flip(-2) for name, value in batch.items()}
-    if jitter > 0:
-        batch |= _recoloured(batch["image0"], batch["image1"], jitter)
-    return batch | {"skipped": skipped}
-
-
-def _read_whole(source: StereoSource, count: int, strict: bool, index: int) -> Batch:
-    """One of `count` pairs that are evenly spread over all."""
-    return read_or_replace(source, index * len(source) // count, strict=strict)
 
 
 def _recoloured(image0: Tensor, image1: Tensor, strength: float) -> Batch:

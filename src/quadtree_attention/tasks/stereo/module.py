@@ -1,20 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Training of a stereo network."""
 
-from typing import Any, cast
+from collections.abc import Mapping
+from typing import Any
 
 from torch import Tensor
 
-from quadtree_attention.files import file_sha256
-from quadtree_attention.models.registry import create, weights_path
 from quadtree_attention.models.stereo import STTR
-from quadtree_attention.models.weights import fill
+from quadtree_attention.tasks.stereo import TASK
 from quadtree_attention.tasks.stereo.losses import stereo_losses
 from quadtree_attention.tasks.stereo.metrics import scores
-from quadtree_attention.tasks.training.loader import seed_from, set_seed
-from quadtree_attention.tasks.training.module import TaskModule
+from quadtree_attention.tasks.training.module import Batch, TaskModule
 
 LOGGED = ("epe_all", "epe_noc", "bad3_all", "d1_all", "occlusion_iou", "occlusion_iou_both")
+TRUTH = ("disparity0", "known0", "occluded0", "visible0")
 
 
 class StereoModule(TaskModule):
@@ -36,8 +35,11 @@ class StereoModule(TaskModule):
         seed: Decides weights.
     """
 
+    task = TASK
     monitor = "val/good3"
     batch_of_lr = 8
+    bar = ("epe_all",)
+    model: STTR
 
     def __init__(
         self,
@@ -54,47 +56,30 @@ class StereoModule(TaskModule):
     ) -> None:
         super().__init__()
         self.save_hyperparameters()
-        set_seed(seed_from(seed))  # the same first weights on every process
-        self.kwargs = options or {}
-        self.model: STTR = cast(STTR, create(model, **self.kwargs))
-        self.start = None
-        if weights is not None:
-            path = weights_path(weights, "stereo")
-            fill(self.model, path)
-            self.start = file_sha256(path)
-        self.model.set_grad_checkpointing(grad_checkpointing)
-        if compile:  # in place: the names of the weights stay
-            self.model.features.compile(dynamic=False)
-            self.model.refinement.compile(dynamic=False)
+        self.build(model, options, weights=weights)
 
-    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
+    def compile_model(self) -> None:
+        self.model.features.compile(dynamic=False)
+        self.model.refinement.compile(dynamic=False)
+
+    def losses(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         output = self.model(batch, true_disparity=batch["disparity0"])
-        losses = stereo_losses(output, batch, self.model.at_cells, self.model.max_disparity)
-        loss = sum(losses.values(), start=output.disparity.new_zeros(()))
-        self.check_loss(loss, batch_idx)
-        count = len(batch["image0"])
-        self.log_mean("train/loss", loss.detach(), count, prog_bar=True)
-        for name, part in losses.items():
-            self.log_mean(f"train/{name}", part.detach(), count)
-        self.note_skipped(batch)
-        return loss
+        parts = stereo_losses(output, batch, self.model.at_cells, self.model.max_disparity)
+        return sum(parts.values(), start=output.disparity.new_zeros(())), parts
 
-    def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
-        self.note_skipped(batch)
+    def validate(self, batch: Batch) -> None:
         output = self.model(batch)
-        truth = ("disparity0", "known0", "occluded0", "visible0")
         for i in range(len(batch["image0"])):
-            disparity, known, occluded, visible = (batch[name][i] for name in truth)
+            disparity, known, occluded, visible = (batch[name][i] for name in TRUTH)
             found = scores(
                 output.disparity[i], disparity, known, occluded, output.occlusion[i],
                 visible=visible,
             )  # fmt: skip
-            for name in LOGGED:
-                if found[name] == found[name]:  # else there was no such pixel
-                    self.log_mean(f"val/{name}", found[name], 1, prog_bar=name == "epe_all")
-            if found["bad3_all"] == found["bad3_all"]:
-                self.log_mean("val/good3", 100 - found["bad3_all"], 1, prog_bar=True)
+            self._log(found)
 
-    def card(self) -> dict[str, Any]:
-        card = {"model": self.hparams["model"], "kwargs": self.kwargs, "task": "stereo"}
-        return card if self.start is None else card | {"started_from": {"sha256": self.start}}
+    def _log(self, found: Mapping[str, float]) -> None:
+        logged = {name: found[name] for name in LOGGED} | {"good3": 100 - found["bad3_all"]}
+        for name, value in logged.items():
+            if value == value:  # else there was no such pixel
+                on_bar = name in ("epe_all", "good3")
+                self.log_mean(f"val/{name}", value, 1, prog_bar=on_bar)

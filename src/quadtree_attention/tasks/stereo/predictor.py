@@ -10,7 +10,7 @@ Example:
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -99,7 +99,7 @@ class StereoMatcher(Predictor[Disparity]):
 
     def forward(self, batch: Sequence[Prepared]) -> list[tuple[Tensor, Tensor]]:
         left, right = self.stack(batch)
-        _, limit = batch[0].key  # type: ignore[misc]
+        limit = cast(tuple[Any, float | None], batch[0].key)[1]
         output = self.network({"image0": left, "image1": right}, max_disparity=limit)
         found = (x.float().cpu() for x in (output.disparity, output.occlusion))
         return list(zip(*found, strict=True))

@@ -133,7 +133,7 @@ class DisparityCodec:
         (result,) = found.values()
         if suffix != ".npz":
             return encode_disparity(result.disparity, suffix)
-        arrays = {"disparity": result.disparity}
+        arrays: dict[str, Any] = {"disparity": result.disparity}
         if result.occlusion is not None:
             arrays["occlusion"] = result.occlusion.astype(np.float16)
         content = io.BytesIO()
