@@ -90,6 +90,13 @@ class Store:
         else:
             note = _merged(path, before, note, force=force)
         store = cls(path, codec, note)
+        if before is not None and not codec.together:
+            new = [name for name in samples if name not in before["samples"]]
+            if foreign := next(filter(None, map(store._file, new)), None):
+                raise OptionError(
+                    f"{path} holds {foreign.name}, which {NOTE} does not list; move it, or write "
+                    "to another folder"
+                )
         if force and before is not None:
             store._remove(before, list(samples))
         if not codec.together:

@@ -8,9 +8,9 @@ pytest.importorskip("pytorch_lightning", reason="training needs the extra 'train
 
 from quadtree_attention.errors import DataError, OptionError
 from quadtree_attention.synthetic import ProceduralTextures, StereoOptions, stereo_pairs, warp
-from quadtree_attention.tasks.stereo.data import FilesStereoData, StereoData, cropped
+from quadtree_attention.tasks.stereo.data import StereoData, SyntheticStereoData, cropped
 from quadtree_attention.tasks.training.loader import Draw
-from tests.tasks.stereo.test_sources import make_folder, save
+from tests.tasks.stereo.test_readers import make_folder, save
 
 SIZE = (48, 96)
 CLEAN = {"objects": [2, 4], "samples": 4, "photometric": 0.0, "disparity": [0.2, 0.2]}
@@ -18,7 +18,7 @@ CLEAN = {"objects": [2, 4], "samples": 4, "photometric": 0.0, "disparity": [0.2,
 
 @pytest.fixture(scope="module")
 def synthetic():
-    made = StereoData(
+    made = SyntheticStereoData(
         procedural=8, texture_size=64, height=48, width=96, pairs=8, val_pairs=2, batch_size=4,
         scene=CLEAN,
     )  # fmt: skip
@@ -52,7 +52,7 @@ def files(root, **options):
         "strict": True,
         "jitter": 0.0,
     }
-    data = FilesStereoData(root=str(root), **given | options)
+    data = StereoData(root=str(root), **given | options)
     data.setup()
     return data
 
@@ -207,7 +207,7 @@ def test_unreadable_pairs_are_replaced_and_named(root, tmp_path, capsys):
     (tmp_path / "train" / "disparity" / "4.pfm").unlink()
     data = files(tmp_path, strict=False)
     said = capsys.readouterr().err
-    assert "skipped 1 pairs" in said and "4.png has no partner" in said
+    assert "skipped 1 files" in said and "4.png has no partner" in said
     assert data.batches_per_epoch == 2
     batch = batch_of(data, data.train_dataloader(), [Draw(0, 2)])
     check(batch, 1, (32, 64))
@@ -227,16 +227,16 @@ def test_unreadable_pairs_are_replaced_and_named(root, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("make", "options", "message"),
     [
-        (StereoData, {"pairs": 0}, "pairs must be at least 1, got 0"),
+        (SyntheticStereoData, {"pairs": 0}, "pairs must be at least 1, got 0"),
         (
-            StereoData,
+            SyntheticStereoData,
             {"scene": {"baseline": [0, 1]}},
             "scene must have options out of .* got baseline",
         ),
-        (StereoData, {"scene": {"thin": 2}}, "thin must lie between 0 and 1, got 2"),
-        (FilesStereoData, {}, "pass --data.root FOLDER"),
-        (FilesStereoData, {"root": "x", "jitter": -1}, "jitter must be between 0 and 1, got -1"),
-        (FilesStereoData, {"root": "x", "workers": -1}, "workers must be at least 0"),
+        (SyntheticStereoData, {"scene": {"thin": 2}}, "thin must lie between 0 and 1, got 2"),
+        (StereoData, {}, "pass --data.root FOLDER"),
+        (StereoData, {"root": "x", "jitter": -1}, "jitter must be in \\[0, 1\\], got -1"),
+        (StereoData, {"root": "x", "workers": -1}, "workers must be at least 0"),
     ],
 )
 def test_wrong_options_are_named(make, options, message):
@@ -249,8 +249,8 @@ def test_what_is_missing_is_named(root):
         files("nowhere")
     with pytest.raises(DataError, match=r"of the split 'val' .*--data.val_root"):
         files(root / "train")
-    with pytest.raises(OptionError, match="6 pairs do not fill one batch of 7"):
+    with pytest.raises(OptionError, match="6 training pairs do not fill one batch of 7"):
         files(root, batch_size=7).train_dataloader()
-    few = StereoData(procedural=4, texture_size=16, pairs=2, batch_size=4)
+    few = SyntheticStereoData(procedural=4, texture_size=16, pairs=2, batch_size=4)
     with pytest.raises(OptionError, match="2 training pairs do not fill one batch of 4"):
         few.train_dataloader()

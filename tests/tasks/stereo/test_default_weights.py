@@ -29,7 +29,7 @@ OPTIONS = StereoOptions(
 def test_disparities_of_the_example():
     textures = ProceduralTextures(48, size=512, seed=5)
     truth = stereo_pairs(textures, [1], size=(384, 512), seed=5, options=OPTIONS)
-    found = StereoMatcher()(IMAGES / "stereo_left.jpg", IMAGES / "stereo_right.jpg")
+    found = StereoMatcher.from_pretrained()(IMAGES / "stereo_left.jpg", IMAGES / "stereo_right.jpg")
     assert found.warnings == ()
     disparity, occluded = truth.disparity0[0], truth.occluded0[0]
     score = scores(

@@ -14,12 +14,11 @@ from quadtree_attention.tasks.stereo.draw import (
     NOT_KNOWN,
     colours,
     draw,
-    draw_occlusion,
     lay_out,
     shown_range,
     ticks,
 )
-from quadtree_attention.tasks.stereo.predictor import Disparity
+from quadtree_attention.tasks.stereo.result import Disparity
 from quadtree_attention.viz.canvas import BACKGROUND
 
 
@@ -28,8 +27,8 @@ def steps(width=400, height=300, *, image=True, **options) -> Disparity:
     values = np.full((height, width), 10.0, np.float32)
     values[:, width // 2 :] = 50
     occlusion = options.pop("occlusion", np.zeros_like(values))
-    picture = Image.new("RGB", (width, height), (90, 120, 90)) if image else None
-    return Disparity(values, occlusion, image=picture, **options)
+    images = (Image.new("RGB", (width, height), (90, 120, 90)),) if image else ()
+    return Disparity(disparity=values, occlusion=occlusion, images=images, **options)
 
 
 def test_near_is_bright_and_beside_the_image():
@@ -120,13 +119,13 @@ def test_the_bar_tells_of_the_result():
     bars = {
         bar(),
         bar(seconds=2.0),
-        bar(size=(50, 38)),
+        bar(seen=((50, 38),)),
         bar(occlusion=np.ones((75, 100), np.float32)),
         bar(title="a.png"),
         bar(title="a" * 500),
     }
     assert len(bars) == 6
-    assert bar(size=(100, 75)) == bar()
+    assert bar(seen=((100, 75),)) == bar()
 
 
 def test_draw_and_save(tmp_path):
@@ -135,7 +134,7 @@ def test_draw_and_save(tmp_path):
     picture = found.draw(tmp_path / "d.png")
     with Image.open(tmp_path / "d.png") as stored:
         assert stored.tobytes() == picture.tobytes() == draw(found).tobytes()
-    assert found.draw_occlusion(tmp_path / "o.png").tobytes() == draw_occlusion(found).tobytes()
+    assert found.draw_occlusion(tmp_path / "o.png").size == (400, 300)
     with Image.open(tmp_path / "o.png") as stored:
         assert (stored.mode, stored.size) == ("L", (400, 300))
         assert np.abs(np.asarray(stored) / 255 - occlusion).max() <= 0.5 / 255 + 1e-6

@@ -11,18 +11,14 @@ from PIL import Image
 pytest.importorskip("timm", reason="weights need timm")
 pytest.importorskip("cv2", reason="checking pairs needs the extra 'models'")
 
-from quadtree_attention.errors import CheckpointError, DataError, OptionError
-from quadtree_attention.models.registry import PRETRAINED, create
+from quadtree_attention.errors import DataError, OptionError
+from quadtree_attention.models import registry
 from quadtree_attention.models.weights import save_weights
 from quadtree_attention.synthetic import ProceduralTextures, stereo_pairs
 from quadtree_attention.tasks.stereo.filling import fill_hidden
 from quadtree_attention.tasks.stereo.formats import read_disparity
-from quadtree_attention.tasks.stereo.predictor import (
-    Disparity,
-    StereoMatcher,
-    resized,
-    working_size,
-)
+from quadtree_attention.tasks.stereo.predictor import StereoMatcher, resized, working_size
+from quadtree_attention.tasks.stereo.result import Disparity
 
 pytestmark = pytest.mark.usefixtures("only_reference")
 
@@ -39,7 +35,7 @@ KWARGS = {
 def write_weights(path, **changed):
     """A tiny untrained network, stored in half precision."""
     torch.manual_seed(0)
-    state = create("sttr_quadtree_small", **KWARGS).state_dict() | changed
+    state = registry.create("sttr_quadtree_small", **KWARGS).state_dict() | changed
     card = {"model": "sttr_quadtree_small", "kwargs": KWARGS, "task": "stereo"}
     halves = {n: t.half() if t.is_floating_point() else t for n, t in state.items()}
     save_weights(path, halves, card)
@@ -68,7 +64,7 @@ def pair():
 
 @pytest.fixture(scope="module")
 def matcher(weights):
-    return StereoMatcher(weights, size=90)  # as large as the pair is
+    return StereoMatcher.from_pretrained(weights, size=90)  # as large as the pair is
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +78,7 @@ def test_a_pair(found, pair):
     assert found.disparity.min() >= 0 and found.disparity.max() <= 90
     assert found.occlusion.min() >= 0 and found.occlusion.max() <= 1
     assert found.disparity.std() > 0 and found.seconds > 0
-    assert found.size == (90, 50) and found.image.tobytes() == pair[0].tobytes()
+    assert found.seen[0] == (90, 50) and found.images[0].tobytes() == pair[0].tobytes()
 
 
 def test_it_is_what_the_network_says_of_left_and_right(matcher, pair, found):
@@ -90,8 +86,8 @@ def test_it_is_what_the_network_says_of_left_and_right(matcher, pair, found):
         torch.from_numpy(np.array(image)).permute(2, 0, 1)[None] / 255.0 for image in pair
     )
     with torch.inference_mode():
-        expected = matcher.model({"image0": left, "image1": right})
-        other = matcher.model({"image0": right, "image1": left})
+        expected = matcher.network({"image0": left, "image1": right})
+        other = matcher.network({"image0": right, "image1": left})
     disparity, occlusion = expected.disparity[0].numpy(), expected.occlusion[0].numpy()
     filled = fill_hidden(disparity, occlusion).clip(0, 90)
     np.testing.assert_allclose(found.disparity, filled, atol=1e-4)
@@ -101,9 +97,9 @@ def test_it_is_what_the_network_says_of_left_and_right(matcher, pair, found):
 
 def test_larger_pairs_are_matched_smaller_and_come_back_in_their_own_pixels(weights, pair, found):
     large = [image.resize((270, 150), Image.Resampling.NEAREST) for image in pair]
-    small = StereoMatcher(weights, size=90)
+    small = StereoMatcher.from_pretrained(weights, size=90)
     result = small(*large)
-    assert result.size == (90, 50) and result.disparity.shape == (150, 270)
+    assert result.seen[0] == (90, 50) and result.disparity.shape == (150, 270)
     shrunk = [image.resize((90, 50), Image.Resampling.BICUBIC, reducing_gap=3.0) for image in large]
     expected = small(*shrunk)
     # The middle one of three by three pixels is where the small pixel is
@@ -113,11 +109,11 @@ def test_larger_pairs_are_matched_smaller_and_come_back_in_their_own_pixels(weig
 
 
 def test_small_pairs_are_matched_larger(weights, pair):
-    result = StereoMatcher(weights)(*pair)
-    assert result.size == (180, 100) and result.disparity.shape == (50, 90)
+    result = StereoMatcher.from_pretrained(weights)(*pair)
+    assert result.seen[0] == (180, 100) and result.disparity.shape == (50, 90)
     enlarged = [image.resize((180, 100), Image.Resampling.BICUBIC) for image in pair]
-    large = StereoMatcher(weights, size=180)(*enlarged)
-    assert large.size == (180, 100)
+    large = StereoMatcher.from_pretrained(weights, size=180)(*enlarged)
+    assert large.seen[0] == (180, 100)
     # A pixel lies in the middle of four; where there is no edge, it has their mean
     four = np.stack([large.disparity[i::2, j::2] for i in range(2) for j in range(2)])
     smooth = np.ptp(four, axis=0) < 1
@@ -147,16 +143,16 @@ def test_kinds_of_images_agree(matcher, pair, found, tmp_path):
 
 
 def test_max_disparity_is_in_pixels_of_the_images_given(weights, pair, found):
-    near = StereoMatcher(weights, size=90, max_disparity=6)
+    near = StereoMatcher.from_pretrained(weights, size=90, max_disparity=6)
     assert not np.array_equal(near(*pair).disparity, found.disparity)
-    assert near.model.max_disparity == 6
+    assert near.network.max_disparity is None  # unchanged
     large = [image.resize((270, 150)) for image in pair]
-    small = StereoMatcher(weights, size=90, max_disparity=30)
+    small = StereoMatcher.from_pretrained(weights, size=90, max_disparity=30)
     assert not any("max_disparity" in said for said in small(*large).warnings)
-    assert small.model.max_disparity == pytest.approx(10)
-    wide = StereoMatcher(weights, size=90, max_disparity=1000)
+    assert small.preprocess(*large).key == ((90, 50), pytest.approx(10))
+    wide = StereoMatcher.from_pretrained(weights, size=90, max_disparity=1000)
     result = wide(*pair)
-    assert "max_disparity is 1000, more than the width of the images; 90 was taken" in (
+    assert "max_disparity is 1000, more than the width of the images; 90 was used" in (
         result.warnings
     )
     assert np.array_equal(result.disparity, found.disparity)
@@ -165,7 +161,7 @@ def test_max_disparity_is_in_pixels_of_the_images_given(weights, pair, found):
 @pytest.mark.parametrize("size", [(16, 16), (17, 300), (300, 16), (33, 47)])
 def test_odd_sizes(weights, size):
     images = (np.random.default_rng(i).uniform(size=size) for i in range(2))
-    result = StereoMatcher(weights, size=128)(*images)
+    result = StereoMatcher.from_pretrained(weights, size=128)(*images)
     assert result.disparity.shape == size and np.isfinite(result.disparity).all()
 
 
@@ -198,7 +194,7 @@ def test_maps_keep_edges_and_smooth_slopes():
 
 def test_depth():
     values = np.array([[10.0, 20.0, 0.0]], np.float32)
-    found = Disparity(values, np.zeros_like(values))
+    found = Disparity(disparity=values, occlusion=np.zeros_like(values))
     assert found.depth(500, 0.2).tolist() == [[10.0, 5.0, np.inf]]
     assert found.depth(500, 0.2, offset=10).tolist() == [pytest.approx([5.0, 100 / 30, 10.0])]
     assert found.depth(500, 0.2, offset=-10).tolist()[0][0] == np.inf
@@ -218,29 +214,18 @@ def test_save(found, tmp_path):
         found.save(tmp_path / name)
         stored = read_disparity(tmp_path / name)
         assert np.abs(stored.values - found.disparity).max() <= tolerance
-    with pytest.raises(OptionError, match=r"disparity is written as .npy, .pfm, .png, got '.*jpg'"):
+    with pytest.raises(
+        OptionError, match=r"results are written as .npz, .npy, .pfm, .png, got '.*jpg'"
+    ):
         found.save(tmp_path / "d.jpg")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["d.npy", "d.pfm", "d.png"]
 
 
 def test_a_swapped_pair_is_warned_of(weights):
     left, right = rendered((180, 240))
-    matcher = StereoMatcher(weights, size=64)
+    matcher = StereoMatcher.from_pretrained(weights, size=64)
     assert not any("swapped" in said for said in matcher(left, right).warnings)
     assert any("left and right look swapped" in said for said in matcher(right, left).warnings)
-
-
-def test_weights_that_come_with_the_package(tmp_path, monkeypatch, pair, found):
-    monkeypatch.setitem(PRETRAINED, "sttr_quadtree_small", tmp_path / "stereo.safetensors")
-    with pytest.raises(
-        CheckpointError, match="the weights of sttr_quadtree_small are not installed"
-    ):
-        StereoMatcher()
-    write_weights(tmp_path / "stereo.safetensors")
-    for named in (StereoMatcher(size=90), StereoMatcher.from_pretrained("default", size=90)):
-        assert np.array_equal(named(*pair).disparity, found.disparity)
-    with pytest.raises(CheckpointError, match="there is no file 'outdoor'"):
-        StereoMatcher.from_pretrained("outdoor")
 
 
 def test_what_is_refused(weights, matcher, pair, tmp_path):
@@ -251,18 +236,8 @@ def test_what_is_refused(weights, matcher, pair, tmp_path):
         matcher(left.resize((90, 15)), left.resize((90, 15)))
     with pytest.raises(DataError, match="cannot read"):
         matcher(left, tmp_path / "none.png")
-    with pytest.raises(OptionError, match="size must be at least 16 pixels, got 8"):
-        StereoMatcher(weights, size=8)
+    with pytest.raises(OptionError, match="size must be at least 16, got 8"):
+        StereoMatcher.from_pretrained(weights, size=8)
     for number in (0, -1, np.nan, np.inf):
-        with pytest.raises(
-            OptionError, match=f"max_disparity must be above 0 pixels, got {number}"
-        ):
-            StereoMatcher(weights, max_disparity=number)
-    with pytest.raises(OptionError, match=r"there is no device 'gpu' here: .*; pass cpu"):
-        StereoMatcher(weights, device="gpu")
-    with pytest.raises(CheckpointError, match="there is no file"):
-        StereoMatcher(tmp_path / "nowhere.safetensors")
-    other = tmp_path / "other.safetensors"
-    save_weights(other, {"x": torch.zeros(1)}, {"model": "loftr", "kwargs": {}})
-    with pytest.raises(CheckpointError, match="holds weights for the task match, not for stereo"):
-        StereoMatcher(other)
+        with pytest.raises(OptionError, match=f"max_disparity must be above 0, got {number}"):
+            StereoMatcher.from_pretrained(weights, max_disparity=number)

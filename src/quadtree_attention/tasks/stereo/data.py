@@ -107,7 +107,7 @@ class StereoData(TaskData):
         seed: Decides order, crops and colours.
     """
 
-    samples = "pairs"
+    item = "pair"
 
     def __init__(
         self,

@@ -84,7 +84,10 @@ def encode_disparity(values: Array, suffix: str, known: Array | None = None) -> 
     Raises:
         OptionError: The suffix is of no known format, or the values do not fit into it.
     """
-    checks.one_of(WRITTEN, suffix=suffix)
+    if suffix not in WRITTEN:
+        raise OptionError(
+            f"disparity is written as {', '.join(WRITTEN)}, got {suffix!r}; use one of these"
+        )
     values = np.asarray(values, np.float32)
     if values.ndim != 2 or values.size == 0:
         raise OptionError(

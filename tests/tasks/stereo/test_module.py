@@ -10,9 +10,9 @@ pytest.importorskip("pytorch_lightning", reason="training needs the extra 'train
 
 from quadtree_attention.errors import CheckpointError
 from quadtree_attention.files import file_sha256
-from quadtree_attention.models.registry import create, weights_path
-from quadtree_attention.models.weights import fill, read_card, read_checkpoint
-from quadtree_attention.tasks.stereo.data import StereoData
+from quadtree_attention.models import registry
+from quadtree_attention.models.weights import read_card, read_checkpoint
+from quadtree_attention.tasks.stereo.data import SyntheticStereoData
 from quadtree_attention.tasks.stereo.losses import stereo_losses
 from quadtree_attention.tasks.stereo.module import LOGGED, StereoModule
 from quadtree_attention.tasks.training.run import run_command as train
@@ -36,12 +36,11 @@ def test_debug_recipe(tmp_path):
     assert all(float(row[name]) >= 0 for row in rows for name in names)
     card = read_card(folder / "best.safetensors")
     assert card["task"] == "stereo"
-    model = create(card["model"], **card["kwargs"])
-    fill(model, folder / "best.safetensors")
+    registry.load(folder / "best.safetensors", task="stereo")
 
 
 def test_starting_from_the_weights_of_the_package():
-    path = weights_path(None, "stereo")
+    path = registry.weights_path(None, "stereo")
     module = StereoModule(weights="default")
     for name, tensor in read_checkpoint(path).items():
         assert torch.equal(module.model.state_dict()[name], tensor.float())
@@ -62,12 +61,14 @@ def test_it_learns():
     """A narrow network, on two pairs over and over: far better than no disparity at all."""
     torch.manual_seed(0)
     scene = {"objects": [1, 2], "samples": 1, "photometric": 0.0, "textureless": 0.0}
-    data = StereoData(procedural=4, texture_size=64, height=32, width=64, batch_size=2, scene=scene)
+    data = SyntheticStereoData(
+        procedural=4, texture_size=64, height=32, width=64, batch_size=2, scene=scene
+    )
     data.setup()
     numbers = {"indices": torch.arange(2), "training": True}
     batch = data.on_after_batch_transfer(numbers, 0)
-    model = create(
-        "sttr_quadtree_small",
+    model = registry.create(
+        "sttr_quadtree",
         dims=(8, 16, 16, 16),
         dim=16,
         num_heads=2,
