@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command `quadtree`."""
 
+import os
+import signal
 import sys
 
 
 def main() -> None:
     """Runs the command; without typer, says in one line what to install."""
+    signal.signal(signal.SIGINT, _stop)  # until a command has imported what it needs
     try:
         import typer  # noqa: F401
     except ImportError:
@@ -15,6 +18,12 @@ def main() -> None:
             file=sys.stderr,
         )
         raise SystemExit(1) from None
-    from quadtree_attention.cli.main import app
+    from quadtree_attention.cli.main import run
 
-    app(prog_name="quadtree")
+    run(sys.argv[1:])
+
+
+def _stop(*_: object) -> None:
+    """Ends at once: an exception in the middle of an import may be replaced by another one."""
+    os.write(2, b"quadtree: interrupted\n")
+    os._exit(130)

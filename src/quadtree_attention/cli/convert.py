@@ -8,33 +8,31 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from torch import Tensor, nn
+import typer
 
+from quadtree_attention.cli.output import command, imported
 from quadtree_attention.errors import CheckpointError, OptionError
-from quadtree_attention.files import file_sha256
-from quadtree_attention.models.convert import (
-    check_fit,
-    convert_backbone,
-    infer_name,
-    infer_options,
-    is_official_backbone,
-    split_backbone,
-)
-from quadtree_attention.models.matcher_convert import (
-    convert_matcher,
-    infer_matcher,
-    is_official_matcher,
-)
-from quadtree_attention.models.registry import create, current_name
-from quadtree_attention.models.weights import (
-    card_path,
-    check_target,
-    read_checkpoint,
-    save_weights,
-)
 
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+HELP = """Convert an official checkpoint into weights for this package.
+
+Reads classification, detection and segmentation checkpoints, also whole detectors and segmenters,
+of which it takes the backbone, and matchers: LoFTR and its quadtree form. Code in the file is never
+run, and every tensor of the backbone or matcher is accounted for. Writes SAVE.safetensors, and
+beside it SAVE.json, its card.
+
+\b
+Examples:
+  quadtree convert quadtree_b2.pth --save b2.safetensors
+  quadtree convert retinanet.pth --save b1_det.safetensors --json
+  quadtree convert mine.pth --save mine.safetensors --model quadtree_b_b2 --act gelu --topk 16
+  quadtree convert quadtree_b2.pth --save b2_features.safetensors --num-classes 0 --force
+  quadtree convert indoor.ckpt --save indoor.safetensors --model loftr_quadtree_indoor
+"""
 LICENCE = "of the source checkpoint; see its authors"
 
 
@@ -43,7 +41,7 @@ class Request:
     """What is to be converted, as it was typed."""
 
     checkpoint: Path
-    output: Path
+    save: Path
     model: str | None = None
     act: str | None = None
     topk: int | None = None
@@ -56,7 +54,7 @@ class Request:
         options = {"--model": self.model, "--act": self.act, "--topk": self.topk}
         options["--num-classes"] = None if self.num_classes == "auto" else self.num_classes
         options["--position"] = self.position
-        words = ["quadtree", "convert", self.checkpoint.name, "-o", self.output.name]
+        words = ["quadtree", "convert", self.checkpoint.name, "--save", self.save.name]
         for name, value in options.items():
             words += [] if value is None else [name, str(value)]
         return shlex.join(words + ["--force"] * self.force)
@@ -68,28 +66,84 @@ class Converted:
 
     model: str
     kwargs: dict[str, Any]
-    tensors: dict[str, Tensor]
+    tensors: "dict[str, Tensor]"
     parameters: int
     left_out: list[str]
     has_classifier: bool = False
     task: str | None = None
 
 
+def register(app: typer.Typer) -> None:
+    @command(app, "convert", HELP, "json debug")
+    def convert(
+        context: typer.Context,
+        checkpoint: Annotated[
+            Path,
+            typer.Argument(
+                metavar="CHECKPOINT", help="Official .pth, .pt, .ckpt or .safetensors file."
+            ),
+        ],
+        save: Annotated[Path, typer.Option(help="Weights to write, .safetensors.", metavar="FILE")],
+        model: Annotated[
+            str | None,
+            typer.Option(help="Name of the model, checked.", show_default="by its tensors"),
+        ] = None,
+        act: Annotated[
+            str | None,
+            typer.Option(
+                help="Activation of the value branches, gelu or relu.",
+                show_default="gelu with a classifier, else relu",
+            ),
+        ] = None,
+        topk: Annotated[
+            int | None,
+            typer.Option(help="Cells kept per query.", show_default="8 with a classifier, else 32"),
+        ] = None,
+        num_classes: Annotated[
+            str, typer.Option(help="auto, or 0 to leave out the classifier.")
+        ] = "auto",
+        position: Annotated[
+            str | None,
+            typer.Option(
+                help="Position encoding of a matcher, fixed, or legacy for some old ones.",
+                show_default="fixed",
+            ),
+        ] = None,
+        force: Annotated[bool, typer.Option("--force", help="Overwrite existing files.")] = False,
+    ) -> None:
+        request = Request(checkpoint, save, model, act, topk, num_classes, position, force)
+        run(request, as_json=context.params["json"])
+
+
 def run(request: Request, *, as_json: bool) -> None:
+    from quadtree_attention.models.weights import check_target, read_checkpoint, save_weights
+
+    imported()
     # Before the slow part: what would stop the writing at its end.
-    check_target(request.output, overwrite=request.force)
+    check_target(request.save, overwrite=request.force)
     state = read_checkpoint(request.checkpoint)
-    if request.output.exists() and os.path.samefile(request.checkpoint, request.output):
-        raise OptionError(f"-o must not be the checkpoint itself, got {str(request.output)!r}")
+    if request.save.exists() and os.path.samefile(request.checkpoint, request.save):
+        raise OptionError(f"--save must not be the checkpoint itself, got {str(request.save)!r}")
     converted = convert(state, request)
     card = save_weights(
-        request.output, converted.tensors, _card(converted, request), overwrite=request.force
+        request.save, converted.tensors, _card(converted, request), overwrite=request.force
     )
     print(json.dumps(card, indent=2) if as_json else as_text(converted, request))
 
 
-def convert(state: Mapping[str, Tensor], request: Request) -> Converted:
+def convert(state: "Mapping[str, Tensor]", request: Request) -> Converted:
     """The official tensors as those of our model, all checked against it."""
+    from quadtree_attention.models.convert import (
+        check_fit,
+        convert_backbone,
+        infer_name,
+        infer_options,
+        is_official_backbone,
+        split_backbone,
+    )
+    from quadtree_attention.models.matcher_convert import is_official_matcher
+    from quadtree_attention.models.registry import create
+
     if is_official_matcher(state):
         return _convert_matcher(state, request)
     if not is_official_backbone(state):
@@ -116,7 +170,11 @@ def convert(state: Mapping[str, Tensor], request: Request) -> Converted:
     return Converted(name, options, tensors, _parameters(model), left_out, has_classifier)
 
 
-def _convert_matcher(state: Mapping[str, Tensor], request: Request) -> Converted:
+def _convert_matcher(state: "Mapping[str, Tensor]", request: Request) -> Converted:
+    from quadtree_attention.models.convert import check_fit
+    from quadtree_attention.models.matcher_convert import convert_matcher
+    from quadtree_attention.models.registry import create, current_name
+
     _check_without(request, "act", "a backbone", "a matcher")
     _check_without(request, "num_classes", "a backbone", "a matcher")
     tensors = convert_matcher(state)
@@ -130,14 +188,16 @@ def _convert_matcher(state: Mapping[str, Tensor], request: Request) -> Converted
     return Converted(name, options, tensors, _parameters(model), [], task="match")
 
 
-def _matcher_name(tensors: Mapping[str, Tensor]) -> str:
+def _matcher_name(tensors: "Mapping[str, Tensor]") -> str:
+    from quadtree_attention.models.matcher_convert import infer_matcher
+
     try:
         return infer_matcher(tensors)
     except CheckpointError as error:
         raise CheckpointError(f"{error} by --model") from error
 
 
-def _parameters(model: nn.Module) -> int:
+def _parameters(model: "nn.Module") -> int:
     return sum(p.numel() for p in model.parameters())
 
 
@@ -166,6 +226,8 @@ def _given(request: Request) -> dict[str, Any]:
 
 
 def _card(converted: Converted, request: Request) -> dict[str, Any]:
+    from quadtree_attention.files import file_sha256
+
     return {
         "model": converted.model,
         "kwargs": converted.kwargs,
@@ -190,9 +252,9 @@ def as_text(converted: Converted, request: Request) -> str:
     }
     rows |= _backbone_rows(converted, request) if converted.task is None else _matcher_rows(request)
     rows["left out"] = _left_out(converted.left_out)
-    rows["written"] = f"{request.output} and {card_path(request.output).name}"
+    rows["written"] = f"{request.save} and {request.save.with_suffix('.json').name}"
     lines = [f"{name:11}  {value}" for name, value in rows.items()]
-    return "\n".join([*lines, "", *_usage(converted, request.output)])
+    return "\n".join([*lines, "", *_usage(converted, request.save)])
 
 
 def _backbone_rows(converted: Converted, request: Request) -> dict[str, str]:
@@ -231,8 +293,8 @@ def _left_out(names: Sequence[str]) -> str:
 def _usage(converted: Converted, output: Path) -> list[str]:
     if converted.task == "match":
         return [
-            "from quadtree_attention.tasks.match.predictor import Matcher",
-            f"matches = Matcher({str(output)!r})(image0, image1)  # paths, arrays, tensors",
+            "from quadtree_attention.tasks import Matcher",
+            f"matches = Matcher.from_pretrained({str(output)!r})(image0, image1)",
         ]
     result = "logits = model(images)"
     if not converted.kwargs["num_classes"]:

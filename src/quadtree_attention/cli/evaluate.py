@@ -1,124 +1,212 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`quadtree evaluate`: how well trained models do."""
+"""`quadtree evaluate`: scores of predictors, or of predictions on disk, for all tasks."""
 
-import json
-import sys
-from dataclasses import asdict, dataclass, fields
+import json as jsonlib
+from collections.abc import Sequence
 from pathlib import Path
-from typing import cast
+from typing import Annotated, Any
 
+import typer
+
+from quadtree_attention.cli.output import command, exclusive, imported, say, say_json, tell
 from quadtree_attention.errors import OptionError
-from quadtree_attention.tasks.classify.evaluate import Predicted, Scores, predict, score
 
-WORST = 10  # classes that are listed; all of them are in the JSON
+HELP = """Measure how well trained models do.
+
+The network runs once and its results are kept on disk (--save); scores are computed from these
+files, and can be again without the network (--predictions). Results that are there, made from the
+same weights, data and settings, are reused. Items that cannot be read are named on standard error,
+counted and left out. quadtree evaluate TASK --help says more.
+"""
+CLASSIFY = """Measure the accuracy of a classifier on labelled images.
+
+ROOT holds a folder per split and in it one per class (val/cat/1.jpg), or an npz file per split.
+Classes are matched with those of WEIGHTS by name. A file of predictions holds the true labels, too:
+--predictions needs no data.
+
+\b
+Examples:
+  quadtree evaluate classify runs/imagenet-b2/best.safetensors --data imagenet
+  quadtree evaluate classify b2.safetensors --data imagenet --size 288 --dtype bfloat16 --force
+  quadtree evaluate classify b2.safetensors --data pets --split test --save pets.npz --strict
+  quadtree evaluate classify --predictions pets.npz --json
+"""
+MATCH = """Score matches against true poses and homographies.
+
+PAIRS (--data) lists pairs of images, one per line, in the format of SuperGlue: image0 image1
+rotation0 rotation1 K0 K1 T_0to1 for a pose, or image0 image1 and 9 numbers of a homography. Without
+--predictions the matcher runs first; with it, a folder is scored that quadtree match --pairs PAIRS
+--save OUT has filled, or another program in the same way: STEM0__STEM1.npz per pair, with
+keypoints0, keypoints1 and confidence. A pair without such a file counts as failed.
+
+Shows the area under the curve of recall over error (AUC), for poses up to 5, 10 and 20 degrees, for
+the corners of homographies up to 3, 5 and 10 pixels, the median error, the share of correct matches
+and their number; AUC always with two estimators, as the choice can change it by more than a better
+matcher does.
+
+\b
+Examples:
+  quadtree evaluate match --data pairs.txt --images photos
+  quadtree evaluate match --data graf.txt --images graf --predictions OUT --json
+  quadtree evaluate match --data outdoor.txt --predictions OUT --epipolar 1e-4 --report scores.json
+"""
+STEREO = """Measure the errors of disparities on pairs with ground truth.
+
+ROOT is a folder of pairs in any layout that quadtree train stereo reads: left/, right/ and
+disparity/, Middlebury's, KITTI's or Scene Flow's, also several below each other. WEIGHTS are those
+of the package if left out. --predictions may also come from another program, as NAME.npy, .pfm or
+16-bit .png.
+
+Shows the mean error (EPE), the share of errors above 1, 2 and 3 pixels and that above 3 pixels and
+5 % (D1), of pixels that both views see and of all known pixels, and the IoU of occlusion.
+
+\b
+Examples:
+  quadtree evaluate stereo --data KITTI_2015 --save kitti
+  quadtree evaluate stereo runs/sceneflow/best.safetensors --data SCENE_FLOW --save OUT --json
+  quadtree evaluate stereo --predictions OUT --data SCENE_FLOW --report scores.json
+"""
+DETECT = """Measure the average precision (AP) of a detector by COCO's rules.
+
+ROOT holds images/val and annotations/instances_val.json, or COCO's own val2017 and
+annotations/instances_val2017.json. Classes are matched with those of WEIGHTS by name. Results are
+written in COCO's result format, with SAVE.settings.json beside it; --predictions scores such a file
+of any program. Broken annotations and images are named on standard error and counted.
+
+\b
+Examples:
+  quadtree evaluate detect runs/coco-retinanet-b2/best.safetensors --data coco
+  quadtree evaluate detect best.safetensors --data bccd --save bccd.json --shorter-side 640 --force
+  quadtree evaluate detect --predictions bccd.json --data bccd --json
+"""
+SEGMENT = """Measure a segmenter: mIoU, IoU of every class, pixel accuracy.
+
+Label maps are kept as PNG files; --predictions scores those of any program. ROOT has images/SPLIT,
+labels/SPLIT and classes.json, or is ADE20K.
+
+\b
+Examples:
+  quadtree evaluate segment best.safetensors --data camvid11
+  quadtree evaluate segment best.safetensors --data camvid11 --window 320 --save sliding --json
+  quadtree evaluate segment --predictions sliding --data camvid11
+"""
+OPTIONS = (
+    "WEIGHTS data predictions save report size device dtype batch workers strict force json debug"
+)
+RUNNING = ("weights", "save", "size", "device", "dtype", "batch", "workers", "force")
 
 
-@dataclass(frozen=True)
-class ClassifyRequest:
-    """What is to be evaluated, as it was typed; None is what was not."""
+def _evaluate(
+    context: typer.Context,
+    task: str,
+    *,
+    own: Sequence[str] = (),
+    reader: Sequence[str] = (),
+    thresholds: Sequence[str] = (),
+) -> None:
+    """Evaluates a task with the options of a command.
 
-    weights: Path | None = None
-    predictions: Path | None = None
-    data: Path | None = None
-    split: str = "val"
-    out: Path | None = None
-    batch_size: int = 64
-    size: int | None = None
-    device: str | None = None
-    dtype: str = "float32"
-    workers: int | None = None
-    strict: bool = False
-    force: bool = False
-
-
-def classify(request: ClassifyRequest, *, as_json: bool) -> None:
-    path = request.predictions
-    if path is None:
-        path = _predict(request).path
-    else:
-        _check_nothing_else(request)
-    scores = score(path)
-    print(json.dumps(asdict(scores), indent=2) if as_json else printable(as_text(scores, path)))
-
-
-def _check_nothing_else(request: ClassifyRequest) -> None:
-    others = [
-        "WEIGHTS" if field.name == "weights" else "--" + field.name.replace("_", "-")
-        for field in fields(request)
-        if field.name != "predictions" and getattr(request, field.name) != field.default
-    ]
-    if others:
+    Args:
+        context: Has the options.
+        task: Name of the task.
+        own: Options of the predictor that are the task's own.
+        reader: Options of `open_source`.
+        thresholds: Options of the metric.
+    """
+    o = context.params
+    running = [*RUNNING, *own]
+    exclusive(context, "predictions", *(name for name in running if name in o))
+    data = o["data"]
+    if data is None and task == "classify":
+        data = o["predictions"]
+    if data is None:
         raise OptionError(
-            f"--predictions scores a file as it is, got {', '.join(others)} as well; leave out "
-            "one or the other"
+            f"evaluating needs the data, got no --data ROOT; see quadtree evaluate {task} --help"
         )
-
-
-def _predict(request: ClassifyRequest) -> Predicted:
-    if request.weights is None or request.data is None:
-        missing = "WEIGHTS" if request.weights is None else "--data"
-        raise OptionError(
-            f"evaluating needs WEIGHTS and --data ROOT, got no {missing}; or score a file of "
-            "predictions with --predictions FILE"
-        )
-    from quadtree_attention.tasks.classify.predictor import Precision
-    from quadtree_attention.tasks.classify.sources import Split, open_source
+    from quadtree_attention.files import check_writable, write_whole
+    from quadtree_attention.tasks.evaluation import evaluate
     from quadtree_attention.tasks.readers import summary
 
-    # Splits of other names than those of training are read the same way
-    source = open_source("auto", request.data, cast(Split, request.split))
-    done = predict(
-        request.weights,
-        source,
-        request.out or Path("predictions.npz"),
-        data=f"{request.data.resolve().name}/{request.split}",
-        image_size=request.size,
-        batch_size=request.batch_size,
-        device=request.device,
-        dtype=cast(Precision, request.dtype),
-        workers=request.workers,
-        strict=request.strict,
-        force=request.force,
+    imported()
+    if o["report"] is not None:
+        check_writable(o["report"])
+    options: dict[str, Any] = {}
+    if o["predictions"] is None:
+        names = ["weights", "save", "batch", "workers", "force", "size", "device", "dtype", *own]
+        options = {name: o[name] for name in names if name in o}
+    scores = evaluate(
+        task,
+        options.pop("weights", None),
+        data=data,
+        split=o.get("split", "val"),
+        predictions=o["predictions"],
+        strict=o["strict"],
+        reader={name: o[name] for name in reader},
+        thresholds={name: o[name] for name in thresholds},
+        **options,
     )
-    if source.skipped:
-        _tell(f"left out {len(source.skipped)} files: {summary(source.skipped)}")
-    for reason in done.skipped:
-        _tell(f"skipped: {reason}")
-    if done.reused:
-        _tell(f"{done.path} holds these predictions already; --force makes them again")
-    return done
+    if scores.skipped:
+        tell(f"skipped {len(scores.skipped)}: {summary(scores.skipped)}")
+    if scores.missing:
+        tell(f"{len(scores.missing)} without predictions: {summary(scores.missing)}")
+    found = scores.to_dict()
+    if o["report"] is not None:
+        write_whole(o["report"], (jsonlib.dumps(found, indent=2) + "\n").encode())
+    if o["json"]:
+        say_json(found)
+    else:
+        say(scores.to_text())
 
 
-def as_text(scores: Scores, path: Path) -> str:
-    s = scores.settings
-    rows = {
-        "model": f"{s['model']}, sha256 {s['weights_sha256'][:12]}",
-        "data": f"{s['data']}, {scores.images:,} images, {scores.skipped:,} skipped",
-        "input": f"{s['image_size']} pixels, the middle {s['crop'] * 100:g} % of the image",
-        "top-1": f"{scores.top1:.2f} %",
-        "top-5": f"{scores.top5:.2f} %",
-        "throughput": f"{scores.images_per_second:.1f} images/s with reading, {s['device']}, "
-        f"{s['dtype']}",
-        "predictions": str(path),
-    }
-    lines = [f"{name:11}  {value}" for name, value in rows.items()]
-    return "\n".join([*lines, "", *_classes_text(scores)])
+def register(app: typer.Typer) -> None:
+    group = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
+    app.add_typer(group, name="evaluate", help=HELP)
 
+    @command(group, "classify", CLASSIFY, f"{OPTIONS} split")
+    def classify(context: typer.Context) -> None:
+        _evaluate(context, "classify")
 
-def _classes_text(scores: Scores) -> list[str]:
-    seen = [c for c in scores.classes if c.top1 is not None]
-    worst = sorted(seen, key=lambda c: c.top1 or 0.0)[:WORST]
-    title = "top-1 by class"
-    if len(worst) < len(seen):
-        title += f", the {WORST} worst of {len(seen):,}; --json lists all"
-    return [title, *(f"  {c.top1:6.2f} %  {c.images:5,} images  {c.name}" for c in worst)]
+    @command(group, "match", MATCH, f"{OPTIONS} threshold")
+    def match(
+        context: typer.Context,
+        images: Annotated[
+            Path | None,
+            typer.Option(metavar="DIR", help="Folder of the images.", show_default="that of PAIRS"),
+        ] = None,
+        pose_pixels: Annotated[
+            float, typer.Option(help="Threshold of the estimators of poses, in pixels.")
+        ] = 0.5,
+        epipolar: Annotated[
+            float,
+            typer.Option(
+                help="Largest squared epipolar distance of a correct match; outdoors 1e-4."
+            ),
+        ] = 5e-4,
+        side: Annotated[
+            int,
+            typer.Option(
+                help="Shorter side of the images that homographies are measured in; 0: as given."
+            ),
+        ] = 480,
+    ) -> None:
+        thresholds = ("pose_pixels", "epipolar", "side")
+        own = ("threshold",)
+        _evaluate(context, "match", own=own, reader=("images",), thresholds=thresholds)
 
+    @command(group, "stereo", STEREO, f"{OPTIONS} max_disparity")
+    def stereo(
+        context: typer.Context,
+        layout: Annotated[
+            str, typer.Option(help="Of ROOT: auto, folder, scenes, kitti2015, sceneflow, ...")
+        ] = "auto",
+        split: Annotated[str, typer.Option(help="train, val, or all.")] = "all",
+    ) -> None:
+        _evaluate(context, "stereo", own=("max_disparity",), reader=("layout",))
 
-def printable(text: str) -> str:
-    """The text with ? for what the output has no character for."""
-    encoding = sys.stdout.encoding or "ascii"
-    return text.encode(encoding, "replace").decode(encoding)
+    @command(group, "detect", DETECT, f"{OPTIONS} split shorter_side")
+    def detect(context: typer.Context) -> None:
+        _evaluate(context, "detect", own=("shorter_side",))
 
-
-def _tell(message: str) -> None:
-    print(f"quadtree: {message}", file=sys.stderr)
+    @command(group, "segment", SEGMENT, f"{OPTIONS} split shorter_side window stride")
+    def segment(context: typer.Context) -> None:
+        _evaluate(context, "segment", own=("shorter_side", "window", "stride"))

@@ -6,21 +6,36 @@ import os
 import platform
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
+import typer
 
 from quadtree_attention import __version__
+from quadtree_attention.cli.output import command, imported
 from quadtree_attention.errors import DTypeError, OptionError
-from quadtree_attention.ops.backends import ENVIRONMENT_VARIABLE, explain_backends
-from quadtree_attention.ops.cost import SPEEDS
-from quadtree_attention.ops.plan import LevelPlan, Plan, describe_problem, plan
-from quadtree_attention.ops.problem import DTYPES, Problem
 
-DTYPE_BY_NAME = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
+if TYPE_CHECKING:
+    import torch
+
+    from quadtree_attention.ops.plan import LevelPlan, Plan
+    from quadtree_attention.ops.problem import Problem
+
+HELP = """Show versions, devices, and which backends can run a call, and why others cannot.
+
+The options describe the call; the default is one of a feature matcher on 640 x 480 images. With
+--plan also its FLOPs, bytes and memory, level by level and next to dense attention, and which of
+the two to use. Nothing is run, and the device need not be present.
+
+\b
+Examples:
+  quadtree info
+  quadtree info --plan --grid 200x336 --heads 1 --levels 4 --topk 32
+  quadtree info --grid 60x80 --key-grid 45x100 --topk 32,16 --device cuda
+  quadtree info --plan --json --grid 4096 --levels 6 --topk 8 --variant A
+"""
 
 
 @dataclass(frozen=True)
@@ -36,11 +51,14 @@ class Question:
     topk: str
     variant: str
     dtype: str
-    device: str | None
+    device: str
     batch: int
 
     def arguments(self) -> dict[str, Any]:
         """The arguments of `plan`; what it checks itself is left to it."""
+        import torch
+
+        auto = "cuda" if torch.cuda.is_available() else "cpu"
         return {
             "grid": parse_grid("--grid", self.grid),
             "key_grid": None if self.key_grid is None else parse_grid("--key-grid", self.key_grid),
@@ -51,7 +69,7 @@ class Question:
             "topk": parse_topk(self.topk),
             "variant": self.variant,
             "dtype": parse_dtype(self.dtype),
-            "device": self.device or ("cuda" if torch.cuda.is_available() else "cpu"),
+            "device": auto if self.device == "auto" else self.device,
             "batch": self.batch,
         }
 
@@ -65,8 +83,41 @@ class Report:
     environment: dict[str, str | None]
     problem: str
     backends: dict[str, list[str]]
-    plan: Plan | None
+    plan: "Plan | None"
     times_measured_on: str | None
+
+
+def register(app: typer.Typer) -> None:
+    @command(app, "info", HELP, "device json debug")
+    def info(
+        context: typer.Context,
+        grid: Annotated[str, typer.Option(help="Query map: 200x336, 4096 or 8x24x40.")] = "60x80",
+        key_grid: Annotated[
+            str | None, typer.Option(help="Key map.", show_default="as --grid")
+        ] = None,
+        heads: Annotated[int, typer.Option(help="Attention heads.")] = 8,
+        dim: Annotated[int, typer.Option(help="Width of queries and keys, per head.")] = 32,
+        value_dim: Annotated[
+            int | None, typer.Option(help="Width of values, per head.", show_default="as --dim")
+        ] = None,
+        levels: Annotated[int, typer.Option(help="Levels of the pyramids.")] = 3,
+        topk: Annotated[
+            str,
+            typer.Option(help="Cells kept per query: 32, or one per level that selects: 32,16."),
+        ] = "16",
+        variant: Annotated[str, typer.Option(help="A or B.")] = "B",
+        dtype: Annotated[
+            str, typer.Option(help="float32, float64, float16 or bfloat16.")
+        ] = "float32",
+        batch: Annotated[int, typer.Option(help="Maps per call.")] = 1,
+        plan: Annotated[
+            bool,
+            typer.Option("--plan", help="Also print what the call costs, next to dense attention."),
+        ] = False,
+    ) -> None:
+        o = context.params
+        asked = Question(**{field.name: o[field.name] for field in fields(Question)})
+        show(asked, with_plan=plan, as_json=o["json"])
 
 
 def show(question: Question, *, with_plan: bool, as_json: bool) -> None:
@@ -75,6 +126,11 @@ def show(question: Question, *, with_plan: bool, as_json: bool) -> None:
 
 
 def make_report(question: Question, *, with_plan: bool) -> Report:
+    from quadtree_attention.ops.backends import ENVIRONMENT_VARIABLE
+    from quadtree_attention.ops.cost import SPEEDS
+    from quadtree_attention.ops.plan import describe_problem, plan
+
+    imported()
     arguments = question.arguments()
     problem = describe_problem(**arguments)
     return Report(
@@ -107,15 +163,18 @@ def parse_topk(text: str) -> int | tuple[int, ...]:
     return numbers if "," in text else numbers[0]
 
 
-def parse_dtype(name: str) -> torch.dtype:
-    if name not in DTYPE_BY_NAME:
-        raise DTypeError(
-            f"--dtype must be one of {', '.join(DTYPE_BY_NAME)}, got {name!r}; take one of them"
-        )
-    return DTYPE_BY_NAME[name]
+def parse_dtype(name: str) -> "torch.dtype":
+    from quadtree_attention.ops.problem import DTYPES
+
+    by_name = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
+    if name not in by_name:
+        raise DTypeError(f"--dtype must be one of {', '.join(by_name)}, got {name!r}; take one")
+    return by_name[name]
 
 
 def _versions() -> dict[str, str | None]:
+    import torch
+
     return {
         "quadtree_attention": __version__,
         "python": platform.python_version(),
@@ -134,6 +193,8 @@ def _installed_version(package: str) -> str | None:
 
 
 def _cpu() -> dict[str, Any]:
+    import torch
+
     return {
         "name": _cpu_name(),
         "cores": os.cpu_count(),
@@ -150,6 +211,8 @@ def _cpu_name() -> str:
 
 
 def _cuda_devices() -> list[dict[str, Any]]:
+    import torch
+
     devices = (torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count()))
     return [
         {
@@ -161,8 +224,12 @@ def _cuda_devices() -> list[dict[str, Any]]:
     ]
 
 
-def _backends(problem: Problem) -> dict[str, list[str]]:
+def _backends(problem: "Problem") -> dict[str, list[str]]:
     """Every backend with its reasons; whether the device exists is not for a backend to say."""
+    import torch
+
+    from quadtree_attention.ops.backends import explain_backends
+
     missing = []
     if problem.device.type == "cuda" and (problem.device.index or 0) >= torch.cuda.device_count():
         missing = [f"this machine has no device {problem.device}"]
@@ -191,6 +258,8 @@ def _devices_text(devices: dict[str, Any]) -> str:
         memory = _bytes(gpu["memory_bytes"])
         rows.append([f"cuda:{i}", f"{gpu['name']}, {memory}, capability {gpu['capability']}"])
     if not devices["cuda"]:
+        import torch
+
         built = "torch finds none" if torch.version.cuda else "torch is built without CUDA"
         rows.append(["cuda", f"no device: {built}"])
     return _table(rows)
@@ -209,7 +278,7 @@ def _backends_text(report: Report) -> str:
     return "\n".join(lines)
 
 
-def _plan_text(plan: Plan, machine: str) -> str:
+def _plan_text(plan: "Plan", machine: str) -> str:
     return "\n\n".join(
         [
             _levels_text(plan.levels),
@@ -220,7 +289,7 @@ def _plan_text(plan: Plan, machine: str) -> str:
     )
 
 
-def _levels_text(levels: Sequence[LevelPlan]) -> str:
+def _levels_text(levels: "Sequence[LevelPlan]") -> str:
     rows = [["level", "queries", "keys", "candidates", "kept", "FLOPs"]]
     for i, level in enumerate(levels):
         grids = [_grid(level.grid), _grid(level.key_grid)]
@@ -230,7 +299,7 @@ def _levels_text(levels: Sequence[LevelPlan]) -> str:
     return _table(rows)
 
 
-def _costs_text(plan: Plan) -> str:
+def _costs_text(plan: "Plan") -> str:
     ours, dense = plan.quadtree, plan.dense
     rows = [["", "quadtree", "dense"]]
     rows += [

@@ -1,52 +1,76 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options that several commands have, and how all of them end where the user made a mistake."""
+"""Options that several commands have; each is declared once and means the same everywhere."""
 
-import sys
-import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 
-from quadtree_attention.errors import QuadtreeAttentionError
 
-Device = Annotated[
-    str | None, typer.Option(help="cpu or cuda.", show_default="cuda if there is one")
-]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-JsonList = Annotated[bool, typer.Option("--json", help="Print a list as JSON.")]
-JsonOfPairs = Annotated[bool, typer.Option("--json", help="Print JSON, with every pair.")]
-Debug = Annotated[bool, typer.Option("--debug", help="Show where mistakes arise.")]
-DetectorSize = Annotated[
-    int | None,
-    typer.Option(help="Pixels of the shorter side.", show_default="that of the weights"),
-]
-SegmenterSize = Annotated[
-    int | None,
-    typer.Option(help="Pixels of the shorter side.", metavar="N", show_default="as in training"),
-]
-Window = Annotated[
-    int | None,
-    typer.Option(help="Slide a window of N pixels.", metavar="N", show_default="whole images"),
-]
-Stride = Annotated[
-    int | None,
-    typer.Option(help="From a window to the next.", metavar="N", show_default="2/3 of it"),
-]
-Images = Annotated[list[str], typer.Argument(metavar="IMAGE", help="Files, folders, or -.")]
+def _option(kind: Any, text: str, default: Any = None, **settings: Any) -> tuple[Any, Any]:
+    if default is None:
+        settings = {"show_default": False, **settings}
+    return Annotated[kind, typer.Option(help=text, **settings)], default
 
 
-@contextmanager
-def mistakes_on_one_line(*, debug: bool = False) -> Iterator[None]:
-    """Ends the command with the message alone where the user can put something right."""
-    try:
-        yield
-    except QuadtreeAttentionError as error:
-        if debug:
-            traceback.print_exc()
-        print("quadtree:", " ".join(str(error).split()), file=sys.stderr)
-        raise typer.Exit(2) from None
-    except KeyboardInterrupt as error:
-        print("quadtree:", str(error) or "interrupted", file=sys.stderr)
-        raise typer.Exit(130) from None
+def _flag(name: str, text: str) -> tuple[Any, Any]:
+    return Annotated[bool, typer.Option(f"--{name}", help=text)], False
+
+
+_FILE, _INT, _FLOAT = Path | None, int | None, float | None
+_IMAGES = typer.Argument(metavar="IMAGE", help="Files, folders, or -.")
+_WEIGHTS = typer.Argument(metavar="[WEIGHTS]", help="Weights, .safetensors.", show_default=False)
+
+OPTIONS: dict[str, tuple[Any, Any]] = {  # by name: the annotation of the parameter, its default
+    "images": (Annotated[list[str], _IMAGES], ...),
+    "weights": _option(
+        _FILE, "Weights, .safetensors.", metavar="FILE", show_default="those of the package, if any"
+    ),
+    "out": _option(_FILE, "Picture to draw, .png or .jpg; a folder for several.", metavar="PATH"),
+    "save": _option(_FILE, "Results to write; a folder or file for several.", metavar="PATH"),
+    "size": _option(
+        _INT,
+        "Pixels of the longer side that the network sees.",
+        metavar="N",
+        show_default="as trained",
+    ),
+    "shorter_side": _option(
+        _INT, "Pixels of the shorter side.", metavar="N", show_default="as trained"
+    ),
+    "threshold": _option(
+        _FLOAT, "Least score, 0 to 1.", metavar="X", show_default="that of the weights"
+    ),
+    "window": _option(
+        _INT, "Slide a window of N pixels.", metavar="N", show_default="whole images"
+    ),
+    "stride": _option(_INT, "From a window to the next.", metavar="N", show_default="2/3 of it"),
+    "max_disparity": _option(
+        _FLOAT, "Largest disparity in pixels.", metavar="X", show_default="that of the weights"
+    ),
+    "device": _option(str, "cpu, cuda, or auto: a GPU if there is one.", "auto"),
+    "dtype": _option(str, "float32; bfloat16 or float16: mixed precision.", "float32"),
+    "batch": _option(
+        _INT, "Items that go through the network together.", metavar="N", show_default="by task"
+    ),
+    "workers": _option(int, "Processes that read images; 0: this one.", 0),
+    "data": _option(_FILE, "Folder of the data set.", metavar="ROOT"),
+    "split": _option(str, "Split of the data set.", "val"),
+    "predictions": _option(_FILE, "Score these results, without a network.", metavar="PATH"),
+    "report": _option(_FILE, "Scores to write, JSON.", metavar="FILE"),
+    "strict": _flag("strict", "Fail at the first item that cannot be used."),
+    "force": _flag("force", "Compute again; results of other settings are removed."),
+    "json": _flag("json", "Print JSON."),
+    "debug": _flag("debug", "Show the traceback of an error."),
+}
+WEIGHTS_ARGUMENT = (Annotated[_FILE, _WEIGHTS], None)  # of `evaluate`
+
+RENAMED = {  # options of earlier versions; with the command where they still exist elsewhere
+    "--save-dir": "--save",
+    "--scores": "--report",
+    "--score": "--threshold",
+    "--output": "--save",
+    "-o": "--save",
+    "--batch-size": "--batch",
+    "evaluate --out": "--save",
+    "evaluate --pairs": "--data",
+}

@@ -1,291 +1,227 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`quadtree stereo`: how near everything is in a rectified pair, or in the pairs of two folders."""
+"""`quadtree stereo`: disparity of a rectified pair, or of the pairs of two folders."""
 
-import io
-import json
 import re
-import sys
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import numpy as np
-from tqdm import tqdm
+import typer
 
-from quadtree_attention.cli.evaluate import printable
-from quadtree_attention.errors import DataError, OptionError, QuadtreeAttentionError
-from quadtree_attention.files import check_writable, write_whole
-from quadtree_attention.images import images_inside, to_image
-from quadtree_attention.tasks.stereo.evaluate import settings_of
-from quadtree_attention.tasks.stereo.formats import disparity_format
-from quadtree_attention.tasks.stereo.predictor import (
-    Disparity,
-    StereoMatcher,
-    check_cameras,
-    check_pair,
-)
-from quadtree_attention.tasks.stereo.results import DRAWN, prepare_folder, write_prediction
-from quadtree_attention.viz.canvas import picture_format, save_picture
+from quadtree_attention import checks
+from quadtree_attention.cli.output import command, is_given, say, say_json, table, tell, written
+from quadtree_attention.errors import DataError, OptionError
 
+if TYPE_CHECKING:
+    from quadtree_attention.tasks import Disparity
+
+HELP = """Estimate disparity from a rectified stereo pair.
+
+LEFT and RIGHT are a rectified pair of the same size, of any kind. What is at (x, y) on the left is
+at (x - disparity, y) on the right; disparities are in pixels of the images as given. --out draws
+them in colours, occluded pixels hatched, --save writes the numbers, as .npz, .npy, .pfm or 16-bit
+.png (times 256), --occlusion writes a grey picture, white where occluded; without any of these, and
+without --json, the picture goes to disparity.png. With --focal, in pixels, and --baseline, in any
+unit, depth is printed, and --depth writes it. A pair that looks swapped or not rectified gets a
+warning on standard error. Weights come with the package.
+
+LEFT and RIGHT may be folders, whose images are paired by equal names, or by names that differ only
+by left and right, l and r, 0 and 1 or 2 and 3. Every pair gets NAME.npz, with disparity and
+occlusion (or what --format says), and a picture NAME.jpg in --save. Pairs that are there already
+are skipped. What cannot be read is named at the end, the others are done, and the exit code is 1.
+
+\b
+Examples:
+  quadtree stereo left.png right.png
+  quadtree stereo left.png right.png --out near.jpg --save disparity.pfm --max-disparity 128
+  quadtree stereo left.png right.png --depth depth.npy --focal 994.98 --baseline 193 --offset 31
+  quadtree stereo image_2 image_3 --save OUT --format png --device cuda
+"""
 PICTURE = Path("disparity.png")
-FORMATS = ("npz", "npy", "pfm", "png")  # of the files in --save-dir
-OCCLUDED = 0.5  # probability from which pixels count as occluded
+FORMATS = ("npz", "npy", "pfm", "png")  # of the files of two folders
+ONLY_ONE = ("out", "occlusion", "depth", "focal", "baseline", "offset")
+ONLY_MANY = ("format", "force", "batch")
 NAMED = 5  # images without a partner that are named
 
-
-@dataclass(frozen=True)
-class Request:
-    """Which pairs are asked for, as it was typed; None is what was not."""
-
-    left: str
-    right: str
-    out: Path | None = None
-    save: Path | None = None
-    occlusion: Path | None = None
-    depth: Path | None = None
-    focal: float | None = None
-    baseline: float | None = None
-    offset: float = 0.0
-    save_dir: Path | None = None
-    format: str = FORMATS[0]
-    force: bool = False
-    weights: Path | None = None
-    size: int | None = None
-    max_disparity: float | None = None
-    device: str | None = None
-
-    def matcher(self) -> StereoMatcher:
-        return StereoMatcher(
-            self.weights, device=self.device, size=self.size, max_disparity=self.max_disparity
-        )
+OPTIONS = "weights out size max_disparity device dtype batch force json debug"
 
 
-@dataclass(frozen=True)
-class PairResult:
-    """What became of one pair of two folders: disparities, or why there are none."""
+def register(app: typer.Typer) -> None:
+    @command(app, "stereo", HELP, OPTIONS)
+    def stereo(
+        context: typer.Context,
+        left: Annotated[str, typer.Argument(metavar="LEFT", help="Left image, or a folder.")],
+        right: Annotated[str, typer.Argument(metavar="RIGHT", help="Right image, or a folder.")],
+        save: Annotated[
+            Path | None,
+            typer.Option(
+                help="Disparities to write, .npz, .npy, .pfm or .png; a folder for two folders.",
+                metavar="PATH",
+                show_default=False,
+            ),
+        ] = None,
+        occlusion: Annotated[
+            Path | None, typer.Option(help="Picture of occluded pixels.", show_default=False)
+        ] = None,
+        depth: Annotated[
+            Path | None, typer.Option(help="Depth to write, .npy.", show_default=False)
+        ] = None,
+        focal: Annotated[
+            float | None, typer.Option(help="Focal length in pixels.", show_default=False)
+        ] = None,
+        baseline: Annotated[
+            float | None, typer.Option(help="Distance of the cameras.", show_default=False)
+        ] = None,
+        offset: Annotated[
+            float, typer.Option(help="Added to disparities for depth (doffs of Middlebury).")
+        ] = 0.0,
+        file_format: Annotated[
+            str, typer.Option("--format", help="Of the files of folders: npz, npy, pfm or png.")
+        ] = "npz",
+    ) -> None:
+        folders = [Path(name).is_dir() for name in (left, right)]
+        if any(folders) and not all(folders):
+            raise OptionError(
+                f"LEFT and RIGHT must be two images or two folders, got {left!r} and {right!r}; "
+                "pass two of a kind"
+            )
+        unused, kind = (ONLY_ONE, "two folders") if all(folders) else (ONLY_MANY, "one pair")
+        names = {"format": "file_format"}
+        if given := [n for n in unused if is_given(context, names.get(n, n))]:
+            flags = ", ".join(f"--{name}" for name in given)
+            raise OptionError(f"{flags} has no effect for {kind}; leave it out")
+        (_find_many if all(folders) else _find_one)(context)
 
-    name: str
-    left: str
-    right: str
-    median: float | None = None
-    occluded: float | None = None
-    seconds: float | None = None
-    warnings: tuple[str, ...] = ()
-    error: str | None = None
 
+def _find_one(context: typer.Context) -> None:
+    from quadtree_attention.cli.predict import check_targets, make_predictor
+    from quadtree_attention.images import to_image
+    from quadtree_attention.tasks.contract import checked_suffix
+    from quadtree_attention.tasks.stereo.predictor import check_pair
+    from quadtree_attention.tasks.stereo.result import DisparityCodec
 
-ONLY_ONE = ("out", "save", "occlusion", "depth", "focal", "baseline", "offset")
-ONLY_MANY = ("save_dir", "format", "force")
-
-
-def run(request: Request, *, as_json: bool) -> bool:
-    """Finds the disparities of one pair or of all of two folders; whether all could be read."""
-    folders = [Path(name).is_dir() for name in (request.left, request.right)]
-    if all(folders):
-        _check_without(request, ONLY_ONE, "the pairs of two folders; --save-dir gets all results")
-        return _find_many(request, as_json=as_json)
-    if any(folders):
-        raise OptionError(
-            f"LEFT and RIGHT must be two images or two folders, got {request.left!r} and "
-            f"{request.right!r}; pass two of a kind"
-        )
-    _check_without(request, ONLY_MANY, "one pair; LEFT and RIGHT may be folders of many")
-    _find_one(request, as_json=as_json)
-    return True
-
-
-def _check_without(request: Request, names: Iterable[str], what: str) -> None:
-    options = {f.name: f for f in fields(request)}
-    if given := [n for n in names if getattr(request, n) != options[n].default]:
-        words = ["--" + name.replace("_", "-") for name in given]
-        raise OptionError(f"this is {what}; got {', '.join(words)} as well; leave that out")
-
-
-# ---- one pair
-
-
-def _find_one(request: Request, *, as_json: bool) -> None:
-    inputs = request.left, request.right
-    out = request.out
-    others = request.save, request.occlusion, request.depth
-    if out is None and others == (None, None, None) and not as_json:
+    o = context.params
+    inputs = o["left"], o["right"]
+    out, save, occlusion, depth = o["out"], o["save"], o["occlusion"], o["depth"]
+    if (out, save, occlusion, depth) == (None,) * 4 and not o["json"]:
         out = PICTURE
-    targets = [path for path in (out, *others) if path is not None]
-    _check_targets(request, out, targets)
+    if save is not None:
+        checked_suffix(save, DisparityCodec())
+    if depth is not None and depth.suffix != ".npy":
+        raise OptionError(f"depth is written as .npy, got {str(depth)!r}; name it so")
+    cameras = _cameras(o["focal"], o["baseline"], o["offset"], depth)
+    check_targets((out, occlusion), (save, depth), inputs)
     images = to_image(inputs[0]), to_image(inputs[1])  # before the slow part
     check_pair(*images)
-    matcher = request.matcher()
-    found = matcher(*images)
-    depth = None
-    if request.focal is not None and request.baseline is not None:
-        depth = found.depth(request.focal, request.baseline, offset=request.offset)
-    if request.save is not None:
-        found.save(request.save)
-    if request.depth is not None and depth is not None:
-        content = io.BytesIO()
-        np.save(content, depth)
-        write_whole(request.depth, content.getvalue())
-    if request.occlusion is not None:
-        found.draw_occlusion(request.occlusion)
+    predictor = make_predictor(context, "stereo", ("max_disparity",))
+    found: Disparity = predictor(*images)
+    if save is not None:
+        found.save(save)
+    if depth is not None and cameras is not None:
+        found.save_depth(depth, **cameras)
+    if occlusion is not None:
+        found.draw_occlusion(occlusion)
     if out is not None:
         found.draw(out)
     for sentence in found.warnings:
-        print(f"quadtree: warning: {sentence}", file=sys.stderr)
-    written = [str(path) for path in targets]
-    if as_json:
-        print(json.dumps(_as_dict(inputs, found, depth, written), indent=2))
-    else:
-        print(printable(as_text(found, depth, written, str(matcher.device))))
-
-
-def _check_targets(request: Request, out: Path | None, targets: Sequence[Path]) -> None:
-    """Before the slow part: what would stop the writing at its end."""
-    if out is not None:
-        picture_format(out)
-    if request.occlusion is not None:
-        picture_format(request.occlusion)
-    if request.save is not None:
-        disparity_format(request.save)
-    if request.depth is not None and request.depth.suffix != ".npy":
-        raise OptionError(f"depth is written as .npy, got {str(request.depth)!r}; name it so")
-    _check_cameras(request)
-    for path in targets:
-        check_writable(path, request.left, request.right)
-    if len({path.absolute() for path in targets}) < len(targets):
-        raise OptionError(
-            f"every file must have a name of its own, got {', '.join(map(str, targets))}; rename "
-            "one"
+        tell(f"warning: {sentence}")
+    files = [str(path) for path in (out, save, occlusion, depth) if path is not None]
+    about = {} if cameras is None else _depth(found, cameras)
+    if o["json"]:
+        say_json(
+            {"left": inputs[0], "right": inputs[1], **found.to_dict(), **about, "written": files}
         )
+        return
+    rows = {"device": str(predictor.device), "written": written(files)}
+    if about:
+        spread = about["depth"]
+        rows = {"depth": "infinite: no disparity is above 0"} | rows
+        if spread["median"] is not None:
+            rows["depth"] = "{min:.4g} to {max:.4g}, median {median:.4g}".format(**spread)
+    say(found.to_text() + "\n" + table(rows))
 
 
-def _check_cameras(request: Request) -> None:
-    given = {"--focal": request.focal, "--baseline": request.baseline}
-    missing = [name for name, value in given.items() if value is None]
-    if len(missing) == 1 or (missing and request.depth is not None):
+def _cameras(
+    focal: float | None, baseline: float | None, offset: float, depth: Path | None
+) -> dict[str, float] | None:
+    """Options of `Disparity.depth`; None if no depth is asked for."""
+    from quadtree_attention.tasks.stereo.result import check_cameras
+
+    missing = [n for n, v in (("--focal", focal), ("--baseline", baseline)) if v is None]
+    if len(missing) == 1 or (missing and (depth is not None or offset)):
         raise OptionError(
             f"depth needs the focal length and the baseline of the cameras, got no "
-            f"{' and no '.join(missing)}; give both, or leave out depth"
+            f"{' and no '.join(missing)}; give both, or leave out --depth and --offset"
         )
-    if missing and request.offset:
-        raise OptionError("--offset is for depth, got no --focal and no --baseline; give both")
-    if request.focal is not None and request.baseline is not None:
-        check_cameras(request.focal, request.baseline, request.offset)
+    if focal is None or baseline is None:
+        return None
+    check_cameras(focal, baseline, offset)
+    return {"focal": focal, "baseline": baseline, "offset": offset}
 
 
-def as_text(found: Disparity, depth: Any, written: Sequence[str], device: str) -> str:
-    low, middle, high = _spread(found.disparity)
-    rows = {
-        "disparity": f"{low:.1f} to {high:.1f} px, median {middle:.1f}",
-        "occluded": f"{100 * _occluded(found):.1f} % of the left image",
-    }
-    if depth is not None:
-        finite = depth[np.isfinite(depth)]
-        near, middle, far = _spread(finite)
-        rows["depth"] = f"{near:.4g} to {far:.4g}, median {middle:.4g}, in the unit of --baseline"
-        if not finite.size:
-            rows["depth"] = "infinite: no disparity is above 0"
-    rows["time"] = f"{found.seconds:.2f} s on {device}"
-    height, width = found.disparity.shape
-    if found.size is not None:
-        at = f"{found.size[0]}x{found.size[1]}"
-        rows["matched at"] = at + (
-            "" if found.size == (width, height) else f" (of {width}x{height})"
-        )
-    rows["written"] = ", ".join(written)
-    return "\n".join(f"{name:11}  {value}" for name, value in rows.items() if value)
+def _depth(found: "Disparity", cameras: dict[str, float]) -> dict[str, Any]:
+    import numpy as np
+
+    from quadtree_attention.tasks.stereo.result import SPREAD, spread
+
+    depth = found.depth(**cameras)
+    finite = depth[np.isfinite(depth)]
+    values = spread(finite) if finite.size else (None, None, None)
+    return {"depth": dict(zip(SPREAD, values, strict=True))}
 
 
-def _as_dict(
-    inputs: tuple[str, str], found: Disparity, depth: Any, written: Sequence[str]
-) -> dict[str, Any]:
-    names = "min", "median", "max"
-    about: dict[str, Any] = {
-        "left": inputs[0],
-        "right": inputs[1],
-        "width": found.disparity.shape[1],
-        "height": found.disparity.shape[0],
-        "disparity": dict(zip(names, _spread(found.disparity), strict=True)),
-        "occluded": round(_occluded(found), 4),
-    }
-    if depth is not None:
-        finite = depth[np.isfinite(depth)]
-        spread = _spread(finite) if finite.size else (None, None, None)
-        about["depth"] = dict(zip(names, spread, strict=True))
-    return about | {
-        "seconds": round(found.seconds, 4),
-        "matched_at": found.size,
-        "warnings": list(found.warnings),
-        "written": list(written),
-    }
+def _find_many(context: typer.Context) -> None:
+    import numpy as np
 
+    from quadtree_attention.cli.predict import make_predictor, predict_pairs, report_pairs
+    from quadtree_attention.images import images_inside
+    from quadtree_attention.tasks.contract import Items
 
-def _spread(values: Any) -> tuple[float, float, float]:
-    """Least, middle and largest value; 0 without any."""
-    if not values.size:
-        return 0.0, 0.0, 0.0
-    return float(values.min()), float(np.median(values)), float(values.max())
-
-
-def _occluded(found: Disparity) -> float:
-    return float((found.occlusion >= OCCLUDED).mean())
-
-
-# ---- two folders
-
-
-def _find_many(request: Request, *, as_json: bool) -> bool:
-    if request.save_dir is None:
-        raise OptionError("two folders need --save-dir OUT, a folder for the results; name one")
-    if request.format not in FORMATS:
-        raise OptionError(
-            f"--format must be one of {', '.join(FORMATS)}, got {request.format!r}; choose one"
-        )
-    for name in (request.left, request.right):
-        if request.save_dir.exists() and request.save_dir.samefile(name):
+    o = context.params
+    save: Path | None = o["save"]
+    if save is None:
+        raise OptionError("two folders need --save OUT, a folder for the results; name one")
+    checks.one_of(FORMATS, format=o["file_format"])
+    for name in (o["left"], o["right"]):
+        if save.exists() and save.samefile(name):
             raise OptionError(
                 f"{name} holds the images, results beside them could replace some; write to "
                 "another folder"
             )
-    pairs, alone = pair_up(*(images_inside(Path(name)) for name in (request.left, request.right)))
+    pairs, alone = pair_up(*(images_inside(Path(name)) for name in (o["left"], o["right"])))
     if not pairs:
         raise DataError(
-            f"no image in {request.left} has a partner in {request.right}: names must be the same, "
-            "or differ only by left and right, l and r, 0 and 1 or 2 and 3; rename them"
+            f"no image in {o['left']} has a partner in {o['right']}: names must be the same, or "
+            "differ only by left and right, l and r, 0 and 1 or 2 and 3; rename them"
         )
-    matcher = request.matcher()
-    suffix = f".{request.format}"
-    noted = {name: [str(Path(p).absolute()) for p in pair] for name, pair in pairs.items()}
-    settings = settings_of(matcher) | {"format": request.format}
-    folder = prepare_folder(request.save_dir, settings, noted, force=request.force, suffix=suffix)
-    results: list[PairResult] = []
-    there = 0
-    for name, pair in tqdm(pairs.items(), unit="pair", leave=False, disable=None):
-        # Looked up now and not before, so that several processes can share the work
-        if (target := folder / f"{name}{suffix}").exists():
-            there += 1
-            continue
-        results.append(_find_pair(matcher, name, pair, target))
-    _report(results, there, folder, as_json=as_json)
-    return _complain(results, alone, len(pairs))
-
-
-def _find_pair(
-    matcher: StereoMatcher, name: str, pair: tuple[str, str], target: Path
-) -> PairResult:
-    try:
-        found = matcher(*pair)
-        # The numbers last: a pair that has them is taken for done
-        save_picture(found.draw(title=name), target.with_name(name + DRAWN))
-        if target.suffix == ".npz":
-            write_prediction(target, found)
-        else:
-            found.save(target)
-    except QuadtreeAttentionError as error:
-        return PairResult(name, *pair, error=str(error))
-    middle, hidden = float(np.median(found.disparity)), _occluded(found)
-    numbers = round(middle, 3), round(hidden, 4), round(found.seconds, 4)
-    return PairResult(name, *pair, *numbers, warnings=found.warnings)
+    names = list(pairs)
+    predictor = make_predictor(context, "stereo", ("max_disparity",))
+    rows, there = predict_pairs(
+        predictor,
+        Items(names, list(pairs.values())),
+        save,
+        force=o["force"],
+        batch=o["batch"],
+        suffix=f".{o['file_format']}",
+        after=lambda i, found: found.draw(save / f"{names[i]}.jpg", title=names[i]),
+        describe=lambda i: dict(zip(("left", "right"), pairs[names[i]], strict=True)),
+        numbers=lambda found: {
+            "median": round(float(np.median(found.disparity)), 3),
+            "occluded": round(found.occluded, 4),
+        },
+    )
+    if alone:
+        more = ", ..." if len(alone) > NAMED else ""
+        tell(f"{len(alone)} image(s) without a partner: {', '.join(alone[:NAMED])}{more}")
+    done = [row for row in rows if row["error"] is None]
+    facts = {}
+    if done:
+        facts = {
+            "disparity": f"median {np.mean([r['median'] for r in done]):.1f} px on average",
+            "occluded": f"{100 * np.mean([r['occluded'] for r in done]):.1f} % on average",
+            "time": f"{np.mean([r['seconds'] for r in done]):.2f} s per pair",
+        }
+    report_pairs(rows, there, save, facts, json=o["json"])
 
 
 def pair_up(
@@ -340,36 +276,3 @@ def _by_stem(paths: Sequence[str]) -> dict[str, str]:
             )
         found[stem] = path
     return found
-
-
-def _report(results: list[PairResult], there: int, folder: Path, *, as_json: bool) -> None:
-    if as_json:
-        print(json.dumps([asdict(result) for result in results], indent=2))
-        return
-    done = [result for result in results if result.error is None]
-    rows = {"pairs": f"{len(done):,} done, {len(results) - len(done):,} failed"}
-    if there:
-        rows["pairs"] += f", {there:,} there already (--force makes them again)"
-    if done:
-        rows["disparity"] = f"median {np.mean([r.median for r in done]):.1f} px on average"
-        rows["occluded"] = f"{100 * np.mean([r.occluded for r in done]):.1f} % on average"
-        rows["time"] = f"{np.mean([r.seconds for r in done]):.2f} s per pair"
-    rows["written"] = str(folder)
-    print(printable("\n".join(f"{name:11}  {value}" for name, value in rows.items())))
-
-
-def _complain(results: Sequence[PairResult], alone: Sequence[str], pairs: int) -> bool:
-    """Tells of all that is not as it should be; whether nothing failed."""
-    for result in results:
-        for sentence in result.warnings:
-            print(f"quadtree: warning: {result.name}: {sentence}", file=sys.stderr)
-    if alone:
-        more = ", ..." if len(alone) > NAMED else ""
-        count = "1 image has" if len(alone) == 1 else f"{len(alone)} images have"
-        names = ", ".join(alone[:NAMED])
-        print(f"quadtree: {count} no partner: {names}{more}", file=sys.stderr)
-    if failed := [result for result in results if result.error is not None]:
-        print(f"quadtree: {len(failed)} of {pairs} pairs failed:", file=sys.stderr)
-        for result in failed:
-            print(f"  {result.name}: {' '.join(str(result.error).split())}", file=sys.stderr)
-    return not failed and not alone

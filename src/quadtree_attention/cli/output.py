@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How commands end and what they print: exit codes, errors on one line, JSON, progress.
+
+Exit codes: 0; 1 if some items failed, one line each; 2 for a mistake of the user, or an output that
+cannot be written; 130 if interrupted.
+"""
+
+import functools
+import inspect
+import json
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import typer
+
+from quadtree_attention.cli.options import OPTIONS, WEIGHTS_ARGUMENT
+from quadtree_attention.errors import OptionError, QuadtreeAttentionError
+
+FAILED, MISTAKE, INTERRUPTED = 1, 2, 130
+F = TypeVar("F", bound=Callable[..., None])
+
+
+def command(
+    app: typer.Typer, name: str, text: str, options: str = "", **settings: Any
+) -> Callable[[F], F]:
+    """Registers a function as a command whose errors end it with one line.
+
+    Args:
+        app: Where to.
+        name: Of the command.
+        text: Its help.
+        options: Names in `OPTIONS` that it has beside the parameters of the function, which come
+            first. The function finds their values in `context.params`.
+        **settings: Those of typer.
+    """
+
+    def register(function: F) -> F:
+        own = dict(inspect.signature(function, eval_str=True).parameters)
+
+        @functools.wraps(function)
+        def run(**values: Any) -> None:
+            with errors_on_one_line(debug=values.get("debug", False)):
+                function(**{name: values[name] for name in own})
+
+        shared = {}
+        for option in options.split():
+            kind, default = WEIGHTS_ARGUMENT if option == "WEIGHTS" else OPTIONS[option]
+            default = inspect.Parameter.empty if default is ... else default
+            key = option.lower()
+            shared[key] = inspect.Parameter(
+                key, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind
+            )
+        keyword = inspect.Parameter.KEYWORD_ONLY
+        all_of_them = {k: p.replace(kind=keyword) for k, p in own.items()} | shared
+        run.__signature__ = inspect.Signature(list(all_of_them.values()))  # type: ignore[attr-defined]
+        run.__annotations__ = {k: p.annotation for k, p in all_of_them.items()}
+        del run.__wrapped__  # whose signature lacks the shared options
+        app.command(name, help=text, **settings)(run)
+        return function
+
+    return register
+
+
+@contextmanager
+def errors_on_one_line(*, debug: bool = False) -> Iterator[None]:
+    """Ends a command with one line and its exit code where something outside of it is wrong."""
+    try:
+        yield
+        sys.stdout.flush()
+    except QuadtreeAttentionError as error:
+        if debug:
+            traceback.print_exc()
+        tell(str(error))
+        raise typer.Exit(MISTAKE) from None
+    except BrokenPipeError:  # whoever reads has seen enough, as with `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        raise typer.Exit(0) from None
+    except OSError as error:
+        if debug:
+            traceback.print_exc()
+        where = f"{error.filename}: " if error.filename else ""
+        tell(f"{where}{error.strerror or error}; make room, or write elsewhere")
+        with _silent():
+            raise typer.Exit(MISTAKE) from None
+    except KeyboardInterrupt:
+        tell("interrupted")
+        raise typer.Exit(INTERRUPTED) from None
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """Leaves out the second error that closing a full standard output gives."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    yield
+
+
+def imported() -> None:
+    """To be called once a command has imported what it needs: Ctrl-C is an exception from here."""
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def exclusive(context: typer.Context, option: str, *others: str) -> None:
+    """Raises `OptionError` if `option` and one of the others were given on the command line."""
+    if is_given(context, option) and (given := [o for o in others if is_given(context, o)]):
+        raise OptionError(
+            f"{_flag(context, option)} excludes {', '.join(_flag(context, o) for o in given)}; "
+            "leave out one or the other"
+        )
+
+
+def is_given(context: typer.Context, option: str) -> bool:
+    """True if an option was given on the command line."""
+    source = context.get_parameter_source(option)
+    return source is not None and source.name == "COMMANDLINE"
+
+
+def _flag(context: typer.Context, option: str) -> str:
+    """An option as it is typed."""
+    parameter = next(p for p in context.command.params if p.name == option)
+    return parameter.opts[0] if parameter.opts[0].startswith("-") else str(parameter.metavar)
+
+
+def tell(message: str) -> None:
+    """Writes one line to standard error."""
+    from tqdm import tqdm
+
+    tqdm.write(f"quadtree: {' '.join(message.split())}", file=sys.stderr)
+
+
+def say(text: str) -> None:
+    """Writes text to standard output, with ? for what it has no character for."""
+    from tqdm import tqdm
+
+    tqdm.write(printable(text), file=sys.stdout)
+    sys.stdout.flush()
+
+
+def printable(text: str) -> str:
+    """The text with ? for what standard output has no character for."""
+    encoding = sys.stdout.encoding or "ascii"
+    return text.encode(encoding, "replace").decode(encoding)
+
+
+def say_json(value: Any) -> None:
+    print(json.dumps(value, indent=2))
+
+
+def table(rows: Mapping[str, Any]) -> str:
+    """Names and values in two columns; empty values are left out."""
+    return "\n".join(f"{name:11}  {value}" for name, value in rows.items() if value)
+
+
+def written(paths: Sequence[object]) -> str:
+    return ", ".join(str(path) for path in paths if path is not None)

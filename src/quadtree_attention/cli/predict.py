@@ -1,0 +1,284 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The driver of commands that run a predictor: over images, one pair, or many pairs.
+
+Importing this imports torch.
+"""
+
+import os
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from quadtree_attention import checks
+from quadtree_attention.cli.output import FAILED, imported, say, say_json, table, tell, written
+from quadtree_attention.errors import DataError, OptionError
+from quadtree_attention.files import check_writable, make_folder
+from quadtree_attention.images import images_inside
+from quadtree_attention.tasks.contract import Items, Result, Source, checked_suffix, get_task
+from quadtree_attention.tasks.evaluation import predict
+from quadtree_attention.tasks.predictor import Predictor
+from quadtree_attention.tasks.store import Store
+from quadtree_attention.viz.canvas import FORMATS, picture_format
+
+STDIN = "-"
+COMMON = ("device", "dtype", "size")  # options that `from_pretrained` of all tasks takes
+
+
+@dataclass(frozen=True)
+class Job:
+    """The files that become of one item."""
+
+    picture: Path | None = None
+    saved: Path | None = None
+
+
+def make_predictor(context: typer.Context, task: str, own: Sequence[str]) -> Predictor[Any]:
+    """The predictor that the options of a command describe."""
+    given = context.params
+    chosen = {name: given[name] for name in (*COMMON, *own) if name in given}
+    predictor: Predictor[Any] = (
+        get_task(task).load("predictor").from_pretrained(given["weights"], **chosen)
+    )
+    imported()
+    return predictor
+
+
+def predict_images(
+    context: typer.Context,
+    task: str,
+    *,
+    own: Sequence[str] = (),
+    picture: str | None = None,
+) -> None:
+    """Runs a predictor over images, draws and saves as asked for, and prints the results.
+
+    Args:
+        context: Has the options of the command.
+        task: Of the predictor.
+        own: Names of options that are the task's own.
+        picture: Name of the default picture, and of the default folder, without suffix.
+    """
+    options = context.params
+    checks.at_least(1, batch=options["batch"])
+    images: list[str] = options["images"]  # files, folders, or -
+    paths, failed = expand(images)
+    many = len(paths) > 1 or any(i != STDIN and Path(i).is_dir() for i in images)
+    out, save = options["out"], options["save"]
+    if out is None and save is None and picture is not None and not options["json"]:
+        out = Path(picture) if many else Path(f"{picture}.png")
+    codec = get_task(task).load("codec")()
+    stored = save is not None and many  # in a store
+    if save is not None and (not many or codec.together):
+        checked_suffix(save, codec)
+    jobs = plan_jobs(paths, out, None if stored else save, many=many)
+    predictor = make_predictor(context, task, own)
+    source = Items(names_of(paths), [(path,) for path in paths], read=read_image)
+    store = _store(save, predictor, source, force=options["force"]) if stored else None
+    results: list[dict[str, Any]] = []
+    done = 0
+    shown = not options["json"] and sys.stdout.isatty()  # results appear there anyway
+    progress = False if shown or not many else None
+    outcomes = predict(predictor, source, store=store, batch=options["batch"], progress=progress)
+    for index, found in outcomes:
+        done += 1
+        if not isinstance(found, Result):
+            failed = True
+            tell(str(found))
+            results.append({"image": paths[index], "error": str(found)})
+            continue
+        files = write_files(found, jobs[index], title=_title(paths[index]))
+        for sentence in found.warnings:
+            tell(f"warning: {paths[index]}: {sentence}")
+        if options["json"]:
+            results.append({"image": paths[index], **found.to_dict(), "written": files})
+        else:
+            lines = [paths[index], *(f"  {line}" for line in found.to_text().splitlines())]
+            say("\n".join(lines + ([f"  written  {written(files)}"] if files else [])))
+    if options["json"]:
+        say_json(results)
+    elif store is not None:
+        say(table({"saved": f"{save}{_there(len(paths) - done)}"}))
+    if failed:
+        raise typer.Exit(FAILED)
+
+
+def predict_pairs(
+    predictor: Predictor[Any],
+    source: Source[Any],
+    save: Path,
+    *,
+    force: bool = False,
+    batch: int | None = None,
+    suffix: str | None = None,
+    after: Callable[[int, Any], None] | None = None,
+    describe: Callable[[int], Mapping[str, Any]] | None = None,
+    numbers: Callable[[Any], Mapping[str, Any]],
+) -> tuple[list[dict[str, Any]], int]:
+    """Runs a predictor over many pairs, into a store; what became of each, and how many were there.
+
+    Args:
+        predictor: What to run.
+        source: The pairs.
+        save: Folder of the results.
+        force: Compute again what is there.
+        batch: Pairs that go through the network together.
+        suffix: Format of the files.
+        after: Called with the index and the result of every pair.
+        describe: Entries of the row of a pair.
+        numbers: Further entries, of a result.
+    """
+    store = _store(save, predictor, source, force=force, suffix=suffix)
+    rows: list[dict[str, Any]] = []
+    for index, found in predict(predictor, source, store=store, batch=batch):
+        row: dict[str, Any] = {"name": source.name(index)}
+        row |= describe(index) if describe is not None else {}
+        if isinstance(found, Result):
+            if after is not None:
+                after(index, found)
+            seconds = round(found.seconds, 4)
+            row |= {**numbers(found), "seconds": seconds, "warnings": list(found.warnings)}
+        rows.append(row | {"error": None if isinstance(found, Result) else str(found)})
+    return rows, len(source) - len(rows)
+
+
+def report_pairs(
+    rows: Sequence[Mapping[str, Any]],
+    there: int,
+    save: Path,
+    facts: Mapping[str, str],
+    *,
+    json: bool,
+) -> None:
+    """Prints what became of many pairs; ends the command with 1 if some failed."""
+    failed = [row for row in rows if row["error"] is not None]
+    done = len(rows) - len(failed)
+    if json:
+        say_json(list(rows))
+    else:
+        counted = f"{done:,} done, {len(failed):,} failed{_there(there)}"
+        say(table({"pairs": counted, **(facts if done else {}), "written": save}))
+    for row in rows:
+        for sentence in row.get("warnings", ()):
+            tell(f"warning: {row['name']}: {sentence}")
+    for row in failed:
+        tell(f"{row['name']}: {row['error']}")
+    if failed:
+        raise typer.Exit(FAILED)
+
+
+def _store(
+    save: Path,
+    predictor: Predictor[Any],
+    source: Source[Any],
+    *,
+    force: bool,
+    suffix: str | None = None,
+) -> Store:
+    return Store.create(
+        save,
+        predictor.task,
+        predictor.settings(),
+        source,
+        classes=getattr(predictor, "names", None),
+        suffix=suffix,
+        force=force,
+    )
+
+
+def _there(count: int) -> str:
+    return f", {count:,} there already (--force computes them again)" if count else ""
+
+
+def expand(images: Sequence[str]) -> tuple[list[str], bool]:
+    """The images that were named, those of a folder one by one; True if a folder has none."""
+    paths: list[str] = []
+    failed = False
+    for image in images:
+        try:
+            inside = image != STDIN and Path(image).is_dir()
+            paths += images_inside(Path(image)) if inside else [image]
+        except DataError as error:
+            failed = True
+            tell(str(error))
+    return paths, failed
+
+
+def read_image(path: str) -> Any:
+    return sys.stdin.buffer.read() if path == STDIN else path
+
+
+def _title(path: str) -> str | None:
+    return None if path == STDIN else Path(path).name
+
+
+def names_of(paths: Sequence[str]) -> list[str]:
+    """Unique names of results, by the names of the images.
+
+    Raises:
+        OptionError: Two images have the same name.
+    """
+    names = ["stdin" if path == STDIN else Path(path).stem for path in paths]
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        both = [path for path, name in zip(paths, names, strict=True) if name == twice]
+        raise OptionError(
+            f"{both[0]} and {both[1]} have the same name, which their results would share; rename "
+            "one, or run them one after the other"
+        )
+    return names
+
+
+def plan_jobs(
+    paths: Sequence[str], out: Path | None, save: Path | None, *, many: bool
+) -> list[Job]:
+    """The files of every image, checked before the slow part.
+
+    Raises:
+        OptionError: One cannot be written, would replace an image, or is asked for twice.
+    """
+    if not paths:
+        return []
+    names = names_of(paths) if many and out is not None else []
+    if out is not None and many:
+        if out.suffix.lower() in FORMATS and not out.is_dir():
+            raise OptionError(
+                f"--out must be a folder for {len(paths)} images, got {str(out)!r}; name one"
+            )
+        make_folder(out)
+        jobs = [Job(picture=out / f"{name}.png") for name in names]
+    elif out is not None and out.is_dir():
+        jobs = [Job(out / f"{names_of(paths)[0]}.png", save)]
+    else:
+        jobs = [Job(out, save) for _ in paths]
+    inputs = [path for path in paths if path != STDIN]
+    check_targets([job.picture for job in jobs], [save], inputs)
+    return jobs
+
+
+def check_targets(
+    pictures: Iterable[Path | None], others: Iterable[Path | None], inputs: Sequence[str]
+) -> None:
+    """Raises `OptionError` for files that cannot be written, are inputs, or are named twice."""
+    drawn = [path for path in pictures if path is not None]
+    for path in drawn:
+        picture_format(path)
+    targets = [*drawn, *(path for path in others if path is not None)]
+    for target in targets:
+        check_writable(target, *inputs)
+    places = [os.path.realpath(target) for target in targets]
+    if len(set(places)) < len(places):
+        twice = next(t for t, place in zip(targets, places, strict=True) if places.count(place) > 1)
+        raise OptionError(f"two results would be {str(twice)!r}; give each a name of its own")
+
+
+def write_files(found: Any, job: Job, *, title: str | None = None) -> list[str]:
+    """Writes the files of a result; their names."""
+    if job.saved is not None:
+        found.save(job.saved)
+    if job.picture is not None:
+        found.draw(job.picture, title=title)
+    return [str(path) for path in (job.picture, job.saved) if path is not None]

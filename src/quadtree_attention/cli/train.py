@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`quadtree train`: training from recipes."""
+
+from typing import Annotated
+
+import typer
+
+from quadtree_attention.cli.output import command, imported
+from quadtree_attention.tasks.contract import NAMES
+
+HELP = """Train a model from a recipe file.
+
+TASK is classify, match, stereo, detect or segment. All options of a recipe can be given on the
+command line as well, and override it: quadtree train TASK --help lists them. --variant takes one or
+several variants of the recipe. Ctrl-C or a kill loses at most --save_every steps; continue with
+--resume. Writes last.ckpt, best.ckpt, best.safetensors, history.csv and curves.png to --run_dir.
+
+\b
+Examples:
+  quadtree train classify --config recipes/classify/debug.yaml
+  quadtree train classify --config recipes/classify/imagenet.yaml --variant b2 --data.root imagenet
+  quadtree train classify --config recipes/classify/imagenet.yaml --variant b2 --resume
+  quadtree train classify --config my.yaml --trainer.devices 8 --trainer.num_nodes 2
+"""
+
+
+def register(app: typer.Typer) -> None:
+    @command(
+        app,
+        "train",
+        HELP,
+        context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+        add_help_option=False,  # the options of a task are listed by the task
+    )
+    def train(
+        context: typer.Context,
+        task: Annotated[str, typer.Argument(metavar="TASK", help=f"{', '.join(NAMES)}.")] = "",
+    ) -> None:
+        if not task or task in ("--help", "-h"):
+            print(context.get_help())
+            raise typer.Exit(0 if task else 2)
+        from quadtree_attention.tasks.training.run import main
+
+        imported()
+        main(task, context.args)
