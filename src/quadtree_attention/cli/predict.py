@@ -152,8 +152,9 @@ def report_pairs(
     facts: Mapping[str, str],
     *,
     json: bool,
+    complete: bool = True,
 ) -> None:
-    """Prints what became of many pairs; ends the command with 1 if some failed."""
+    """Prints what became of many pairs; ends the command with 1 if some failed, or are missing."""
     failed = [row for row in rows if row["error"] is not None]
     done = len(rows) - len(failed)
     if json:
@@ -166,7 +167,7 @@ def report_pairs(
             tell(f"warning: {row['name']}: {sentence}")
     for row in failed:
         tell(f"{row['name']}: {row['error']}")
-    if failed:
+    if failed or not complete:
         raise typer.Exit(FAILED)
 
 

@@ -221,7 +221,7 @@ def _find_many(context: typer.Context) -> None:
             "occluded": f"{100 * np.mean([r['occluded'] for r in done]):.1f} % on average",
             "time": f"{np.mean([r['seconds'] for r in done]):.2f} s per pair",
         }
-    report_pairs(rows, there, save, facts, json=o["json"])
+    report_pairs(rows, there, save, facts, json=o["json"], complete=not alone)
 
 
 def pair_up(

@@ -122,7 +122,7 @@ def check_cameras(focal: float, baseline: float, offset: float = 0.0) -> None:
 class DisparityCodec:
     """`disparity` and `occlusion` as .npz, or disparity alone in the formats of other programs."""
 
-    suffixes = (".npz", *WRITTEN)
+    suffixes: tuple[str, ...] = (".npz", *WRITTEN)
     together = False
 
     def __init__(

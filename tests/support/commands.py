@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Running the command `quadtree` in tests."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import quadtree_attention
+
+START = "from quadtree_attention.cli import main; main()"  # what the installed script runs
+
+
+def environment(**more: str) -> dict[str, str]:
+    """The environment of a process that imports the package under test."""
+    source = str(Path(quadtree_attention.__file__).parents[1])
+    path = os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH")]))
+    return os.environ | {"PYTHONPATH": path} | more
+
+
+def command(*options: object, code: str = START, timeout: float = 120, **more: str) -> Any:
+    """The command in a process of its own; `more` are variables of its environment."""
+    return subprocess.run(
+        [sys.executable, "-c", code, *map(str, options)],
+        env=environment(**more),
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+
+
+def invoke(*options: object) -> Any:
+    """The command in this process."""
+    testing = pytest.importorskip("typer.testing", reason="the command needs typer")
+    from quadtree_attention.cli.main import app
+
+    return testing.CliRunner().invoke(app, [*map(str, options)], prog_name="quadtree")
+
+
+def contents(folder: Path | str = ".") -> dict[Path, bytes]:
+    """All files below a folder."""
+    return {path: path.read_bytes() for path in Path(folder).rglob("*") if path.is_file()}
+
+
+def refused(*options: object) -> str:
+    """The one line with which a command refuses to run; no file below the current folder changes."""
+    before = contents()
+    result = invoke(*options)
+    assert (result.exit_code, result.stdout) == (2, ""), result.output
+    assert result.stderr.startswith("quadtree: ") and result.stderr.count("\n") == 1, result.stderr
+    assert contents() == before
+    return result.stderr
+
+
+def row(text: str, name: str) -> str:
+    """The value beside a name in the table that a command prints."""
+    (line,) = (line for line in text.splitlines() if line.startswith(f"{name:11}  "))
+    return line.removeprefix(name).strip()
