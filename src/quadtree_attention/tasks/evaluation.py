@@ -107,7 +107,8 @@ def evaluate(
     )
     skipped = list(source.skipped)
     if predictions is None:
-        predictor = chosen.load("predictor").from_pretrained(weights, **options)
+        made = chosen.load("predictor")
+        predictor = made.from_pretrained(weights, **{**made.scored_with, **options})
         store, unread = predicted(
             predictor, source, save, batch=batch, workers=workers, strict=strict, force=force
         )

@@ -4,7 +4,7 @@
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import islice
@@ -40,10 +40,12 @@ class Predictor(ABC, Generic[ResultT]):
     Attributes:
         task: The task.
         batch: Default number of samples that go through the network together.
+        scored_with: Options that `evaluate` runs it with, unless others are given.
     """
 
     task: ClassVar[Task]
     batch: ClassVar[int] = 1
+    scored_with: ClassVar[Mapping[str, Any]] = {}
     preprocess: Preprocess
 
     def __init__(

@@ -44,8 +44,8 @@ def test_starting_from_the_weights_of_the_package():
     module = StereoModule(weights="default")
     for name, tensor in read_checkpoint(path).items():
         assert torch.equal(module.model.state_dict()[name], tensor.float())
-    assert module.card()["started_from"] == {"sha256": file_sha256(path)}
-    assert "started_from" not in StereoModule().card()
+    assert module.start == file_sha256(path)
+    assert StereoModule().start is None
     with pytest.raises(CheckpointError, match="does not fit STTR"):
         StereoModule("sttr", weights="default")
 

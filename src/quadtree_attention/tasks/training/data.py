@@ -279,6 +279,7 @@ class SyntheticData(TaskData):
 
     item = "pair"
     more = "more --data.pairs or "
+    classes = ()  # type: ignore[assignment]
 
     def __init__(
         self,
