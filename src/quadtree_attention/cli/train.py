@@ -39,7 +39,7 @@ def register(app: typer.Typer) -> None:
         if not task or task in ("--help", "-h"):
             print(context.get_help())
             raise typer.Exit(0 if task else 2)
-        from quadtree_attention.tasks.training.run import main
+        from quadtree_attention.tasks.training.run import run_command
 
         imported()
-        main(task, context.args)
+        run_command(task, context.args)

@@ -55,7 +55,7 @@ DATA: dict[str, str | dict[str, str]] = {  # by data.source where that decides, 
         "scannet": "scannet.ScanNetData",
         "megadepth": "megadepth.MegaDepthData",
     },
-    "stereo": {"synthetic": "data.StereoData", "files": "data.FilesStereoData"},
+    "stereo": {"synthetic": "data.SyntheticStereoData", "files": "data.StereoData"},
     "detect": "data.DetectData",
     "segment": "data.SegmentData",
 }
