@@ -165,17 +165,18 @@ def test_grey_weighs_colours():
 
 
 def test_a_batch_can_be_learnt(data):
-    """Both losses fall on a batch that is shown again and again."""
-    torch.manual_seed(0)
+    """The loss falls on a batch that is shown again and again, whatever the number of threads."""
     batch = batch_of(data, data.train_dataloader(), [Draw(0, 0), Draw(0, 1)])
     module = MatchModule(options=SMALL | {"num_levels": 2, "topk": 4}, fine_matches=32)
     module.log = lambda *args, **options: None
     optimizer = torch.optim.AdamW(module.parameters(), lr=2e-3)
     losses = []
     for step in range(30):
+        torch.manual_seed(0)  # the fine stage learns from the same matches in every step
         loss = module.training_step(batch, step)
         optimizer.zero_grad()
         loss.backward()
+        torch.nn.utils.clip_grad_norm_(module.parameters(), 0.5)  # as in recipes
         optimizer.step()
         losses.append(loss.item())
     assert all(p.grad is not None for p in module.model.parameters() if p.requires_grad)
