@@ -6,8 +6,24 @@ import operator
 from collections.abc import Sequence
 from typing import TypeAlias
 
-Colour: TypeAlias = tuple[int, int, int]
+import numpy as np
 
+from quadtree_attention.images import Array
+
+Colour: TypeAlias = tuple[int, int, int]
+BACKGROUND, TEXT, FAINT = (22, 24, 29), (240, 240, 240), (160, 165, 175)
+LUMA = np.array([0.299, 0.587, 0.114])
+# For `ramp`, dark to bright: values can be told apart by lightness alone, too
+CONFIDENCE = np.array(
+    [(96, 52, 170), (58, 100, 214), (22, 150, 190), (40, 190, 140), (140, 214, 70), (255, 233, 50)]
+)
+NEARNESS = np.array(
+    [
+        *((24, 16, 66), (56, 24, 122), (104, 28, 140), (156, 38, 130), (204, 62, 98)),
+        *((236, 104, 58), (250, 158, 40), (252, 210, 88), (255, 248, 196)),
+    ]
+)
+_TONES = 1024  # of a ramp
 _BY_HAND: tuple[Colour, ...] = (
     *((70, 130, 220), (230, 90, 80), (245, 215, 70), (150, 90, 210), (240, 150, 40)),
     *((60, 170, 90), (240, 120, 190), (150, 110, 70), (40, 195, 205), (175, 215, 60)),
@@ -24,6 +40,14 @@ def colour(value: Sequence[int]) -> Colour:
     return red, green, blue
 
 
+def ramp(colours: Array, share: Array) -> Array:
+    """(..., 3) uint8: colours for values from 0 (the first one) to 1 (the last one)."""
+    places = np.linspace(0, len(colours) - 1, _TONES)
+    channels = [np.interp(places, np.arange(len(colours)), channel) for channel in colours.T]
+    tones = np.stack(channels, axis=-1).round().astype(np.uint8)
+    return tones[(np.clip(share, 0, 1) * (_TONES - 1)).round().astype(np.int16)]
+
+
 def distinct(count: int) -> list[Colour]:
     """Colours that differ as much as so many can, always the same ones.
 
@@ -34,6 +58,22 @@ def distinct(count: int) -> list[Colour]:
     found = list(_BY_HAND[:count])
     for i in range(len(found), count):
         lightness, saturation = tones[i % len(tones)]
-        red, green, blue = colorsys.hls_to_rgb((i * 0.38196601) % 1, lightness, saturation)
-        found.append((round(red * 255), round(green * 255), round(blue * 255)))
+        found.append(_bytes(colorsys.hls_to_rgb((i * 0.38196601) % 1, lightness, saturation)))
     return found
+
+
+def vivid(key: int) -> Colour:
+    """A colour for a number, neither dark nor pale, far from those of the numbers next to it."""
+    hue = (key * 0.618034 + 0.35) % 1  # the golden section never meets the same hue again
+    saturation, value = ((0.85, 1.0), (0.6, 0.95), (1.0, 0.8))[key // 7 % 3]
+    return _bytes(colorsys.hsv_to_rgb(hue, saturation, value))
+
+
+def text_on(background: Colour) -> Colour:
+    """The colour of text on a colour: dark on bright ones, bright on dark ones."""
+    return BACKGROUND if LUMA @ background > 130 else TEXT
+
+
+def _bytes(channels: tuple[float, float, float]) -> Colour:
+    red, green, blue = (round(channel * 255) for channel in channels)
+    return red, green, blue

@@ -7,17 +7,15 @@ from PIL import Image
 
 from quadtree_attention.errors import ShapeError
 from quadtree_attention.tasks.segment.draw import (
-    HEADER,
-    LEGEND,
     OPACITY,
-    ROOM,
     colour_in,
     draw,
     legend,
     outlines,
 )
 from quadtree_attention.tasks.segment.result import Segmentation
-from quadtree_attention.viz.canvas import BACKGROUND
+from quadtree_attention.viz.canvas import HEADER, LEGEND, WITH_LEGEND
+from quadtree_attention.viz.palette import BACKGROUND
 
 NAMES, PALETTE = ["sky", "road", "car"], [(0, 0, 255), (255, 0, 0), (0, 255, 0)]
 
@@ -47,8 +45,8 @@ def test_legend():
 
 def test_colours_lie_where_the_labels_are():
     grey = Image.new("RGB", (60, 40), (100, 100, 100))
-    found = np.asarray(colour_in(grey, halves(), PALETTE)).astype(int)
-    assert found.shape == (120, 180, 3)  # small images are enlarged
+    found = np.asarray(colour_in(grey, halves(), PALETTE, (180, 120))).astype(int)
+    assert found.shape == (120, 180, 3)
     mixed = [round(100 * (1 - OPACITY) + OPACITY * c) for c in (0, 0, 255)]
     assert found[80, 30].tolist() == mixed
     assert found[80, 150].tolist() == mixed[::-1]
@@ -58,7 +56,7 @@ def test_colours_lie_where_the_labels_are():
 
 def test_large_images_are_made_smaller():
     picture = drawn((3000, 1000), halves(1000, 3000))
-    assert picture.size == (ROOM[0] + LEGEND, HEADER + round(ROOM[0] / 3))
+    assert picture.size == (WITH_LEGEND[0] + LEGEND, HEADER + round(WITH_LEGEND[0] / 3))
 
 
 def test_outlines():
