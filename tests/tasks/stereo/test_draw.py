@@ -8,18 +8,10 @@ from PIL import Image
 pytest.importorskip("timm", reason="the predictor needs the extra 'models'")
 
 from quadtree_attention.errors import OptionError
-from quadtree_attention.tasks.stereo.draw import (
-    COLOURS,
-    HEADER,
-    NOT_KNOWN,
-    colours,
-    draw,
-    lay_out,
-    shown_range,
-    ticks,
-)
+from quadtree_attention.tasks.stereo.draw import NOT_KNOWN, draw, shown_range, words
 from quadtree_attention.tasks.stereo.result import Disparity
-from quadtree_attention.viz.canvas import BACKGROUND
+from quadtree_attention.viz.canvas import HEADER
+from quadtree_attention.viz.palette import BACKGROUND, NEARNESS
 
 
 def steps(width=400, height=300, *, image=True, **options) -> Disparity:
@@ -36,8 +28,8 @@ def test_near_is_bright_and_beside_the_image():
     assert picture.size == (1606, HEADER + 600)
     pixels = np.asarray(picture)
     assert (pixels[HEADER:, :800] == (90, 120, 90)).all()
-    assert (pixels[HEADER:, 806 : 806 + 400] == COLOURS[0]).all()
-    assert (pixels[HEADER:, 806 + 400 :] == COLOURS[-1]).all()
+    assert (pixels[HEADER:, 806 : 806 + 400] == NEARNESS[0]).all()
+    assert (pixels[HEADER:, 806 + 400 :] == NEARNESS[-1]).all()
     assert picture.getpixel((2, 2)) == BACKGROUND
 
 
@@ -64,7 +56,7 @@ def test_values_that_are_not_finite_are_grey():
 
 def test_the_range_leaves_out_a_few_wild_values_and_what_is_hidden():
     values = np.random.default_rng(0).uniform(20, 60, (100, 100))
-    hidden = np.zeros_like(values)
+    hidden = np.zeros(values.shape, bool)
     low, high = shown_range(values, hidden)
     assert 20 < low < 21 and 59 < high < 60
     wild = values.copy()
@@ -72,37 +64,23 @@ def test_the_range_leaves_out_a_few_wild_values_and_what_is_hidden():
     assert shown_range(wild, hidden)[1] < 60
     hidden[:50], wild[:50] = 1, 400
     assert shown_range(wild, hidden)[1] < 60
-    assert shown_range(np.full((4, 4), 7.0), np.zeros((4, 4))) == (6.5, 7.5)
-    assert shown_range(np.zeros((4, 4)), np.zeros((4, 4))) == (0, 1)
-    assert shown_range(np.full((4, 4), np.nan), np.zeros((4, 4))) == (0, 1)
-    assert shown_range(np.full((4, 4), 7.0), np.ones((4, 4))) == (6.5, 7.5)
+    assert shown_range(np.full((4, 4), 7.0), np.zeros((4, 4), bool)) == (6.5, 7.5)
+    assert shown_range(np.zeros((4, 4)), np.zeros((4, 4), bool)) == (0, 1)
+    assert shown_range(np.full((4, 4), np.nan), np.zeros((4, 4), bool)) == (0, 1)
+    assert shown_range(np.full((4, 4), 7.0), np.ones((4, 4), bool)) == (6.5, 7.5)
 
 
-def test_colours_grow_lighter():
-    tones = colours(np.linspace(-0.1, 1.1, 60)) @ np.array([0.299, 0.587, 0.114])
-    assert (np.diff(tones) >= -1).all() and tones[-1] - tones[0] > 180
-
-
-@pytest.mark.parametrize(
-    ("low", "high", "expected"),
-    [
-        (0, 60, [0, 10, 20, 30, 40, 50, 60]),
-        (18.2, 52.9, [20, 30, 40, 50]),
-        (6.5, 7.5, [6.6, 6.8, 7.0, 7.2, 7.4]),
-        (0, 1000, [0, 200, 400, 600, 800, 1000]),
-    ],
-)
-def test_ticks(low, high, expected):
-    assert ticks(low, high) == pytest.approx(expected)
-
-
-def test_wide_images_are_below_each_other():
-    first, second = lay_out((1242, 375), 2)
-    assert (first.x, first.y) == (0, HEADER) and second.x == 0
-    assert second.y > HEADER + first.height and first.width == second.width > 1400
-    first, second = lay_out((640, 480), 2)
-    assert (first.width, second.x, second.y) == (800, 806, HEADER)
-    assert len(lay_out((640, 480), 1)) == 1
+def test_picture_and_text_name_the_same_range():
+    """That of all pixels; the colours span less, and the picture says so."""
+    values = np.random.default_rng(0).uniform(20, 60, (100, 100)).astype(np.float32)
+    values[0, :20] = 90
+    found = Disparity(disparity=values, occlusion=np.zeros_like(values))
+    heading, facts = words(found)
+    assert heading == f"disparity {values.min():.1f} to 90.0 px"
+    assert heading.removeprefix("disparity ") in found.to_text()
+    assert facts[0] == "colours: percentiles 1 to 99"
+    values[1, 0] = np.nan
+    assert words(found)[0] == heading
 
 
 @pytest.mark.parametrize("size", [(16, 16), (4000, 16), (16, 4000)])
