@@ -16,8 +16,8 @@ typer_testing = pytest.importorskip("typer.testing", reason="the command needs t
 from quadtree_attention.cli.main import app  # noqa: E402
 from quadtree_attention.cli.stereo import pair_up  # noqa: E402
 from quadtree_attention.errors import DataError  # noqa: E402
-from quadtree_attention.tasks.stereo.formats import read_disparity  # noqa: E402
 from quadtree_attention.tasks import Disparity, StereoMatcher  # noqa: E402
+from quadtree_attention.tasks.stereo.formats import read_disparity  # noqa: E402
 from tests.cli.test_info import command  # noqa: E402
 from tests.tasks.stereo.test_predictor import rendered, write_weights  # noqa: E402
 

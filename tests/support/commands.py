@@ -47,7 +47,7 @@ def contents(folder: Path | str = ".") -> dict[Path, bytes]:
 
 
 def refused(*options: object) -> str:
-    """The one line with which a command refuses to run; no file below the current folder changes."""
+    """The one line of a command that refuses to run; no file below the current folder changes."""
     before = contents()
     result = invoke(*options)
     assert (result.exit_code, result.stdout) == (2, ""), result.output

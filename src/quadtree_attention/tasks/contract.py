@@ -375,6 +375,11 @@ class Preprocess(Protocol):
     def __call__(self, *images: Any) -> Prepared: ...
 
 
+def file_identity(*paths: StrPath) -> list[Any]:
+    """The identity of a sample that is read from files: where they are, and how large."""
+    return [[os.path.abspath(p), os.path.getsize(p) if os.path.isfile(p) else None] for p in paths]
+
+
 class Items:
     """A source without truth: items that were named one by one.
 
@@ -402,9 +407,8 @@ class Items:
         return self._names[index]
 
     def identity(self, index: int) -> list[Any]:
-        return [
-            os.path.abspath(i) if isinstance(i, str | Path) else "" for i in self._images[index]
-        ]
+        given = self._images[index]
+        return file_identity(*(image for image in given if isinstance(image, str | Path)))
 
     def images(self, index: int) -> "tuple[ImageLike, ...]":
         given = self._images[index]

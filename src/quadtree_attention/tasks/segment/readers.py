@@ -8,7 +8,6 @@ number of its class. Here they become int16, `IGNORE` where a pixel has no class
 import colorsys
 import io
 import json
-import os
 import warnings
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,6 +22,7 @@ from quadtree_attention.checks import one_of
 from quadtree_attention.errors import DataError, OptionError
 from quadtree_attention.files import StrPath
 from quadtree_attention.images import SUFFIXES, Array, to_image
+from quadtree_attention.tasks.contract import file_identity
 from quadtree_attention.tasks.readers import summary
 from quadtree_attention.tasks.segment.metrics import IGNORE
 from quadtree_attention.viz.palette import Colour, colour, distinct
@@ -173,7 +173,7 @@ class FolderSource:
         return self._items[index][0]
 
     def identity(self, index: int) -> list[Any]:
-        return [os.path.getsize(self._items[index][1])]
+        return file_identity(self._items[index][1])
 
     def images(self, index: int) -> tuple[Image.Image]:
         _, path, label_path = self._items[index]

@@ -8,7 +8,6 @@ lies outside of the right view.
 
 import inspect
 import json
-import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -22,7 +21,7 @@ from quadtree_attention import checks
 from quadtree_attention.errors import DataError, OptionError
 from quadtree_attention.files import StrPath
 from quadtree_attention.images import Array, image_size, to_image
-from quadtree_attention.tasks.contract import Source
+from quadtree_attention.tasks.contract import Source, file_identity
 from quadtree_attention.tasks.readers import summary
 from quadtree_attention.tasks.stereo.formats import READ, DisparityMap, read_disparity
 
@@ -108,7 +107,7 @@ class FileSource:
 
     def identity(self, index: int) -> list[Any]:
         files = self.files[index]
-        return [os.path.abspath(files.left), os.path.abspath(files.right)]
+        return file_identity(files.left, files.right)
 
     def images(self, index: int) -> tuple[Image.Image, Image.Image]:
         files = self.files[index]
@@ -172,7 +171,7 @@ class TorchvisionSource:
         return left.relative_to(self.root).with_suffix("").as_posix()
 
     def identity(self, index: int) -> list[Any]:
-        return [os.path.abspath(path) for path in self._data._images[index]]
+        return file_identity(*self._data._images[index])
 
     def images(self, index: int) -> tuple[Image.Image, Image.Image]:
         left, right, *_ = self._read(index)

@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What tests of the contract share: every task with tiny weights."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("timm", reason="networks need the extra 'models'")
+pytest.importorskip("cv2", reason="checking pairs needs the extra 'models'")
+
+from quadtree_attention.tasks.contract import NAMES, get_task
+from tests.support import tiny
+
+WEIGHTS = "tiny.safetensors"
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with weights and a data set of every task."""
+    root = tmp_path_factory.mktemp("tasks")
+    for name in NAMES:
+        (root / name).mkdir()
+        tiny.write_weights(name, root / name / WEIGHTS)
+    return root
+
+
+@pytest.fixture(params=NAMES)
+def task(request: pytest.FixtureRequest) -> Any:
+    return get_task(request.param)
+
+
+@pytest.fixture
+def weights(folder: Path, task: Any) -> Path:
+    return folder / task.name / WEIGHTS
+
+
+@pytest.fixture
+def predictor(weights: Path, task: Any) -> Any:
+    return task.load("predictor").from_pretrained(weights, **tiny.OWN.get(task.name, {}))

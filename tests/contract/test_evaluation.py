@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Predictions on disk: reused if nothing changed, continued after a kill, never mixed."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from quadtree_attention.errors import DataError, OptionError
+from quadtree_attention.tasks import evaluate
+from quadtree_attention.tasks.contract import get_task
+from quadtree_attention.tasks.store import Store
+from tests.support import tiny
+from tests.support.commands import contents, environment
+
+pytestmark = pytest.mark.usefixtures("only_reference")
+pytest.importorskip("faster_coco_eval", reason="scores of detectors need the extra 'train'")
+
+
+@pytest.fixture
+def data(task, tmp_path):
+    return tiny.write_data(task.name, tmp_path / "data")
+
+
+@pytest.fixture
+def save(task, tmp_path):
+    codec = task.load("codec")
+    return tmp_path / ("saved" + (codec.suffixes[0] if codec.together else ""))
+
+
+@pytest.fixture
+def run(task, weights, data, save):
+    def run(**options):
+        return evaluate(task.name, weights, **{**data, "save": save, **options})
+
+    return run
+
+
+def root_of(data):
+    return data["data"] if data["data"].is_dir() else data["data"].parent
+
+
+def test_scores_are_those_of_the_files(task, run, data, save):
+    scores = run()
+    assert scores.task == task.name and not scores.missing and not scores.skipped
+    assert scores.mean and json.dumps(scores.to_dict(), allow_nan=False) and scores.to_text()
+    again = evaluate(task.name, **data, predictions=save)
+    assert again.to_dict() == scores.to_dict()
+    assert scores.settings["weights_sha256"] and not save.with_name("saved.parts").exists()
+
+
+def test_results_are_reused_and_only_those_that_fit(task, run, data, save, monkeypatch):
+    first = run()
+    before = contents(save.parent)
+    predictor = task.load("predictor")
+    with monkeypatch.context() as patch:
+        patch.setattr(predictor, "forward", lambda *_: pytest.fail("the network ran again"))
+        assert run().to_dict() == first.to_dict()
+    assert contents(save.parent) == before
+    with pytest.raises(OptionError, match=r"other settings: size None there, 64 now.*--force"):
+        run(size=64)
+    assert contents(save.parent) == before
+    assert run(size=64, force=True).settings["options"]["size"] == 64
+    with pytest.raises(OptionError, match="leave out weights"):
+        run(predictions=save)
+
+
+def test_other_data_of_the_same_names_are_refused(task, run, weights, save, tmp_path):
+    run()
+    other = tiny.write_data(task.name, tmp_path / "other")
+    with pytest.raises(OptionError, match="holds results of other data as"):
+        evaluate(task.name, weights, **other, save=save)
+
+
+def test_files_of_others_stay(task, run, save):
+    codec = task.load("codec")
+    mine = save if codec.together else save / "mine.txt"
+    mine.parent.mkdir(exist_ok=True)
+    mine.write_text("precious")
+    for force in (False, True):
+        with pytest.raises(OptionError, match=r"no .*settings\.json"):
+            run(force=force)
+    assert mine.read_text() == "precious"
+
+
+def test_a_note_cannot_name_files_outside(task, run, save, tmp_path):
+    if task.load("codec").together:
+        return  # nothing is removed by name
+    run()
+    note = json.loads((save / "settings.json").read_text())
+    victim = tmp_path / f"victim{note['suffix']}"
+    victim.write_text("precious")
+    note["samples"] |= {"../victim": [], str(victim.with_suffix("")): []}
+    (save / "settings.json").write_text(json.dumps(note))
+    run(size=64, force=True)
+    assert victim.read_text() == "precious"
+
+
+def test_bad_samples_are_left_out_or_refused(task, run, data, save):
+    bad = tiny.files_of(root_of(data))[-1]
+    bad.write_bytes(b"no image")
+    scores = run()
+    assert any(bad.name in reason for reason in scores.skipped) or scores.missing
+    with pytest.raises((DataError, OptionError), match=rf"{bad.name}|lacks 1 of 3"):
+        run(strict=True, force=True)
+    for path in tiny.files_of(root_of(data)):
+        path.write_bytes(b"no image")
+    with pytest.raises(DataError, match=r"can be read|can be scored"):
+        run(force=True)
+
+
+def test_predictions_that_are_missing(task, data, tmp_path):
+    with pytest.raises(DataError, match=r"there is no (file|folder) .* of predictions"):
+        evaluate(task.name, **data, predictions=tmp_path / "none")
+    if not task.load("codec").together:
+        (tmp_path / "empty").mkdir()
+        with pytest.raises(DataError, match="has predictions for none of 3"):
+            evaluate(task.name, **data, predictions=tmp_path / "empty")
+
+
+def test_workers_make_the_same(task, run, save):
+    run()
+    before = contents(save.parent)
+    run(workers=1, force=True)
+    assert contents(save.parent) == before
+
+
+SLOW = """
+import sys, json, time
+from quadtree_attention import use_backend
+from quadtree_attention.tasks import evaluate
+from quadtree_attention.tasks.store import Store
+put = Store.put
+def slow(self, found):
+    put(self, found)
+    print("put", flush=True)
+    time.sleep(1.0 if "--slow" in sys.argv else 0)
+Store.put = slow
+with use_backend("reference"):
+    evaluate(**json.loads(sys.argv[1]))
+"""
+
+
+@pytest.mark.parametrize("name", ["stereo", "classify"])  # a folder, and one file for all
+def test_a_killed_run_continues(name, folder, tmp_path):
+    task = get_task(name)
+    data = tiny.write_data(name, tmp_path / "data")
+    codec = task.load("codec")
+    suffix = codec.suffixes[0] if codec.together else ""
+    weights = folder / name / "tiny.safetensors"
+    options = {k: str(v) if k == "data" else v for k, v in data.items()}
+    options |= {"task": name, "weights": str(weights), "batch": 1}
+
+    def start(save, *more):
+        arguments = json.dumps(options | {"save": str(save)})
+        command = [sys.executable, "-c", SLOW, arguments, *more]
+        return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment())
+
+    whole, broken = tmp_path / f"whole{suffix}", tmp_path / f"broken{suffix}"
+    with start(whole) as done:
+        assert done.stdout.read().count("put") == 3 and done.wait() == 0
+    with start(broken, "--slow") as killed:
+        assert killed.stdout.readline() == "put\n"
+        time.sleep(0.1)
+        killed.send_signal(signal.SIGKILL)
+    with start(broken) as done:
+        assert done.stdout.read().count("put") < 3 and done.wait() == 0  # what was there stayed
+    expected = Store.open(whole, task)
+    found = Store.open(broken, task)
+    for index in range(3):
+        names = list(json.loads(_note(whole, codec).read_text())["samples"])
+        left, right = (store.codec.encode({names[index]: store.get(names[index])}, store.suffix)
+                       for store in (expected, found))  # fmt: skip
+        assert left == right
+    assert not broken.with_name("broken.parts").exists()
+
+
+def _note(path, codec):
+    return path.with_suffix(".settings.json") if codec.together else path / "settings.json"
