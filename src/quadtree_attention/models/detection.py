@@ -19,9 +19,11 @@ Example:
     [['boxes', 'labels', 'scores'], ['boxes', 'labels', 'scores']]
 """
 
+import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -146,13 +148,20 @@ class RetinaNet(_OnBackbone, detection.RetinaNet):
         self.num_classes = num_classes
 
     def forward(
-        self, images: Sequence[Tensor], targets: Targets | None = None
+        self,
+        images: Sequence[Tensor],
+        targets: Targets | None = None,
+        *,
+        score_threshold: float | None = None,
+        sides: tuple[int, int] | None = None,
     ) -> dict[str, Tensor] | list[dict[str, Tensor]]:
         """Detects, or in training compares with the truth.
 
         Args:
             images: (3, H, W) each, in [0, 1].
             targets: In training, for every image: `boxes` (N, 4) and `labels` (N,), int64.
+            score_threshold: Least score of detections, where that is more than `score_thresh`.
+            sides: `min_size` and `max_size` of this call; None: those of the constructor.
 
         Returns:
             In evaluation, for every image: `boxes` (M, 4), `scores` (M,) and `labels` (M,), best
@@ -160,7 +169,8 @@ class RetinaNet(_OnBackbone, detection.RetinaNet):
         """
         check_images(images)
         truth = check_targets(images, targets, self.num_classes) if self.training else None
-        batch, truth = self.transform(list(images), truth)
+        transform = _resizing(self.transform, sides)
+        batch, truth = transform(list(images), truth)
         maps, strides = list(self.backbone(batch).values()), self.backbone.strides
         outputs = self.head(maps, padding_masks(batch, strides))
         levels = self.anchor_generator.by_level(maps)
@@ -174,10 +184,11 @@ class RetinaNet(_OnBackbone, detection.RetinaNet):
             together = {name: [torch.cat(x) for x in by_image] for name, by_image in found.items()}
             return self.compute_loss(truth, together, [torch.cat(x) for x in anchors])
         by_level = {name: list(zip(*by_image, strict=True)) for name, by_image in found.items()}
-        detections = self.postprocess_detections(by_level, anchors, batch.image_sizes)
+        network = _selecting(self, score_threshold)
+        detections = network.postprocess_detections(by_level, anchors, batch.image_sizes)
         for one in detections:
             one["labels"] = one["labels"] + 1
-        return self.transform.postprocess(detections, batch.image_sizes, _sizes(images))
+        return transform.postprocess(detections, batch.image_sizes, _sizes(images))
 
 
 class MaskRCNN(_OnBackbone, detection.MaskRCNN):
@@ -269,7 +280,12 @@ class MaskRCNN(_OnBackbone, detection.MaskRCNN):
         self.num_classes = num_classes
 
     def forward(
-        self, images: Sequence[Tensor], targets: Targets | None = None
+        self,
+        images: Sequence[Tensor],
+        targets: Targets | None = None,
+        *,
+        score_threshold: float | None = None,
+        sides: tuple[int, int] | None = None,
     ) -> dict[str, Tensor] | list[dict[str, Tensor]]:
         """Detects, or in training compares with the truth.
 
@@ -277,6 +293,8 @@ class MaskRCNN(_OnBackbone, detection.MaskRCNN):
             images: (3, H, W) each, in [0, 1].
             targets: In training, for every image: `boxes` (N, 4), `labels` (N,), int64, and `masks`
                 (N, H, W), 0 or 1.
+            score_threshold: As `RetinaNet`; what is below it gets no mask.
+            sides: As `RetinaNet`.
 
         Returns:
             In evaluation, for every image: `boxes` (M, 4), `scores` (M,), `labels` (M,) and `masks`
@@ -287,13 +305,15 @@ class MaskRCNN(_OnBackbone, detection.MaskRCNN):
         truth = None
         if self.training:
             truth = check_targets(images, targets, self.num_classes, with_masks=True)
-        batch, truth = self.transform(list(images), truth)
+        transform = _resizing(self.transform, sides)
+        batch, truth = transform(list(images), truth)
         maps = self.backbone(batch)
         proposals, proposal_losses = self.rpn(batch, maps, truth)
-        found, losses = self.roi_heads(maps, proposals, batch.image_sizes, truth)
+        heads = _selecting(self.roi_heads, score_threshold)
+        found, losses = heads(maps, proposals, batch.image_sizes, truth)
         if self.training:
             return {**proposal_losses, **losses}
-        return self.transform.postprocess(found, batch.image_sizes, _sizes(images))
+        return transform.postprocess(found, batch.image_sizes, _sizes(images))
 
 
 def check_images(images: Sequence[Tensor]) -> None:
@@ -377,6 +397,25 @@ def _check_shape(
 
 def _sizes(images: Sequence[Tensor]) -> list[tuple[int, int]]:
     return [(image.shape[1], image.shape[2]) for image in images]
+
+
+def _selecting(heads: Any, score: float | None) -> Any:
+    """The module that selects detections, for one call with a higher threshold."""
+    if score is None:
+        return heads
+    below = float(np.nextafter(np.float32(score), np.float32(-1)))  # it selects what is above
+    changed = copy.copy(heads)
+    changed.score_thresh = max(heads.score_thresh, below)
+    return changed
+
+
+def _resizing(transform: ThinTransform, sides: tuple[int, int] | None) -> ThinTransform:
+    """The transform, for one call with other sizes."""
+    if sides is None:
+        return transform
+    changed = copy.copy(transform)
+    changed.min_size, changed.max_size = (sides[0],), sides[1]
+    return changed
 
 
 def _thin(transform: Any) -> ThinTransform:

@@ -197,6 +197,7 @@ def score(
             "predict them, or leave out --strict"
         )
     scores: Scores = metric.compute()
+    skipped += scores.skipped
     return scores.with_context(skipped=skipped, missing=missing, settings=store.settings)
 
 

@@ -17,7 +17,14 @@ from typing import Any, Self
 
 from quadtree_attention.checks import shown
 from quadtree_attention.errors import DataError, OptionError
-from quadtree_attention.files import StrPath, check_writable, make_folder, write_whole
+from quadtree_attention.files import (
+    StrPath,
+    check_writable,
+    file_sha256,
+    make_folder,
+    write_all,
+    write_whole,
+)
 from quadtree_attention.tasks.contract import Codec, Result, Source, Task, checked_suffix
 
 SCHEMA = 2
@@ -34,8 +41,11 @@ class Store:
         classes: Class names of the predictor; None if unknown or without classes.
     """
 
-    def __init__(self, path: Path, codec: Codec[Any], note: Note | None) -> None:
+    def __init__(
+        self, path: Path, codec: Codec[Any], note: Note | None, names: Sequence[str] = ()
+    ) -> None:
         self.path = path
+        self._names = names  # samples that one file for all samples speaks of
         self.codec = codec
         self.settings: Mapping[str, Any] | None = None if note is None else note["settings"]
         self.classes: Sequence[str] | None = None if note is None else note["classes"]
@@ -85,11 +95,13 @@ class Store:
             "samples": json.loads(json.dumps(samples)),
         }
         before = _read_note(path, codec)
+        if before is not None and codec.together and path.exists() and not _is_of(path, before):
+            before = None  # it may be anything
         if before is None:
             _check_free(path, codec)
         else:
-            note = _merged(path, before, note, force=force)
-        store = cls(path, codec, note)
+            note = _merged(path, before, note, force=force, together=codec.together)
+        store = cls(path, codec, note, note.get("found", ()))
         if before is not None and not codec.together:
             new = [name for name in samples if name not in before["samples"]]
             if foreign := next(filter(None, map(store._file, new)), None):
@@ -128,11 +140,14 @@ class Store:
             raise DataError(
                 f"{path} holds results of the task {note['task']}, not of {task.name}; pass another"
             )
-        if note is not None and codec.together and note.get("sha256") != _sha256(path):
+        if note is not None and codec.together and not _is_of(path, note):
             note = None  # of an earlier file
         if note is not None:
             codec = task.load("codec")(source, note["classes"])
-        return cls(path, codec, note)
+            return cls(path, codec, note, note.get("found", ()))
+        # A file of another program speaks of all samples
+        names = [] if source is None else [source.name(i) for i in range(len(source))]
+        return cls(path, codec, None, names)
 
     def has(self, name: str) -> bool:
         """True if there is a result of a sample."""
@@ -154,9 +169,12 @@ class Store:
         if not found:
             return
         if self.codec.together:
+            read = self._all()
             part = self._parts / f"{secrets.token_hex(8)}{self.suffix}"
-            write_whole(part, self.codec.encode(found, self.suffix))
-            self._all().update(found)
+            names = json.dumps(list(found)).encode()
+            content = self.codec.encode(found, self.suffix)
+            write_all({part: content, part.with_suffix(".names"): names})
+            read |= self._decoded(part, list(found))  # without images, which need memory
             return
         for name, result in found.items():
             target = self.path / f"{name}{self.suffix}"
@@ -167,6 +185,9 @@ class Store:
         """Joins the parts of one file for all samples; does nothing for folders."""
         if not self.codec.together or not self._parts.is_dir():
             return
+        if not any(self._parts.iterdir()):  # nothing was added
+            self._parts.rmdir()
+            return
         self._read = None
         found = self._all()
         note = _read_note(self.path, self.codec)
@@ -174,7 +195,7 @@ class Store:
             order = [name for name in note["samples"] if name in found]
             content = self.codec.encode({name: found[name] for name in order}, self.suffix)
             write_whole(self.path, content)
-            note["sha256"] = hashlib.sha256(content).hexdigest()
+            note |= {"found": order, "sha256": hashlib.sha256(content).hexdigest()}
             note_path = _note_path(self.path, self.codec)
             write_whole(note_path, (json.dumps(note, indent=1) + "\n").encode())
         shutil.rmtree(self._parts, ignore_errors=True)
@@ -188,11 +209,20 @@ class Store:
     def _all(self) -> dict[str, Result]:
         """The results of one file for all samples, and of its parts."""
         if self._read is None:
-            self._read = {}
-            parts = sorted(self._parts.glob(f"*{self.suffix}")) if self._parts.is_dir() else []
-            for path in ([self.path] if self.path.is_file() else []) + parts:
-                self._read.update(self.codec.decode(path))
+            self._read = self._decoded(self.path, self._names) if self.path.is_file() else {}
+            for part in sorted(self._parts.glob(f"*{self.suffix}")):
+                names = json.loads(part.with_suffix(".names").read_bytes())
+                self._read |= self._decoded(part, names)
         return self._read
+
+    def _decoded(self, path: Path, names: Sequence[str]) -> dict[str, Result]:
+        """The results of a file; of samples that it has no entry for, `codec.nothing()`.
+
+        Codecs whose format has no entry for a sample without findings have such a method.
+        """
+        found = dict(self.codec.decode(path))
+        nothing = getattr(self.codec, "nothing", None)
+        return found if nothing is None else {name: nothing() for name in names} | found
 
     def _file(self, name: str) -> Path | None:
         """The file of a sample, in folders or flat, in any format of the task."""
@@ -224,8 +254,9 @@ def _note_path(path: Path, codec: Codec[Any]) -> Path:
     return path.with_suffix(f".{NOTE}") if codec.together else path / NOTE
 
 
-def _sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+def _is_of(path: Path, note: Note) -> bool:
+    """True if a note is of that file."""
+    return bool(note.get("sha256") == file_sha256(path))
 
 
 def _is_inside(name: str) -> bool:
@@ -261,7 +292,7 @@ def _check_free(path: Path, codec: Codec[Any]) -> None:
         )
 
 
-def _merged(path: Path, before: Note, note: Note, *, force: bool) -> Note:
+def _merged(path: Path, before: Note, note: Note, *, force: bool, together: bool) -> Note:
     """The note of a store that exists already and is written to again.
 
     Raises:
@@ -280,10 +311,12 @@ def _merged(path: Path, before: Note, note: Note, *, force: bool) -> Note:
             f"{path} holds results of other settings: {'; '.join(changes)}; write to another name, "
             "or replace them with --force"
         )
-    if changes:
+    if changes or (force and together):
         return note
     kept = before["samples"]
     other = [name for name, of in note["samples"].items() if kept.get(name, of) != of]
+    if together:  # one file is of the samples of one source
+        other += [name for name in kept if name not in note["samples"]]
     if other and not force:
         raise OptionError(
             f"{path} holds results of other data as {other[0]}; write to another name, or replace "

@@ -9,7 +9,7 @@ from PIL import Image
 
 from quadtree_attention.models.registry import create
 from quadtree_attention.models.weights import save_weights
-from quadtree_attention.tasks.detect.masks import encode_mask
+from quadtree_attention.tasks.detect.rle import encode_mask
 from tests.conftest import ROOT
 
 SHARED = ROOT.parent / "shared" / "data"

@@ -10,15 +10,15 @@ pytest.importorskip("torchvision", reason="augmentation needs torchvision")
 
 from quadtree_attention.errors import OptionError
 from quadtree_attention.tasks.detect.augment import Augment
-from quadtree_attention.tasks.detect.shapes import CLASSES, GeneratedShapes
+from quadtree_attention.tasks.detect.generated import CLASSES, GeneratedShapes
 
 SQUARE = CLASSES.index("square") + 1
 
 
 @pytest.fixture(scope="module")
 def shapes():
-    source = GeneratedShapes(12, 96, masks=True)
-    return [source.read(i) for i in range(len(source))]
+    source = GeneratedShapes(12, 96)
+    return [(source.images(i)[0], source.truth(i).target(masks=True)) for i in range(len(source))]
 
 
 def assert_in_step(pixels, target):
@@ -107,5 +107,5 @@ def test_follows_torch_generator_alone(shapes):
 
 @pytest.mark.parametrize("option", ["flip", "crop", "jitter"])
 def test_options_out_of_range(option):
-    with pytest.raises(OptionError, match=f"{option} must be between 0 and 1, got 1.5"):
+    with pytest.raises(OptionError, match=f"{option} must be in \\[0, 1\\], got 1.5"):
         Augment(**{option: 1.5})

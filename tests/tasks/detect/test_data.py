@@ -10,8 +10,8 @@ pytest.importorskip("pytorch_lightning", reason="training needs the extra 'train
 pytest.importorskip("faster_coco_eval", reason="masks need faster-coco-eval")
 
 from quadtree_attention.errors import DataError, OptionError
-from quadtree_attention.tasks.detect.data import DetectData
-from quadtree_attention.tasks.detect.shapes import CLASSES, GeneratedShapes
+from quadtree_attention.tasks.detect.data import DetectData, GeneratedDetectData
+from quadtree_attention.tasks.detect.generated import CLASSES, GeneratedShapes
 from tests.tasks.detect.files import entry, with_mask, write_split
 
 SIZES = ((40, 30), (32, 36), (50, 20), (24, 24), (36, 30))
@@ -57,10 +57,9 @@ def test_training_batches(root):
     assert objects == {i: expected[i] for i in objects}
 
 
-def test_validation_sees_every_image_once_and_crowds(root):
+def test_validation_sees_every_image_once(root):
     found = batches(root, "val")
     assert [b["indices"].tolist() for b in found] == [[0, 1], [2, 3], [4]]
-    assert found[0]["targets"][0]["iscrowd"].tolist() == [0, 1]
 
 
 def test_images_reach_the_model_from_0_to_1(root):
@@ -131,8 +130,6 @@ def test_unusable_images_of_training_are_replaced(root):
 def test_refusals(root, tmp_path):
     with pytest.raises(OptionError, match=r"do not fill one batch of 6 .*--data\.batch_size"):
         batches(root, batch_size=6)
-    with pytest.raises(OptionError, match="source must be files or generated"):
-        DetectData(source="folder")
     with pytest.raises(OptionError, match="batch_size must be at least 1, got 0"):
         DetectData(batch_size=0)
     with pytest.raises(DataError, match=r"pass --data\.root"):
@@ -147,19 +144,18 @@ def test_refusals(root, tmp_path):
 
 
 def test_generated_shapes():
-    data = DetectData(source="generated", generated_count=8, masks=True, batch_size=4, workers=0)
+    data = GeneratedDetectData(generated_count=8, masks=True, batch_size=4, workers=0)
     data.setup()
     assert data.classes == CLASSES and data.batches_per_epoch == 2
     assert sum(len(b["images"]) for b in data.val_dataloader()) == 2
-    source = GeneratedShapes(40, 96, masks=True)
+    source = GeneratedShapes(40, 96)
     seen = set()
     for i in range(len(source)):
-        image, target = source.read(i)
-        again, _ = source.read(i)
-        assert image == again and image.size == (96, 72)
-        assert len(target["labels"]) == source.objects(i) >= 1
+        (image,), target = source.images(i), source.truth(i).target(masks=True)
+        assert image == GeneratedShapes(40, 96).images(i)[0] and image.size == (96, 72)
+        assert len(target["labels"]) == source.truth(i).objects >= 1
         assert (target["masks"].sum(0) <= 1).all()  # shapes do not overlap
         assert torch.equal(target["masks"].sum((1, 2)).float(), target["area"])
         seen |= set(target["labels"].tolist())
     assert seen == {1, 2, 3}
-    assert GeneratedShapes(1, 96, seed=1).read(0)[0] != source.read(0)[0]
+    assert GeneratedShapes(1, 96, seed=1).images(0) != source.images(0)

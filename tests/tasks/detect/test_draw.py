@@ -11,7 +11,8 @@ pytest.importorskip("timm", reason="models need timm")
 
 from quadtree_attention.errors import OptionError
 from quadtree_attention.tasks.detect.draw import colour_of, draw, place_tag, text_colour
-from quadtree_attention.tasks.detect.predictor import Detections
+from quadtree_attention.tasks.detect.result import Detections
+from quadtree_attention.tasks.detect.rle import encode_mask
 
 
 def detections(boxes, labels=None, size=(200, 120), masks=None, colour="grey"):
@@ -22,9 +23,8 @@ def detections(boxes, labels=None, size=(200, 120), masks=None, colour="grey"):
         labels=labels,
         names=tuple(f"class {label}" for label in labels),
         scores=np.linspace(0.9, 0.5, count),
-        masks=masks,
-        image=Image.new("RGB", size, colour),
-        seconds=0.1,
+        segmentations=None if masks is None else tuple(map(encode_mask, masks)),
+        images=(Image.new("RGB", size, colour),),
     )
 
 
@@ -79,9 +79,19 @@ def test_tags_keep_apart_or_are_left_out():
         assert a[2] <= b[0] or b[2] <= a[0] or a[3] <= b[1] or b[3] <= a[1]
 
 
+def test_title_is_above_the_picture():
+    found = detections([[10, 10, 50, 50]])
+    plain, titled = np.array(draw(found)), np.array(draw(found, title="street"))
+    assert (titled[-len(plain) :] == plain).all() and len(titled) > len(plain)
+    assert (titled[: -len(plain)] > 200).any()
+
+
 def test_files(tmp_path):
     found = detections([[10, 10, 50, 50]])
     assert found.draw(tmp_path / "a.png").size == Image.open(tmp_path / "a.png").size
     found.draw(tmp_path / "a.jpg")
     with pytest.raises(OptionError, match="pictures are written as"):
         found.draw(tmp_path / "a.gif")
+    found.save(tmp_path / "a.json")
+    with pytest.raises(OptionError, match="detections of a file have no image"):
+        Detections.load(tmp_path / "a.json").draw()

@@ -2,6 +2,8 @@
 """Training: runs end with weights that detect, resume exactly, and report AP as it is."""
 
 import copy
+import pickle
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,10 +13,18 @@ pytest.importorskip("faster_coco_eval", reason="AP needs faster-coco-eval")
 
 from quadtree_attention.errors import DataError, OptionError  # noqa: E402
 from quadtree_attention.models.weights import save_weights  # noqa: E402
-from quadtree_attention.tasks.detect.data import DetectData  # noqa: E402
-from quadtree_attention.tasks.detect.module import DetectModule, _metric, gather_states  # noqa: E402
-from quadtree_attention.tasks.detect.predictor import Detector  # noqa: E402
-from tests.tasks.detect.files import SHARED, TINY, entry, write_split  # noqa: E402
+from quadtree_attention.tasks.detect.data import DetectData, GeneratedDetectData  # noqa: E402
+from quadtree_attention.tasks.detect.generated import GeneratedShapes  # noqa: E402
+from quadtree_attention.tasks.detect.metrics import DetectMetric  # noqa: E402
+from quadtree_attention.tasks.detect.module import (  # noqa: E402
+    OVERLAPS,
+    RECALLS,
+    DetectModule,
+    as_trained,
+)
+from quadtree_attention.tasks.detect.predictor import Detector, detections  # noqa: E402
+from quadtree_attention.tasks.detect.readers import open_source  # noqa: E402
+from tests.tasks.detect.files import SHARED, TINY, entry, with_mask, write_split  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("only_reference")
 OPTIONS = {**TINY, "anchor_scale": 2.0}
@@ -27,8 +37,8 @@ def module(model="retinanet_test_quadtree", **more):
 
 
 def data(**more):
-    options = {"source": "generated", "generated_count": 8, "generated_size": 64, "workers": 0}
-    return DetectData(**{**options, "batch_size": 2, "jitter": 0.2, "crop": 0.5, **more})
+    options = {"generated_count": 8, "generated_size": 64, "workers": 0}
+    return GeneratedDetectData(**{**options, "batch_size": 2, "jitter": 0.2, "crop": 0.5, **more})
 
 
 def trainer(folder, **more):
@@ -74,13 +84,13 @@ def test_resume_is_exact_and_weights_detect(tmp_path):
 
     path = tmp_path / "best.safetensors"
     save_weights(path, whole.weights(whole.state_dict()), whole.card())
-    detector = Detector(path, device="cpu", score=0.0)
+    detector = Detector.from_pretrained(path, device="cpu", threshold=0.0)
     assert detector.names == ["disc", "square", "triangle"]
-    image, _ = data()._open("val").read(0)
+    (image,) = data().open("val").images(0)
     pixels = torch.rand(3, 48, 64)
     with torch.no_grad():
-        expected = whole.eval()([pixels])[0]
-    assert torch.allclose(detector.model([pixels])[0]["boxes"], expected["boxes"], atol=1e-5)
+        expected = whole.model.eval()([pixels])[0]
+    assert torch.allclose(detector.network([pixels])[0]["boxes"], expected["boxes"], atol=1e-5)
     assert len(detector(image).boxes) == len(detector(image).names)
 
 
@@ -106,64 +116,99 @@ def test_mask_rcnn_trains_and_is_scored_by_masks(tmp_path):
         trainer(tmp_path, enable_checkpointing=False).fit(model, datamodule=data())
 
 
+def answers(source, index):
+    """What a network might answer: true objects moved, some missed, with other labels, doubled."""
+    truth = source.truth(index)
+    target = truth.target(masks=True)
+    rng = torch.Generator().manual_seed(index)
+    chosen = torch.randint(len(target["labels"]), (2 * len(target["labels"]),), generator=rng)
+    scores = torch.rand(len(chosen), generator=rng).sort(descending=True).values
+    sides = (target["boxes"][:, 2:] - target["boxes"][:, :2])[chosen].repeat(1, 2)
+    noise = 0.08 * torch.randn(len(chosen), 4, generator=rng) * sides
+    other = torch.randint(1, len(source.classes) + 1, (len(chosen),), generator=rng)
+    wrong = torch.rand(len(chosen), generator=rng) < 0.1
+    labels = torch.where(wrong, other, target["labels"][chosen])
+    boxes = target["boxes"][chosen] + noise
+    masks = target["masks"][chosen].roll(1, dims=2)[:, None].float()
+    return {"boxes": boxes, "labels": labels, "scores": scores, "masks": masks}
+
+
+@pytest.fixture(scope="module")
+def crowded(tmp_path_factory):
+    """Photographs with crowds, objects of all sizes, and one whose area is not that of its box."""
+    if (SHARED / "coco_mini").is_dir():
+        return open_source(SHARED / "coco_mini", split="val", masks=True)
+    objects = [
+        with_mask(entry(1, [2, 3, 10, 8], area=2000)),
+        with_mask(entry(2, [20, 5, 19, 24], iscrowd=1)),
+        with_mask(entry(3, [1, 20, 9, 9], category=7)),
+    ]
+    root = tmp_path_factory.mktemp("crowded")
+    write_split(root, annotations=objects, sizes=[(40, 30)])
+    return open_source(root, split="val", masks=True)
+
+
+def test_ap_is_that_of_torchmetrics(crowded):
+    """With which earlier runs were validated, on the same evaluator."""
+    theirs = pytest.importorskip("torchmetrics.detection").MeanAveragePrecision(
+        iou_type=("bbox", "segm"), backend="faster_coco_eval"
+    )
+    theirs.warn_on_many_detections = False
+    metric = DetectMetric(crowded, overlaps=OVERLAPS, recalls=RECALLS)
+    for index in range(len(crowded)):
+        if not crowded.truth(index).annotations:
+            continue
+        answer, target = answers(crowded, index), crowded.truth(index).target(masks=True)
+        metric.update("", as_trained(crowded.truth(index)), detections(answer, crowded.classes))
+        theirs.update([answer | {"masks": answer["masks"][:, 0] > 0.5}], [target])
+    expected, found = theirs.compute(), metric.compute().mean
+    assert any(a.crowd for truth in metric.truths for a in truth.annotations)
+    for kind, prefix in (("bbox", ""), ("segm", "mask_")):
+        names = {"ap": "map", "ap50": "map_50", "ap75": "map_75"}
+        names |= {size: f"map_{size}" for size in ("small", "medium", "large")}
+        for ours, name in names.items():
+            value = expected[f"{kind}_{name}"].item()
+            assert found[prefix + ours] == (None if value < 0 else pytest.approx(100 * value))
+    assert 5 < found["ap"] < 95 and 5 < found["mask_ap"] < 95
+
+
+def test_ap_of_several_processes_is_that_of_one():
+    """What they have seen is gathered as plain data."""
+    source = GeneratedShapes(3, 64, seed=1)
+
+    def metric_of(images):
+        metric = DetectMetric(source)
+        for i in images:
+            metric.update(str(i), source.truth(i), detections(answers(source, i), source.classes))
+        return metric
+
+    together, first = metric_of([]), metric_of([0, 2])
+    together.merge(pickle.loads(pickle.dumps([first.state(), metric_of([1]).state()])))
+    expected = metric_of(range(3)).compute()
+    assert together.compute().mean == expected.mean != first.compute().mean
+    assert 0 < expected.mean["mask_ap"] < 100
+
+
 def test_ap_of_the_truth_is_100_and_follows_mistakes():
     """Fed with the objects themselves, with and without their masks moved."""
-    logged = {}
-
-    class Recorder(DetectModule):
-        def log(self, name, value, **_):
-            logged[name] = float(value)
-
-    model = Recorder("mask_rcnn_test_quadtree", MASKS, num_classes=3)
-    source = data(masks=True)._open("val")
-    targets = [source.read(i)[1] for i in range(len(source))]
+    model, source = module("mask_rcnn_test_quadtree"), GeneratedShapes(2, 64, seed=1)
     for shift in (0, 6):
-        for target in targets:
-            masks = target["masks"].roll(shift, dims=2)[:, None].float()
-            answer = {k: target[k] for k in ("boxes", "labels")} | {"masks": masks}
-            answer["scores"] = torch.ones(len(masks))
-            model.ap.update([model._on_cpu(answer)], [model._on_cpu(target)])
-        model.on_validation_epoch_end()
-        assert logged["val/ap"] == pytest.approx(100)
-        assert (logged["val/mask_ap"] == pytest.approx(100)) == (shift == 0)
-
-
-def seen_by_metric(images):
-    """A metric that has seen some of three images of shapes, found more or less well."""
-    metric = _metric(masks=True)
-    source = data(masks=True, generated_count=12)._open("val")
-    for i in images:
-        target = source.read(i)[1]
-        scores = torch.arange(1, len(target["labels"]) + 1) / (10 * (i + 1))
-        found = {"boxes": target["boxes"] + 3 * i, "labels": target["labels"], "scores": scores}
-        found["masks"] = target["masks"].roll(2 * i, dims=2)
-        metric.update([found], [target])
-    return metric
-
-
-def on_one_of_two(rank, folder):
-    """What one process makes of its share: the first has one image more."""
-    distributed = torch.distributed
-    distributed.init_process_group(
-        "gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2
-    )
-    metric = seen_by_metric(range(rank, 3, 2))
-    gather_states(metric)
-    torch.save(metric.compute(), folder / f"{rank}.pt")
-    distributed.barrier()
-    distributed.destroy_process_group()
-
-
-def test_ap_of_two_processes_is_that_of_one(tmp_path):
-    expected = seen_by_metric(range(3)).compute()
-    alone = seen_by_metric(range(0, 3, 2)).compute()
-    assert 0 < expected["bbox_map"] < 1 and expected["bbox_map"] != alone["bbox_map"]
-    torch.multiprocessing.spawn(on_one_of_two, args=(tmp_path,), nprocs=2)
-    for rank in range(2):
-        found = torch.load(tmp_path / f"{rank}.pt")
-        assert found.keys() == expected.keys()
-        for name, value in expected.items():
-            torch.testing.assert_close(found[name], value, rtol=0, atol=1e-6)
+        metric = DetectMetric(source, overlaps=OVERLAPS, recalls=RECALLS)
+        for i in range(len(source)):
+            answer = source.truth(i).target(masks=True)
+            answer["masks"] = answer["masks"].roll(shift, dims=2)[:, None].float()
+            answer["scores"] = torch.ones(len(answer["masks"]))
+            metric.update(str(i), source.truth(i), detections(answer, source.classes))
+        found = model.scores(metric)
+        assert found["ap"] == pytest.approx(100)
+        assert (found["mask_ap"] == pytest.approx(100)) == (shift == 0)
+    nothing = DetectMetric(source)
+    assert model.scores(nothing) == {}
+    nothing.update("0", source.truth(0), None)
+    assert set(model.scores(nothing).values()) == {0.0} and len(model.scores(nothing)) == 6
+    empty = DetectMetric(source)
+    empty.update("0", replace(source.truth(0), annotations=()), None)
+    assert model.scores(empty)["ap"] == -100  # never the best epoch
 
 
 def test_validation_images_that_cannot_be_read_do_not_count(tmp_path):
@@ -175,7 +220,7 @@ def test_validation_images_that_cannot_be_read_do_not_count(tmp_path):
 
     class Counting(DetectModule):
         def on_validation_epoch_end(self):
-            seen.append(len(self.ap.groundtruth_labels))
+            seen.append(len(self.metric.truths))
             super().on_validation_epoch_end()
 
     files = DetectData(root=str(tmp_path), batch_size=1, workers=0)
@@ -183,7 +228,7 @@ def test_validation_images_that_cannot_be_read_do_not_count(tmp_path):
     trainer(tmp_path, enable_checkpointing=False).validate(model, files, verbose=False)
     assert seen == [1] and len(model.skipped) == 1
     (tmp_path / "images" / "val" / "1.png").write_bytes(b"broken")
-    with pytest.raises(DataError, match=r"none of the validation images can be read: .*1\.png"):
+    with pytest.raises(DataError, match=r"none of the validation samples can be scored: .*1\.png"):
         trainer(tmp_path, enable_checkpointing=False).validate(module(), files, verbose=False)
 
 
@@ -228,12 +273,12 @@ def test_options_that_the_module_has_itself(name, instead):
 
 
 def test_options_that_do_not_do():
-    with pytest.raises(OptionError, match="schedule must be step or cosine, got 'poly'"):
+    with pytest.raises(OptionError, match="schedule must be one of step, cosine, got 'poly'"):
         module(schedule="poly")
     with pytest.raises(OptionError, match="decay_epochs must be above 0 and rise"):
         module(decay_epochs=[11, 8])
-    with pytest.raises(OptionError, match="did you mean retinanet_test_quadtree"):
-        module("retinanet_test_quadtre")
+    with pytest.raises(OptionError, match="did you mean retinanet_quadtree_b_b0"):
+        module("retinanet_quadtree_b_b00")
 
 
 @pytest.mark.slow

@@ -14,8 +14,9 @@ pytest.importorskip("timm", reason="models need timm")
 from quadtree_attention.errors import CheckpointError, DataError, OptionError
 from quadtree_attention.models.registry import create, weights_path
 from quadtree_attention.models.weights import card_path, read_checkpoint
-from quadtree_attention.tasks.detect.masks import decode_mask
 from quadtree_attention.tasks.detect.predictor import Detector
+from quadtree_attention.tasks.detect.result import Detections
+from quadtree_attention.tasks.detect.rle import decode_mask
 from tests.tasks.detect.files import write_weights
 
 pytestmark = pytest.mark.usefixtures("only_reference")
@@ -37,8 +38,12 @@ def image():
     return Image.fromarray(pixels)
 
 
+def detector(path, **options):
+    return Detector.from_pretrained(path, device="cpu", **{"threshold": 0.0, **options})
+
+
 def test_what_the_model_finds(folder, image):
-    found = Detector(folder / "boxes.safetensors", device="cpu", score=0.0)(image)
+    found = detector(folder / "boxes.safetensors")(image)
     options = {"min_size": 48, "max_size": 64, "channels": 16, "score_thresh": 0.0}
     model = create("retinanet_test_quadtree", num_classes=3, **options)
     model.load_state_dict(read_checkpoint(folder / "boxes.safetensors"))
@@ -51,43 +56,75 @@ def test_what_the_model_finds(folder, image):
     assert found.names == tuple(NAMES[label - 1] for label in expected["labels"])
     assert (np.diff(found.scores) <= 0).all()  # surest first
     assert found.boxes[:, 2].max() <= 70 and found.boxes[:, 3].max() <= 45  # pixels as given
-    assert found.masks is None and found.image is not None and found.seconds > 0
+    assert found.masks is None and found.images == (image,) and found.seconds > 0
+    assert found.seen == ((64, 41),)  # the longer side is the limit
 
 
 def test_score_and_size(folder, image):
     path = folder / "boxes.safetensors"
-    everything = Detector(path, device="cpu", score=0.0)(image)
+    everything = detector(path)(image)
     limit = float(np.median(everything.scores))
-    some = Detector(path, device="cpu", score=limit)(image)
+    some = detector(path, threshold=limit)(image)
     assert 0 < len(some) < len(everything) and some.scores.min() >= limit
-    larger = Detector(path, device="cpu", score=0.0, size=96)
-    assert (larger.size, larger.max_size) == (96, 128)
+    larger = detector(path, shorter_side=96)
+    assert larger.sides == (96, 128)
     assert not np.allclose(larger(image).scores[:5], everything.scores[:5])
+    for options, size in (
+        ({"size": 96}, (96, 61)),
+        ({"size": 96, "shorter_side": 32}, (49, 32)),
+        ({"shorter_side": 32}, (43, 27)),  # the longer side is limited to 43
+    ):
+        found = detector(path, **options)(image)
+        assert found.seen == (size,), options
+
+
+def test_seen_is_what_the_network_sees(folder, image, monkeypatch):
+    detect = detector(folder / "boxes.safetensors", size=57)
+    sizes = []
+    backbone = type(detect.network.backbone)
+    original = backbone.forward
+    monkeypatch.setattr(
+        backbone, "forward", lambda self, x: sizes.append(x.image_sizes) or original(self, x)
+    )
+    for shape in ((70, 45), (45, 70), (3, 400), (61, 61)):
+        found = detect(image.resize(shape))
+        (height, width) = sizes.pop()[0]
+        assert found.seen == ((width, height),)
 
 
 def test_masks_are_made_of_what_is_reported_alone(folder, image):
     """A photograph has room for few masks of its size; what is left is the same."""
     path = folder / "masks.safetensors"
-    everything = Detector(path, device="cpu", score=0.0)(image)
+    everything = detector(path)(image)
     limit = float(everything.scores[len(everything) // 2])
-    detect = Detector(path, device="cpu", score=limit)
-    with torch.no_grad():
-        (raw,) = detect.model([torch.from_numpy(np.array(image)).permute(2, 0, 1) / 255])
+    detect = detector(path, threshold=limit)
+    with torch.inference_mode():
+        (raw,) = detect.forward([detect.preprocess(image)])
     kept = everything.scores >= limit
     assert 0 < kept.sum() < len(everything) and len(raw["masks"]) == kept.sum()
     some = detect(image)
     assert np.array_equal(some.boxes, everything.boxes[kept])
     assert np.array_equal(some.masks, everything.masks[kept])
-    assert Detector(path, device="cpu", score=0.0).model.roi_heads.score_thresh == 0  # its own
-    boxes = Detector(folder / "boxes.safetensors", device="cpu", score=0.7).model
-    assert boxes.score_thresh == pytest.approx(0.7, abs=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["boxes", "masks"])
+def test_the_network_is_not_changed(folder, image, kind):
+    """Threshold and sizes are arguments of its forward pass."""
+    own = detector(folder / f"{kind}.safetensors")
+    other = Detector(own.network, own.card, device="cpu", threshold=0.9, size=40)
+    before = own(image)
+    assert other(image).seen == ((40, 25),) and other(image).scores.min(initial=1) >= 0.9
+    after = own(image)
+    assert after.seen == before.seen == ((64, 41),)
+    assert np.array_equal(after.boxes, before.boxes)
 
 
 def test_masks_and_dicts(folder, image):
-    found = Detector(folder / "masks.safetensors", device="cpu", score=0.0)(image)
+    found = detector(folder / "masks.safetensors")(image)
     assert len(found) > 0
     assert found.masks.shape == (len(found), 45, 70) and found.masks.dtype == bool
-    listed = json.loads(json.dumps(found.as_dicts()))
+    assert found.to_dict().keys() == {"width", "height", "objects", "seconds"}
+    listed = json.loads(json.dumps(found.to_dict()))["objects"]
     assert [entry["name"] for entry in listed] == list(found.names)
     for i, entry in enumerate(listed):
         assert np.allclose(entry["box"], found.boxes[i], atol=1e-3)
@@ -95,8 +132,26 @@ def test_masks_and_dicts(folder, image):
         assert (decode_mask(entry["segmentation"], 45, 70) == found.masks[i]).all()
 
 
+@pytest.mark.parametrize("kind", ["boxes", "masks"])
+def test_results_are_saved_and_loaded(folder, image, tmp_path, kind):
+    detect = detector(folder / f"{kind}.safetensors")
+    found = detect(image)
+    found.save(tmp_path / "a.json")
+    loaded = Detections.load(tmp_path / "a.json")
+    assert len(loaded) == len(found) > 0 and loaded.names == found.names
+    assert np.array_equal(loaded.labels, found.labels)
+    assert np.allclose(loaded.boxes, found.boxes, atol=2e-3)
+    assert np.allclose(loaded.scores, found.scores, atol=1e-6)
+    assert loaded.segmentations == found.segmentations
+    assert kind == "boxes" or np.array_equal(loaded.masks, found.masks)
+    Detector(detect.network, detect.card, threshold=1.0)(image).save(tmp_path / "b.json")
+    assert len(Detections.load(tmp_path / "b.json")) == 0
+    with pytest.raises(OptionError, match=r"results are written as \.json"):
+        found.save(tmp_path / "a.png")
+
+
 def test_images_of_all_kinds(folder, image, tmp_path):
-    detect = Detector(folder / "boxes.safetensors", device="cpu", score=0.0)
+    detect = detector(folder / "boxes.safetensors")
     image.save(tmp_path / "image.png")
     pixels = np.array(image)
     kinds = [
@@ -110,35 +165,39 @@ def test_images_of_all_kinds(folder, image, tmp_path):
         assert np.array_equal(detect(kind).boxes, expected.boxes)
     with pytest.raises(DataError, match="cannot read"):
         detect(tmp_path / "none.png")
-    together = detect.many([image, image.crop((0, 0, 30, 45))])
-    assert np.allclose(together[0].boxes, expected.boxes, atol=1e-3)
+    first, _ = detect.many([image, image.crop((0, 0, 30, 45))], batch=2)
+    assert np.allclose(first.boxes, expected.boxes, atol=1e-3)
 
 
 def test_names_without_a_card(folder, tmp_path):
     alone = shutil.copy(folder / "boxes.safetensors", tmp_path)
-    assert Detector(alone, device="cpu").names == ["square", "disc", "star"]  # inside them
+    assert detector(alone).names == [
+        "square",
+        "disc",
+        "star",
+    ]  # inside them
 
 
 def test_weights_that_do_not_do(folder, tmp_path):
     with pytest.raises(CheckpointError, match="there is no file"):
-        Detector(tmp_path / "none.safetensors")
+        Detector.from_pretrained(tmp_path / "none.safetensors")
     (tmp_path / "last.ckpt").write_bytes(b"x")
     with pytest.raises(CheckpointError, match=r"must be a \.safetensors file"):
-        Detector(tmp_path / "last.ckpt")
+        Detector.from_pretrained(tmp_path / "last.ckpt")
     path = shutil.copy(folder / "boxes.safetensors", tmp_path)
     card = json.loads(card_path(folder / "boxes.safetensors").read_text())
     stereo = weights_path(None, "stereo")
     with pytest.raises(CheckpointError, match="weights for the task stereo, not for detect"):
-        Detector(stereo)
+        Detector.from_pretrained(stereo)
     card_path(path).write_text(json.dumps({**card, "classes": ["one"]}))
     with pytest.raises(CheckpointError, match="must name the 3 classes of the model, got 1 names"):
-        Detector(path)
+        Detector.from_pretrained(path)
 
 
 def test_options_that_do_not_do(folder):
-    with pytest.raises(OptionError, match="score must be between 0 and 1, got 50"):
-        Detector(folder / "boxes.safetensors", score=50)
-    with pytest.raises(OptionError, match="size must be at least 1"):
-        Detector(folder / "boxes.safetensors", size=0)
+    with pytest.raises(OptionError, match=r"threshold must be in \[0, 1\], got 50"):
+        Detector.from_pretrained(folder / "boxes.safetensors", threshold=50)
+    with pytest.raises(OptionError, match="shorter_side must be at least 1"):
+        Detector.from_pretrained(folder / "boxes.safetensors", shorter_side=0)
     with pytest.raises(OptionError, match="there is no device 'tpu'"):
-        Detector(folder / "boxes.safetensors", device="tpu")
+        Detector.from_pretrained(folder / "boxes.safetensors", device="tpu")

@@ -9,10 +9,10 @@ from torchvision import tv_tensors
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as tv
 
-from quadtree_attention.errors import OptionError
-from quadtree_attention.tasks.detect.coco import Target
+from quadtree_attention.checks import between
+from quadtree_attention.tasks.detect.readers import Target
 
-CROP_SHORTER = (400, 500, 600)  # what the shorter side counts as where a crop is chosen
+CROP_SHORTER = (400, 500, 600)  # assumed lengths of the shorter side, of which a crop draws one
 CROP_SIDES = (384, 600)  # sides of a crop, least and most, as DETR has it
 LEAST_SIDE = 1.0  # pixels of a box that is left after a crop
 
@@ -28,13 +28,11 @@ class Augment:
         jitter: Strength of random changes of brightness, contrast and saturation; 0 for none.
 
     Raises:
-        OptionError: A probability is not between 0 and 1, or the strength not from 0 on.
+        OptionError: One of them is not in [0, 1].
     """
 
     def __init__(self, *, flip: float = 0.0, crop: float = 0.0, jitter: float = 0.0) -> None:
-        for name, value in (("flip", flip), ("crop", crop), ("jitter", jitter)):
-            if not 0 <= value <= 1:
-                raise OptionError(f"{name} must be between 0 and 1, got {value}; pass such")
+        between(0, 1, flip=flip, crop=crop, jitter=jitter)
         self.flip = v2.RandomHorizontalFlip(flip)
         self.crop = crop
         self.jitter = v2.ColorJitter(jitter, jitter, jitter) if jitter else None

@@ -3,16 +3,16 @@
 
 import colorsys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageFilter, ImageFont
 
-from quadtree_attention.tasks.detect.masks import Array
+from quadtree_attention.errors import OptionError
+from quadtree_attention.images import Array
+from quadtree_attention.tasks.detect.result import Detections
+from quadtree_attention.tasks.detect.rle import decode_mask
 from quadtree_attention.viz.canvas import BACKGROUND, TEXT
-
-if TYPE_CHECKING:
-    from quadtree_attention.tasks.detect.predictor import Detections
 
 Colour = tuple[int, int, int]
 Corners = tuple[float, float, float, float]
@@ -22,28 +22,38 @@ MASK_OPACITY = 0.45
 PADDING = 3  # pixels around the text of a tag
 
 
-def draw(found: "Detections") -> Image.Image:
-    """The image, small ones enlarged, with everything that was found, the surest on top.
+def draw(found: Detections, *, title: str | None = None) -> Image.Image:
+    """The image, small ones enlarged, with all detections, the surest on top.
 
-    Colours tell classes apart, or objects where all are of one class. Each tag is beside its box
-    and inside the picture; where there are so many that it would hide others, it is left out.
+    Classes have different colours, or objects if all are of one class. Each tag is beside its box
+    and inside the picture; one that would cover others is left out.
+
+    Args:
+        found: What to draw.
+        title: Text above the picture; None: no text.
+
+    Raises:
+        OptionError: There is no image to draw on.
     """
-    scale = max(1.0, min(LARGEST_SCALE, SHOWN_SIDE / max(found.image.size)))
-    size = (round(found.image.width * scale), round(found.image.height * scale))
-    canvas = found.image.resize(size, Image.Resampling.LANCZOS)
+    if not found.images:
+        raise OptionError("detections of a file have no image; draw those that a detector returns")
+    image = found.images[0]
+    scale = max(1.0, min(LARGEST_SCALE, SHOWN_SIDE / max(image.size)))
+    size = (round(image.width * scale), round(image.height * scale))
+    canvas = image.resize(size, Image.Resampling.LANCZOS)
     several = len(set(found.labels.tolist())) > 1
     keys = found.labels.tolist() if several else range(1, len(found) + 1)
     colours = [colour_of(key) for key in keys]
-    if found.masks is not None:
-        canvas = _with_masks(canvas, found.masks, colours)
-    boxes = found.boxes * np.tile(np.divide(size, found.image.size), 2)
+    if found.segmentations is not None:
+        canvas = _with_masks(canvas, found.segmentations, colours)
+    boxes = found.boxes * np.tile(np.divide(size, image.size), 2)
     pen = ImageDraw.Draw(canvas)
     width = max(2, round(max(size) / 450))
     for box, colour in zip(boxes[::-1], colours[::-1], strict=True):
         _draw_box(pen, box, colour, width)
     texts = [f"{n} {s:.2f}" for n, s in zip(found.names, found.scores, strict=True)]
     _draw_tags(pen, boxes, texts, colours, size)
-    return canvas
+    return canvas if title is None else _titled(canvas, title)
 
 
 def colour_of(key: int) -> Colour:
@@ -61,11 +71,22 @@ def text_colour(background: Colour) -> Colour:
     return BACKGROUND if bright else TEXT
 
 
-def _with_masks(canvas: Image.Image, masks: Array, colours: Sequence[Colour]) -> Image.Image:
+def _titled(picture: Image.Image, title: str) -> Image.Image:
+    """The picture below a line of text."""
+    font = ImageFont.load_default(max(12, round(picture.width / 65)))
+    height = round(font.getbbox("Ag")[3]) + 4 * PADDING
+    canvas = Image.new("RGB", (picture.width, picture.height + height), BACKGROUND)
+    canvas.paste(picture, (0, height))
+    ImageDraw.Draw(canvas).text((2 * PADDING, 2 * PADDING), title, fill=TEXT, font=font)
+    return canvas
+
+
+def _with_masks(
+    canvas: Image.Image, masks: Sequence[dict[str, Any]], colours: Sequence[Colour]
+) -> Image.Image:
     for mask, colour in zip(masks[::-1], colours[::-1], strict=True):
-        shape = Image.fromarray(mask.astype(np.uint8) * 255).resize(
-            canvas.size, Image.Resampling.BILINEAR
-        )
+        values = decode_mask(mask, *mask["size"]).astype(np.uint8) * 255
+        shape = Image.fromarray(values).resize(canvas.size, Image.Resampling.BILINEAR)
         shape = shape.point(lambda value: 255 if value > 127 else 0)
         edge = Image.fromarray(np.array(shape) - np.array(shape.filter(ImageFilter.MinFilter(3))))
         canvas.paste(Image.new("RGB", canvas.size, colour), mask=shape.point(_faded))

@@ -1,23 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """Training of a detector."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar, Literal, cast
 
+import numpy as np
 import torch
-from torch import Tensor, distributed, nn
-from torchmetrics.detection import MeanAveragePrecision
+from torch import Tensor
 
-from quadtree_attention.errors import DataError, OptionError
-from quadtree_attention.models.registry import create
-from quadtree_attention.tasks.detect.coco import Target
-from quadtree_attention.tasks.readers import summary
-from quadtree_attention.tasks.training.loader import seed_from, set_seed
-from quadtree_attention.tasks.training.module import TaskModule, check_options
+from quadtree_attention.errors import OptionError
+from quadtree_attention.tasks.detect import TASK
+from quadtree_attention.tasks.detect.metrics import DetectMetric
+from quadtree_attention.tasks.detect.predictor import detections
+from quadtree_attention.tasks.detect.readers import Truth
+from quadtree_attention.tasks.training.module import Batch, TaskModule, check_options
 
 Schedule = Literal["step", "cosine"]
-MASK_THRESHOLD = 0.5  # of what belongs to an object
-LOGGED = {"map": "ap", "map_50": "ap50", "map_75": "ap75"}
+LOGGED = ("ap", "ap50", "ap75")
+# COCO's thresholds in single precision, as in all earlier runs: some recalls are on either side
+OVERLAPS, RECALLS = (torch.linspace(0.5, 0.95, 10).tolist(), torch.linspace(0, 1, 101).tolist())
+NO_OBJECTS = -100.0  # AP without objects; below all others, so that no epoch is the best by it
 
 
 class DetectModule(TaskModule):
@@ -41,8 +44,11 @@ class DetectModule(TaskModule):
         seed: Decides weights, dropout and which boxes are drawn for the loss.
     """
 
+    task = TASK
     monitor = "val/ap"
     batch_of_lr = 16
+    schedules = ("step", "cosine")
+    bar = ("mask_ap",)
     links: ClassVar = {"data.classes": ("model.num_classes", len)}
 
     def __init__(
@@ -61,12 +67,6 @@ class DetectModule(TaskModule):
         seed: int = 0,
     ) -> None:
         super().__init__()
-        if schedule not in ("step", "cosine"):
-            raise OptionError(f"schedule must be step or cosine, got {schedule!r}; choose one")
-        if list(decay_epochs) != sorted(decay_epochs) or any(epoch <= 0 for epoch in decay_epochs):
-            raise OptionError(
-                f"decay_epochs must be above 0 and rise, got {list(decay_epochs)}; pass such"
-            )
         check_options(
             options,
             num_classes="the data",
@@ -74,104 +74,47 @@ class DetectModule(TaskModule):
             grad_checkpointing="--model.grad_checkpointing",
         )
         self.save_hyperparameters()
-        set_seed(seed_from(seed))  # the same first weights on every process
-        self.kwargs = {"num_classes": num_classes, **(options or {})}
-        self.model: nn.Module = create(model, backbone_weights=backbone_weights, **self.kwargs)
-        cast(Any, self.model).set_grad_checkpointing(grad_checkpointing)
+        self.build(model, options, num_classes=num_classes, backbone_weights=backbone_weights)
         self.has_masks = model.startswith("mask_rcnn")
-        self.ap = _metric(masks=self.has_masks)
 
     def setup(self, stage: str) -> None:
-        data = cast(Any, self.trainer).datamodule
-        if self.has_masks and not data.masks:
+        if self.has_masks and not cast(Any, self.trainer).datamodule.masks:
             raise OptionError(
                 f"{self.hparams['model']} learns masks, the data are read without them; pass "
                 "--data.masks true, or train a retinanet"
             )
 
-    def forward(self, images: list[Tensor]) -> list[Target]:
-        """Images (3, H, W) from 0 to 1 -> boxes, labels, scores and masks of each."""
-        return self.model(images)
+    def losses(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+        found: dict[str, Tensor] = self.model(batch["images"], batch["targets"])
+        loss = torch.stack([part.float() for part in found.values()]).sum()
+        return loss, {f"{name.removeprefix('loss_')}_loss": part for name, part in found.items()}
 
-    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
-        losses: dict[str, Tensor] = self.model(batch["images"], batch["targets"])
-        loss = torch.stack([part.float() for part in losses.values()]).sum()
-        self.check_loss(loss, batch_idx)
-        count = len(batch["images"])
-        self.log_mean("train/loss", loss.detach(), count, prog_bar=True)
-        for name, part in losses.items():
-            self.log_mean(f"train/{name.removeprefix('loss_')}_loss", part.detach(), count)
-        self.note_skipped(batch)
-        return loss
+    def new_metric(self) -> DetectMetric:
+        source = cast(Any, self.trainer).datamodule.source("val")
+        return DetectMetric(source, overlaps=OVERLAPS, recalls=RECALLS)
 
-    def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
-        self.note_skipped(batch)
-        if not batch["images"]:  # none could be read
-            return
-        found = [self._on_cpu(answer) for answer in self(batch["images"])]
-        self.ap.update(found, [self._on_cpu(target) for target in batch["targets"]])
+    def validate(self, batch: Batch) -> None:
+        metric = cast(DetectMetric, self.metric)
+        answers = self.model(batch["images"])
+        for index, answer in zip(batch["indices"].tolist(), answers, strict=True):
+            truth = as_trained(metric.source.truth(index))
+            metric.update(str(index), truth, detections(answer, metric.names))
 
-    def on_validation_epoch_end(self) -> None:
-        gather_states(self.ap)
-        if not self.ap.groundtruth_labels:  # the few images of a first check may all be unreadable
-            if self.trainer.sanity_checking:
-                return
-            raise DataError(
-                f"none of the validation images can be read: {summary(list(self.skipped))}; check "
-                "the files"
-            )
-        scores = self.ap.compute()
-        self.ap.reset()
-        kinds = {"bbox_": "", "segm_": "mask_"} if self.has_masks else {"": ""}
-        for theirs, ours in kinds.items():
-            for key, name in LOGGED.items():
-                value = scores[theirs + key].float().to(self.device) * 100
-                self.log(f"val/{ours}{name}", value, prog_bar=key == "map", sync_dist=True)
-
-    def card(self) -> dict[str, Any]:
-        """What the weights need beside them to be used."""
-        return {
-            "model": self.hparams["model"],
-            "kwargs": self.kwargs,
-            "task": "detect",
-            "classes": cast(Any, self.trainer).datamodule.classes,
-        }
-
-    def _on_cpu(self, found: Target) -> Target:
-        """What the metric compares, in the form it wants."""
-        names = ("boxes", "labels", "scores", "iscrowd", "area")
-        kept = {name: found[name].cpu() for name in names if name in found}
-        kept |= {name: v.float() for name, v in kept.items() if v.is_floating_point()}
-        if self.has_masks:
-            masks = found["masks"].cpu()
-            if masks.ndim == 4:  # (N, 1, H, W) of probabilities
-                masks = masks[:, 0] > MASK_THRESHOLD
-            kept["masks"] = masks.bool()
-        return kept
+    def scores(self, metric: DetectMetric) -> Mapping[str, float]:
+        if not metric.truths:
+            return {}
+        mean = metric.compute().mean
+        kinds = ("", "mask_") if self.has_masks else ("",)
+        names = [kind + name for kind in kinds for name in LOGGED]
+        found = {name: mean.get(name, 0.0) for name in names}  # no masks: nothing was found
+        return {name: NO_OBJECTS if v is None else v for name, v in found.items()}
 
 
-def _metric(*, masks: bool) -> MeanAveragePrecision:
-    metric = MeanAveragePrecision(
-        iou_type=("bbox", "segm") if masks else "bbox",
-        backend="faster_coco_eval",
-        sync_on_compute=False,  # `gather_states` does it
-    )
-    metric.warn_on_many_detections = False  # COCO counts the 100 surest, as detectors know
-    return metric
-
-
-def gather_states(metric: MeanAveragePrecision) -> None:
-    """Gives the metric of every process what those of all have seen.
-
-    The metric's own way needs tensors on the device of the backend, and as many images on every
-    process; this one takes lists of any length, on the CPU.
-    """
-    if not (distributed.is_available() and distributed.is_initialized()):
-        return
-    if (processes := distributed.get_world_size()) == 1:
-        return
-    mine = {name: getattr(metric, name) for name in metric.metric_state}
-    everyone: list[Any] = [None] * processes
-    distributed.all_gather_object(everyone, mine)
-    for name in mine:
-        setattr(metric, name, [entry for states in everyone for entry in states[name]])
+def as_trained(truth: Truth) -> Truth:
+    """The objects with boxes as networks are trained on them: clipped, in single precision."""
+    annotations = []
+    for annotation in truth.annotations:
+        x0, y0, x1, y1 = np.array(annotation.box, dtype=np.float32)
+        given = (float(x0), float(y0), float(x1 - x0), float(y1 - y0))
+        annotations.append(replace(annotation, given=given))
+    return replace(truth, annotations=tuple(annotations))

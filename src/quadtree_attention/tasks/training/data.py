@@ -111,7 +111,7 @@ class TaskData(pl.LightningDataModule):
         if split not in self._sources:
             source = self.open(split)
             if source.skipped:
-                tell(f"{split}: skipped {len(source.skipped)} files: {summary(source.skipped)}")
+                tell(f"{split}: {self.report(source)}")
             for other in self._sources.values():
                 if list(source.classes or ()) != list(other.classes or ()):
                     train, val = (source, other) if split == "train" else (other, source)
@@ -121,6 +121,10 @@ class TaskData(pl.LightningDataModule):
                     )
             self._sources[split] = source
         return self._sources[split]
+
+    def report(self, source: Any) -> str:
+        """What is said about the samples that a source skips."""
+        return f"skipped {len(source.skipped)} files: {summary(source.skipped)}"
 
     @property
     def classes(self) -> list[str]:

@@ -56,7 +56,7 @@ DATA: dict[str, str | dict[str, str]] = {  # by data.source where that decides, 
         "megadepth": "megadepth.MegaDepthData",
     },
     "stereo": {"synthetic": "data.SyntheticStereoData", "files": "data.StereoData"},
-    "detect": "data.DetectData",
+    "detect": {"files": "data.DetectData", "generated": "data.GeneratedDetectData"},
     "segment": "data.SegmentData",
 }
 LATEST = "latest"  # --resume without a path

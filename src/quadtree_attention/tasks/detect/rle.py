@@ -7,9 +7,9 @@ from typing import Any, TypeGuard
 
 import numpy as np
 
-from quadtree_attention.errors import MissingDependencyError
+from quadtree_attention.checks import needs
+from quadtree_attention.images import Array
 
-Array = np.ndarray[Any, Any]
 LEAST_POINTS = 3  # of a polygon
 
 
@@ -42,11 +42,16 @@ def decode_mask(segmentation: Any, height: int, width: int) -> Array:
 
 def encode_mask(mask: Array) -> dict[str, Any]:
     """Compressed run lengths, as results have them, from (H, W) of bool."""
-    columns = mask.T.reshape(-1)
-    changes = np.flatnonzero(columns[1:] != columns[:-1]) + 1
-    runs = np.diff(np.concatenate([[0], changes, [columns.size]])).tolist()
+    used = np.flatnonzero(mask.any(0))  # columns
+    first, last = (used[0], used[-1] + 1) if used.size else (0, 0)
+    columns = mask[:, first:last].T.reshape(-1)
+    changes = np.flatnonzero(columns[1:] != columns[:-1]) + 1 + first * len(mask)
     if columns.size and columns[0]:  # outside comes first
-        runs = [0, *runs]
+        changes = np.concatenate([[first * len(mask)], changes])
+    end = last * len(mask)
+    if columns.size and columns[-1] and end < mask.size:
+        changes = np.concatenate([changes, [end]])
+    runs = np.diff(np.concatenate([[0], changes, [mask.size]])).tolist()
     return {"size": list(mask.shape), "counts": compressed(runs)}
 
 
@@ -114,12 +119,8 @@ def _far_outside(polygon: Sequence[float], height: int, width: int) -> float | N
 
 
 def _mask_library() -> Any:
-    try:
+    with needs("train", "drawing polygons"):
         from faster_coco_eval.core import mask
-    except ModuleNotFoundError as error:
-        raise MissingDependencyError(
-            f"masks need faster-coco-eval, got {error}; pip install 'quadtree-attention[train]'"
-        ) from error
     return mask
 
 

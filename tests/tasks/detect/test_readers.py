@@ -2,6 +2,7 @@
 """COCO files: boxes, masks in all their forms, and everything that can be wrong with them."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -11,8 +12,8 @@ pytest.importorskip("timm", reason="models need timm")
 library = pytest.importorskip("faster_coco_eval.core.mask", reason="masks need faster-coco-eval")
 
 from quadtree_attention.errors import DataError  # noqa: E402
-from quadtree_attention.tasks.detect.coco import CocoFile, counted, open_split  # noqa: E402
-from quadtree_attention.tasks.detect.masks import (  # noqa: E402
+from quadtree_attention.tasks.detect.readers import CocoFile, counted, open_source  # noqa: E402
+from quadtree_attention.tasks.detect.rle import (  # noqa: E402
     compressed,
     decode_mask,
     encode_mask,
@@ -43,14 +44,15 @@ def test_boxes_and_labels(tmp_path):
     assert coco.label_of == {3: 1, 7: 2, 90: 3}
     assert coco.category_of == {1: 3, 2: 7, 3: 90}
     assert coco.problems == []
-    image, target = coco.read(0)
+    (image,), target = coco.images(0), coco.truth(0).target()
     assert image.size == (40, 30)
     assert target["boxes"].tolist() == [[2, 3, 12.5, 11], [0, 0, 40, 30], [30, 20, 40, 25]]
     assert target["labels"].tolist() == [2, 3, 1]
     assert target["iscrowd"].tolist() == [0, 1, 0]
     assert target["area"].tolist() == [84, 77, 52]
-    assert [coco.objects(0), coco.objects(1)] == [2, 0]
-    empty = coco.read(1)[1]  # an image without objects is kept
+    assert [coco.truth(0).objects, coco.truth(1).objects] == [2, 0]
+    assert [coco.name(0), coco.name(1)] == ["1.png", "2.png"]
+    empty = coco.truth(1).target()  # an image without objects is kept
     assert empty["boxes"].shape == (0, 4) and empty["labels"].shape == (0,)
 
 
@@ -78,7 +80,7 @@ def test_broken_annotation_is_named_and_left_out(tmp_path, case):
     annotation, kind = BROKEN[case]
     path = write_split(tmp_path, annotations=[annotation, entry(2, [1, 1, 4, 4])])
     coco = opened(path)
-    assert [a.id for a in coco.images[0].annotations] == [2]
+    assert [a.id for a in coco.truths[0].annotations] == [2]
     assert counted(coco.problems) == f"1 {kind}"
     (problem,) = coco.problems
     assert problem.reason.startswith(f"{path}: annotation ")
@@ -89,8 +91,8 @@ def test_broken_annotation_is_named_and_left_out(tmp_path, case):
 def test_box_that_sticks_out_is_clipped_and_told(tmp_path):
     path = write_split(tmp_path, annotations=[entry(1, [-5, 20, 10, 30])])
     coco = opened(path)
-    assert coco.images[0].annotations[0].box == (0, 20, 5, 30)
-    assert coco.images[0].annotations[0].given == (-5, 20, 10, 30)  # what scores compare with
+    assert coco.truths[0].annotations[0].box == (0, 20, 5, 30)
+    assert coco.truths[0].annotations[0].given == (-5, 20, 10, 30)  # what scores compare with
     assert counted(coco.problems) == "1 box clipped"
 
 
@@ -103,8 +105,8 @@ def test_duplicates_keep_the_first(tmp_path):
     path.write_text(json.dumps(content))
     coco = opened(path)
     assert counted(coco.problems) == "3 duplicate id"
-    assert [a.box for a in coco.images[0].annotations] == [(1, 1, 5, 5)]
-    assert coco.images[0].path.name == "1.png"
+    assert [a.box for a in coco.truths[0].annotations] == [(1, 1, 5, 5)]
+    assert coco.truths[0].path.name == "1.png"
     assert coco.categories[3] == "square"
 
 
@@ -118,7 +120,7 @@ def test_images_that_are_missing_or_of_another_size(tmp_path):
     assert str(folder / "2.png") in coco.problems[0].reason
     assert len(coco) == 1  # opening does not read the other
     with pytest.raises(DataError, match=r"1\.png is 50x30, .* says 40x30 of image 1"):
-        coco.read(0)
+        coco.images(0)
     assert len(CocoFile(path)) == 2  # images are not needed for scores
 
 
@@ -173,11 +175,11 @@ def test_masks_in_all_forms(tmp_path):
     forms = [SQUARE, string, runs]
     annotations = [entry(i, [4, 3, 8, 6], segmentation=f) for i, f in enumerate(forms)]
     coco = opened(write_split(tmp_path, annotations=annotations), masks=True)
-    found = coco.read(0)[1]["masks"]
+    found = coco.truth(0).target(masks=True)["masks"]
     assert found.dtype.is_floating_point is False
     assert all((one.numpy() == mask).all() for one in found)
-    assert coco.read(1)[1]["masks"].shape == (0, 36, 32)
-    assert "masks" not in opened(coco.path).read(0)[1]
+    assert coco.truth(1).target(masks=True)["masks"].shape == (0, 36, 32)
+    assert "masks" not in opened(coco.path).truth(0).target()
 
 
 @pytest.mark.parametrize(
@@ -204,10 +206,10 @@ def test_broken_masks(tmp_path, segmentation, reason):
     path = write_split(tmp_path, annotations=[bad, with_mask(entry(2, [1, 1, 4, 4]))])
     coco = opened(path, masks=True)
     assert counted(coco.problems) == "1 broken mask"
-    assert [a.id for a in coco.images[0].annotations] == [2]
+    assert [a.id for a in coco.truths[0].annotations] == [2]
     with pytest.raises(DataError, match=f"annotation 1: .*{reason}"):
         opened(path, masks=True, strict=True)
-    assert opened(path, strict=True).objects(0) == 2  # boxes alone are in order
+    assert opened(path, strict=True).truth(0).objects == 2  # boxes alone are in order
 
 
 # ---- where files lie
@@ -215,18 +217,46 @@ def test_broken_masks(tmp_path, segmentation, reason):
 
 def test_names_of_folders(tmp_path):
     ours = write_split(tmp_path / "a", "val", annotations=[entry(1, [1, 1, 4, 4])])
-    assert open_split(tmp_path / "a", "val").path == ours
+    assert open_source(tmp_path / "a", split="val").path == ours
     theirs = write_split(tmp_path / "b", "val2017", annotations=[entry(1, [1, 1, 4, 4])])
     (tmp_path / "b" / "images" / "val2017").rename(tmp_path / "b" / "val2017")
     for split in ("val", "val2017"):
-        found = open_split(tmp_path / "b", split)
+        found = open_source(tmp_path / "b", split=split)
         assert (found.path, found.folder) == (theirs, tmp_path / "b" / "val2017")
     with pytest.raises(DataError, match="no JSON file of the train objects"):
-        open_split(tmp_path / "b", "train")
+        open_source(tmp_path / "b", split="train")
     with pytest.raises(DataError, match=r"pass --data\.root"):
-        open_split(None, "train", images=tmp_path)
-    given = open_split(None, "train", images=tmp_path / "b" / "val2017", annotations=theirs)
-    assert len(given) == 2
+        open_source(None, split="train", images=tmp_path)
+    paths = {"images": tmp_path / "b" / "val2017", "annotations": theirs}
+    assert len(open_source(None, split="train", **paths)) == 2
+
+
+def test_images_are_needed_for_training_only(tmp_path):
+    """Scores count all images of the file; a network cannot run without them."""
+    write_split(tmp_path, annotations=[entry(1, [1, 1, 4, 4])])
+    (tmp_path / "images" / "val" / "2.png").unlink()
+    found = open_source(tmp_path, split="val")
+    assert (len(found), found.skipped) == (2, [])
+    with pytest.raises(DataError, match=r"cannot read .*2\.png"):
+        found.images(1)
+    assert len(open_source(tmp_path, split="val", check_images=True)) == 1
+    shutil.rmtree(tmp_path / "images")
+    assert len(open_source(tmp_path, split="val")) == 2
+    with pytest.raises(DataError, match="no folder of the val images"):
+        open_source(tmp_path, split="val", check_images=True)
+
+
+def test_names_are_unique_and_identities_follow_the_file(tmp_path):
+    path = write_split(tmp_path, annotations=[entry(1, [1, 1, 4, 4])])
+    content = json.loads(path.read_text())
+    content["images"][1]["file_name"] = "1.png"
+    path.write_text(json.dumps(content))
+    coco = CocoFile(path)
+    assert [coco.name(0), coco.name(1)] == ["1.png (image 1)", "1.png (image 2)"]
+    assert coco.identity(0)[:4] == [1, "1.png", 40, 30]
+    content["categories"][0]["id"] = 8  # results have these ids
+    path.write_text(json.dumps(content))
+    assert CocoFile(path).identity(0) != coco.identity(0)
 
 
 @pytest.mark.parametrize(
@@ -236,12 +266,12 @@ def test_names_of_folders(tmp_path):
 def test_real_files(name, objects, classes, crowds):
     if not (SHARED / name).is_dir():
         pytest.skip(f"there is no ../shared/data/{name} beside the checkout")
-    coco = open_split(SHARED / name, "val", masks=name != "bccd", strict=True)
-    found = [a for image in coco.images for a in image.annotations]
+    coco = open_source(SHARED / name, split="val", masks=name != "bccd", strict=True)
+    found = [a for image in coco.truths for a in image.annotations]
     assert (len(found), len(coco.classes)) == (objects, classes)
     assert any(a.crowd for a in found) == (crowds is None)
-    image, target = coco.read(3)
-    assert len(target["boxes"]) == len(coco.images[3].annotations) > 0
+    (image,), target = coco.images(3), coco.truth(3).target(masks=name != "bccd")
+    assert len(target["boxes"]) == len(coco.truths[3].annotations) > 0
     if name != "bccd":  # masks lie in their boxes, and cover most of their area
         for mask, (x0, y0, x1, y1) in zip(target["masks"], target["boxes"].tolist(), strict=True):
             rows, columns = np.nonzero(mask.numpy())

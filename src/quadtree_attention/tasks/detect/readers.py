@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Objects in images, from files in the format of COCO.
+"""Images with objects, from files in the format of COCO.
 
-Such files are written by many tools, and not all with care. What cannot be used is left out,
-counted by kind and named with its id; what is left can be trained on and scored without a surprise.
+Files of other tools may have entries that cannot be used. These are left out, counted by kind and
+named with their id.
 """
 
+import hashlib
 import json
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, TypeGuard
+from typing import Any, TypeGuard
 
 import numpy as np
 import torch
@@ -19,8 +20,9 @@ from PIL import Image
 from torch import Tensor
 
 from quadtree_attention.errors import DataError
+from quadtree_attention.files import StrPath
 from quadtree_attention.images import to_image
-from quadtree_attention.tasks.detect.masks import decode_mask, is_number, mask_problem, short
+from quadtree_attention.tasks.detect.rle import decode_mask, is_number, mask_problem, short
 from quadtree_attention.tasks.readers import summary
 
 Box = tuple[float, float, float, float]
@@ -63,8 +65,8 @@ class Annotation:
 
 
 @dataclass(frozen=True)
-class AnnotatedImage:
-    """One image and what is in it; often nothing."""
+class Truth:
+    """The objects of one image; often none."""
 
     id: int
     path: Path
@@ -72,39 +74,43 @@ class AnnotatedImage:
     height: int
     annotations: tuple[Annotation, ...]
 
+    @property
+    def objects(self) -> int:
+        """Number of objects without crowds."""
+        return sum(not a.crowd for a in self.annotations)
 
-class DetectSource(Protocol):
-    """Images of one split with the objects in them."""
-
-    classes: list[str]  # by label, from 1 on
-    problems: list[Problem]
-
-    def __len__(self) -> int: ...
-
-    def name(self, index: int) -> str:
-        """What the image is called in messages."""
-
-    def objects(self, index: int) -> int:
-        """How many objects it shows, crowds left out."""
-
-    def read(self, index: int) -> tuple[Image.Image, Target]:
-        """The image, RGB, and its objects.
+    def target(self, *, masks: bool = False) -> Target:
+        """Tensors for a network.
 
         `boxes` (N, 4) as x0, y0, x1, y1, `labels` (N,) from 1 on, `iscrowd` (N,), `area` (N,), and
-        `masks` (N, H, W) of bool where they were asked for. Raises `DataError` where it cannot be
-        read.
+        `masks` (N, H, W) of bool where they are asked for.
         """
+        found = self.annotations
+        target = {
+            "boxes": torch.tensor([a.box for a in found], dtype=torch.float32).view(-1, 4),
+            "labels": torch.tensor([a.label for a in found], dtype=torch.int64),
+            "iscrowd": torch.tensor([int(a.crowd) for a in found], dtype=torch.int64),
+            "area": torch.tensor([a.area for a in found], dtype=torch.float32),
+        }
+        if masks:
+            drawn = np.zeros((len(found), self.height, self.width), dtype=bool)
+            for i, annotation in enumerate(found):
+                drawn[i] = decode_mask(annotation.segmentation, self.height, self.width)
+            target["masks"] = torch.from_numpy(drawn)
+        return target
 
 
 class CocoFile:
-    """Images and objects of one COCO file. Images are read one by one, when asked for.
+    """A `Source` of the images and objects of one COCO file.
 
     Args:
         path: The JSON file.
         images: Folder of the images; None if they are not needed, as for scores.
-        masks: Whether masks are needed: objects without a usable one are left out.
-        strict: Refuse a file with anything in it that cannot be used as it is, instead of leaving
-            it out; a box that sticks out of its image, which else is clipped, is such a thing.
+        masks: Whether masks are needed: objects without a usable one are left out. None keeps them
+            as they are.
+        strict: Refuse a file with entries that cannot be used as they are instead of leaving them
+            out, also with boxes that extend beyond their image, which else are clipped.
+        check_images: Leave out images without a file.
 
     Raises:
         DataError: The file cannot be read, or holds no images or no categories.
@@ -112,71 +118,64 @@ class CocoFile:
 
     def __init__(
         self,
-        path: str | os.PathLike[str],
-        images: str | os.PathLike[str] | None = None,
+        path: StrPath,
+        images: StrPath | None = None,
         *,
-        masks: bool = False,
+        masks: bool | None = False,
         strict: bool = False,
+        check_images: bool = True,
     ) -> None:
         self.path = Path(path)
         self.folder = None if images is None else Path(images)
         self.masks = masks
+        self.strict = strict
+        self.check_images = check_images
         self.problems: list[Problem] = []
         content = _read_json(self.path)
         self.categories = self._categories(_entries(content, "categories", self.path))
+        listing = json.dumps(list(self.categories.items())).encode()
+        self.categories_id = hashlib.sha256(listing).hexdigest()[:12]
         self.classes = list(self.categories.values())
         self.label_of = {category: i for i, category in enumerate(self.categories, start=1)}
         self.category_of = {label: category for category, label in self.label_of.items()}
-        self.images = self._images(
+        self.truths = self._truths(
             _entries(content, "images", self.path), _entries(content, "annotations", self.path)
         )
         if strict and self.problems:
             raise DataError(
                 f"{len(self.problems)} entries of {self.path} cannot be used as they are: "
-                f"{summary([p.reason for p in self.problems])}; mend them, or leave out strict "
-                "(--data.strict, --strict)"
+                f"{summary(self.skipped)}; mend them, or leave out strict (--data.strict, --strict)"
             )
-        if not self.images:
+        if not self.truths:
             why = f": {counted(self.problems)}" if self.problems else ""
             raise DataError(f"{self.path} has no image that can be used{why}; check its paths")
 
+    @property
+    def skipped(self) -> list[str]:
+        return [problem.reason for problem in self.problems]
+
     def __len__(self) -> int:
-        return len(self.images)
+        return len(self.truths)
 
     def name(self, index: int) -> str:
-        return str(self.images[index].path)
+        return self.names[index]
 
-    def objects(self, index: int) -> int:
-        return sum(not a.crowd for a in self.images[index].annotations)
+    def identity(self, index: int) -> list[Any]:
+        truth = self.truths[index]
+        return [truth.id, truth.path.name, truth.width, truth.height, self.categories_id]
 
-    def read(self, index: int) -> tuple[Image.Image, Target]:
-        return self.image(index), self.target(self.images[index])
-
-    def image(self, index: int) -> Image.Image:
-        """The image alone; `DataError` where it cannot be read or has another size."""
-        entry = self.images[index]
-        image = to_image(entry.path)
-        if image.size != (entry.width, entry.height):
+    def images(self, index: int) -> tuple[Image.Image]:
+        truth = self.truths[index]
+        image = to_image(truth.path)
+        if image.size != (truth.width, truth.height):
             raise DataError(
-                f"{entry.path} is {image.width}x{image.height}, {self.path} says "
-                f"{entry.width}x{entry.height} of image {entry.id}, so its boxes are of another one"
+                f"{truth.path} is {image.width}x{image.height}, {self.path} says "
+                f"{truth.width}x{truth.height} of image {truth.id}; its boxes are of another image"
             )
-        return image
+        return (image,)
 
-    def target(self, entry: AnnotatedImage) -> Target:
-        found = entry.annotations
-        target = {
-            "boxes": torch.tensor([a.box for a in found], dtype=torch.float32).view(-1, 4),
-            "labels": torch.tensor([a.label for a in found], dtype=torch.int64),
-            "iscrowd": torch.tensor([int(a.crowd) for a in found], dtype=torch.int64),
-            "area": torch.tensor([a.area for a in found], dtype=torch.float32),
-        }
-        if self.masks:
-            masks = np.zeros((len(found), entry.height, entry.width), dtype=bool)
-            for i, annotation in enumerate(found):
-                masks[i] = decode_mask(annotation.segmentation, entry.height, entry.width)
-            target["masks"] = torch.from_numpy(masks)
-        return target
+    def truth(self, index: int) -> Truth:
+        return self.truths[index]
 
     # ---- what the file says
 
@@ -198,7 +197,7 @@ class CocoFile:
             raise DataError(f"{self.path} names no categories; add them with id and name")
         return dict(sorted(found.items()))
 
-    def _images(self, entries: Sequence[Any], annotations: Sequence[Any]) -> list[AnnotatedImage]:
+    def _truths(self, entries: Sequence[Any], annotations: Sequence[Any]) -> list[Truth]:
         sizes: dict[int, _Entry] = {}
         gone: set[int] = set()  # images that are left out, and their annotations with them
         for place, entry in enumerate(entries):
@@ -221,8 +220,13 @@ class CocoFile:
             else:
                 seen.add(number)
                 self._add(entry, number, sizes, gone)
+        uses = Counter(entry.name for entry in sizes.values())
+        self.names = [
+            e.name if uses[e.name] == 1 else f"{e.name} (image {number})"
+            for number, e in sizes.items()
+        ]
         return [
-            AnnotatedImage(number, e.path, e.width, e.height, tuple(e.annotations))
+            Truth(number, e.path, e.width, e.height, tuple(e.annotations))
             for number, e in sizes.items()
         ]
 
@@ -235,10 +239,10 @@ class CocoFile:
             self._problem("broken entry", f"image {number} has no file_name")
             return None
         path = Path(name) if self.folder is None else self.folder / name
-        if self.folder is not None and not os.path.isfile(path):
+        if self.folder is not None and self.check_images and not os.path.isfile(path):
             self._problem("missing image", f"image {number}: there is no file {path}")
             return None
-        return _Entry(path, width, height)
+        return _Entry(name, path, width, height)
 
     def _add(
         self, entry: Mapping[str, Any], number: int, images: dict[int, "_Entry"], gone: set[int]
@@ -272,7 +276,7 @@ class CocoFile:
             return None
         if (box := self._clipped(given, image, where)) is None:
             return None
-        segmentation = entry.get("segmentation") if self.masks else None
+        segmentation = None if self.masks is False else entry.get("segmentation")
         if self.masks and (why := mask_problem(segmentation, image.height, image.width)):
             self._problem(NO_MASK, f"{where}: {why}")
             return None
@@ -305,14 +309,15 @@ class CocoFile:
         return box
 
 
-def open_split(
-    root: str | os.PathLike[str] | None,
-    split: str,
+def open_source(
+    root: StrPath | None,
     *,
-    images: str | os.PathLike[str] | None = None,
-    annotations: str | os.PathLike[str] | None = None,
-    masks: bool = False,
+    split: str = "val",
     strict: bool = False,
+    images: StrPath | None = None,
+    annotations: StrPath | None = None,
+    masks: bool | None = None,
+    check_images: bool = False,
 ) -> CocoFile:
     """The images and objects of one split, by the names that such folders usually have.
 
@@ -322,10 +327,12 @@ def open_split(
     Args:
         root: Folder of it all; None if both paths are given.
         split: "train", "val", or any other name there.
+        strict: As in `CocoFile`.
         images: Folder of the images, where it has another name.
         annotations: JSON file of the objects, where it has another name.
         masks: As in `CocoFile`.
-        strict: As in `CocoFile`.
+        check_images: Leave out images without a file; else all count in scores, for which no image
+            is read.
 
     Raises:
         DataError: There are no such files, or they cannot be used.
@@ -335,31 +342,19 @@ def open_split(
             f"there is no folder of the {split} images; pass --data.root, or both "
             f"--data.{split}_images and --data.{split}_annotations"
         )
-    base = Path(root or "")
-    file, folder = (None if path is None else Path(path) for path in (annotations, images))
-    if file is None:
-        file = objects_of(base, split)
-    if folder is None:
-        names = _names(split)
-        folders = [base / "images" / names[0], *(base / name for name in names)]
-        folder = _first(folders, f"folder of the {split} images", os.path.isdir)
-    if not os.path.isdir(folder):
-        raise DataError(f"there is no folder {folder} of the {split} images; check the path")
-    return CocoFile(file, folder, masks=masks, strict=strict)
-
-
-def objects_of(root: str | os.PathLike[str], split: str) -> Path:
-    """The JSON file of the objects of one split, where `open_split` looks for it.
-
-    Raises:
-        DataError: There is no such file.
-    """
-    files = [Path(root) / "annotations" / f"instances_{name}.json" for name in _names(split)]
-    return _first(files, f"JSON file of the {split} objects", os.path.isfile)
-
-
-def _names(split: str) -> tuple[str, str]:
-    return split, f"{split}2017"
+    base, names = Path(root or ""), (split, f"{split}2017")
+    if annotations is None:
+        files = [base / "annotations" / f"instances_{name}.json" for name in names]
+        annotations = _first(files, f"JSON file of the {split} objects", os.path.isfile)
+    if images is None:
+        folders = [base / "images" / split, *(base / name for name in names)]
+        if check_images:
+            images = _first(folders, f"folder of the {split} images", os.path.isdir)
+        else:
+            images = next(filter(os.path.isdir, folders), folders[0])
+    elif not os.path.isdir(images):
+        raise DataError(f"there is no folder {images} of the {split} images; check the path")
+    return CocoFile(annotations, images, masks=masks, strict=strict, check_images=check_images)
 
 
 def _first(paths: Sequence[Path], what: str, is_there: Callable[[Path], bool]) -> Path:
@@ -375,6 +370,7 @@ def _first(paths: Sequence[Path], what: str, is_there: Callable[[Path], bool]) -
 class _Entry:
     """An image while its annotations are collected."""
 
+    name: str
     path: Path
     width: int
     height: int

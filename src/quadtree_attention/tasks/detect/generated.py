@@ -2,13 +2,15 @@
 """Coloured shapes on noise: objects with boxes and masks that need no files."""
 
 import math
+from pathlib import Path
+from typing import Any
 
 import numpy as np
-import torch
 from PIL import Image, ImageDraw
 
-from quadtree_attention.tasks.detect.coco import Box, Problem, Target
-from quadtree_attention.tasks.detect.masks import Array
+from quadtree_attention.images import Array
+from quadtree_attention.tasks.detect.readers import Annotation, Box, Truth
+from quadtree_attention.tasks.detect.rle import encode_mask
 
 CLASSES = ["disc", "square", "triangle"]
 MOST = 3  # shapes in an image
@@ -16,22 +18,22 @@ TRIES = 20  # to find room for one
 
 
 class GeneratedShapes:
-    """Images of discs, squares and triangles that do not touch; the same for the same seed.
+    """A `Source` of discs, squares and triangles that do not touch; the same for the same seed.
 
     Args:
         count: Images.
         size: Pixels of the longer side; the shorter one has three quarters of it.
         seed: Decides what is drawn.
-        masks: Whether to give masks as well.
     """
 
-    def __init__(self, count: int, size: int = 128, *, seed: int = 0, masks: bool = False) -> None:
+    skipped: tuple[str, ...] = ()
+
+    def __init__(self, count: int, size: int = 128, *, seed: int = 0) -> None:
         self.count = count
         self.width, self.height = size, max(1, size * 3 // 4)
         self.seed = seed
-        self.masks = masks
         self.classes = list(CLASSES)
-        self.problems: list[Problem] = []
+        self._last: tuple[int, Image.Image, Truth] | None = None
 
     def __len__(self) -> int:
         return self.count
@@ -39,26 +41,40 @@ class GeneratedShapes:
     def name(self, index: int) -> str:
         return f"shapes {self.seed}/{index}"
 
-    def objects(self, index: int) -> int:
-        return len(self.read(index)[1]["labels"])
+    def identity(self, index: int) -> list[Any]:
+        return [self.seed, index, self.width, self.height]
 
-    def read(self, index: int) -> tuple[Image.Image, Target]:
+    def images(self, index: int) -> tuple[Image.Image]:
+        return (self._made(index)[0],)
+
+    def truth(self, index: int) -> Truth:
+        return self._made(index)[1]
+
+    def _made(self, index: int) -> tuple[Image.Image, Truth]:
+        """The image and its objects, kept until another one is asked for."""
+        if self._last is None or self._last[0] != index:
+            self._last = (index, *self._make(index))
+        return self._last[1:]
+
+    def _make(self, index: int) -> tuple[Image.Image, Truth]:
         rng = np.random.default_rng((self.seed, index))
         pixels = rng.integers(60, 140, (self.height, self.width, 3), dtype=np.uint8)
-        boxes: list[Box] = []
-        labels: list[int] = []
-        masks: list[Array] = []
-        for _ in range(int(rng.integers(1, MOST + 1))):
-            if (place := self._place(rng, boxes)) is None:
+        found: list[Annotation] = []
+        for number in range(1, int(rng.integers(1, MOST + 1)) + 1):
+            if (place := self._place(rng, [a.box for a in found])) is None:
                 continue
             label = int(rng.integers(1, len(CLASSES) + 1))
             mask = self._shape(label, *place)
             pixels[mask] = _colour(rng, label)
             rows, columns = np.nonzero(mask.any(1))[0], np.nonzero(mask.any(0))[0]
-            boxes.append((columns[0], rows[0], columns[-1] + 1, rows[-1] + 1))
-            labels.append(label)
-            masks.append(mask)
-        return Image.fromarray(pixels), self._target(boxes, labels, masks)
+            x0, y0 = float(columns[0]), float(rows[0])
+            x1, y1 = float(columns[-1] + 1), float(rows[-1] + 1)
+            box, given = (x0, y0, x1, y1), (x0, y0, x1 - x0, y1 - y0)
+            area, encoded = float(mask.sum()), encode_mask(mask)
+            found.append(Annotation(number, label, box, given, area, False, encoded))
+        path = Path(f"{self.name(index)}.png")
+        truth = Truth(index, path, self.width, self.height, tuple(found))
+        return Image.fromarray(pixels), truth
 
     def _place(
         self, rng: np.random.Generator, boxes: list[Box]
@@ -90,22 +106,8 @@ class GeneratedShapes:
             pen.polygon(corners, fill=255)
         return np.array(canvas) > 0
 
-    def _target(self, boxes: list[Box], labels: list[int], masks: list[Array]) -> Target:
-        areas = [float(mask.sum()) for mask in masks]
-        target = {
-            "boxes": torch.tensor(boxes, dtype=torch.float32).view(-1, 4),
-            "labels": torch.tensor(labels, dtype=torch.int64),
-            "iscrowd": torch.zeros(len(labels), dtype=torch.int64),
-            "area": torch.tensor(areas),
-        }
-        if self.masks:
-            room = (0, self.height, self.width)
-            stacked = np.stack(masks) if masks else np.zeros(room, dtype=bool)
-            target["masks"] = torch.from_numpy(stacked)
-        return target
-
 
 def _colour(rng: np.random.Generator, label: int) -> Array:
-    """Mostly red, green or blue, by the class, so that a model learns them within a minute."""
+    """Mostly red, green or blue by the class, so that a network learns them within a minute."""
     colour = np.where(np.arange(3) == label - 1, 225, 40)
     return (colour + rng.integers(-30, 31, 3)).astype(np.uint8)

@@ -5,6 +5,8 @@ import contextlib
 import importlib
 import io
 import json
+import shutil
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,20 +16,28 @@ pytest.importorskip("timm", reason="models need timm")
 pytest.importorskip("faster_coco_eval", reason="scores need faster-coco-eval")
 
 from quadtree_attention.errors import CheckpointError, DataError, OptionError
-from quadtree_attention.tasks.detect.coco import CocoFile, open_split
-from quadtree_attention.tasks.detect.evaluate import (
-    match_classes,
-    predict,
-    read_results,
-    score,
-    settings_path,
-)
-from quadtree_attention.tasks.detect.masks import decode_mask, encode_mask, run_lengths
+from quadtree_attention.tasks import evaluate
+from quadtree_attention.tasks.detect import TASK
+from quadtree_attention.tasks.detect.metrics import DetectMetric
 from quadtree_attention.tasks.detect.predictor import Detector
+from quadtree_attention.tasks.detect.readers import CocoFile, open_source
+from quadtree_attention.tasks.detect.result import DetectionsCodec
+from quadtree_attention.tasks.detect.rle import decode_mask, encode_mask, run_lengths
+from quadtree_attention.tasks.evaluation import score as score_store
+from quadtree_attention.tasks.store import Store
 from tests.tasks.detect.files import SHARED, entry, with_mask, write_split, write_weights
 
 pytestmark = pytest.mark.usefixtures("only_reference")
 KEYS = ("ap", "ap50", "ap75", "small", "medium", "large")
+
+
+def score(path, truth, *, strict=False):
+    source = CocoFile(truth, masks=None, strict=strict)
+    return score_store(TASK, source, Store.open(path, TASK, source), strict=strict)
+
+
+def by_class(scores):
+    return {row["name"]: row for row in scores.rows}
 
 
 def result(box, value, *, image=1, category=3, **more):
@@ -64,16 +74,19 @@ def test_by_hand(tmp_path):
     ]
     found = score(write_results(tmp_path / "r.json", results), truth)
     first, second = 51 / 101 * 50, 70.0
-    by_name = {c.name: (c.objects, c.box) for c in found.classes}
-    assert by_name["square"] == (2, pytest.approx(first, abs=1e-9))
-    assert by_name["disc"] == (1, pytest.approx(second, abs=1e-9))
-    assert by_name["star"] == (0, None)
-    assert found.box.ap == pytest.approx((first + second) / 2, abs=1e-9)
-    assert found.box.ap50 == pytest.approx((first + 100) / 2, abs=1e-9)
-    assert found.box.small == pytest.approx(found.box.ap)
-    assert (found.box.medium, found.box.large, found.mask) == (None, None, None)
-    assert (found.images, found.objects, found.detections) == (2, 3, 3)
-    assert found.settings == {}  # another program wrote it
+    assert found.rows == [  # worst first
+        {"name": "square", "objects": 2, "box": pytest.approx(first, abs=1e-9)},
+        {"name": "disc", "objects": 1, "box": pytest.approx(second, abs=1e-9)},
+        {"name": "star", "objects": 0, "box": None},
+    ]
+    assert found.mean["ap"] == pytest.approx((first + second) / 2, abs=1e-9)
+    assert found.mean["ap50"] == pytest.approx((first + 100) / 2, abs=1e-9)
+    assert found.mean["small"] == pytest.approx(found.mean["ap"])
+    assert (found.mean["medium"], found.mean["large"]) == (None, None)
+    assert "mask_ap" not in found.mean
+    counts = {"images": 2, "objects": 3, "detections": 3, "left_out": 0, "no_mask": 0}
+    assert found.facts == counts and found.missing == []
+    assert found.settings is None  # another program wrote it
 
 
 def test_broken_objects_do_not_count(tmp_path):
@@ -81,8 +94,8 @@ def test_broken_objects_do_not_count(tmp_path):
     broken = [entry(2, [5, 5, 0, 4]), entry(3, [1, 1, 3, 3], category=8)]
     truth = write_split(tmp_path, annotations=[entry(1, [-10, 5, 20, 10]), *broken])
     found = score(write_results(tmp_path / "r.json", [result([-10, 5, 20, 10], 0.9)]), truth)
-    assert found.box.ap == pytest.approx(100)
-    assert (found.objects, found.left_out) == (1, 2)
+    assert found.mean["ap"] == pytest.approx(100)
+    assert (found.facts["objects"], found.facts["left_out"]) == (1, 2)
 
 
 def test_ids_of_objects_do_not_matter(tmp_path):
@@ -91,7 +104,8 @@ def test_ids_of_objects_do_not_matter(tmp_path):
     path = write_results(tmp_path / "r.json", [result(box, 0.9) for box in boxes])
     for ids in ((1, 2), (0, 1), (7, 0), (-3, 10**12)):
         objects = [with_mask(entry(i, box)) for i, box in zip(ids, boxes, strict=True)]
-        assert score(path, write_split(tmp_path, annotations=objects)).box.ap == pytest.approx(100)
+        found = score(path, write_split(tmp_path, annotations=objects))
+        assert found.mean["ap"] == pytest.approx(100)
 
 
 def test_crowds_excuse_and_nothing_found(tmp_path):
@@ -100,11 +114,11 @@ def test_crowds_excuse_and_nothing_found(tmp_path):
     right = result([2, 20, 10, 8], 0.5)
     inside = [result([x, 2, 8, 8], 0.9) for x in (1, 12, 25)]  # wrong, were there no crowd
     path = write_results(tmp_path / "r.json", [*inside, right])
-    assert score(path, truth).box.ap == pytest.approx(100)
+    assert score(path, truth).mean["ap"] == pytest.approx(100)
     alone = write_split(tmp_path, annotations=[entry(1, [2, 20, 10, 8])])
-    assert score(path, alone).box.ap == pytest.approx(25)
-    nothing = score(write_results(tmp_path / "n.json", []), alone)
-    assert (nothing.box.ap, nothing.detections) == (0, 0)
+    assert score(path, alone).mean["ap"] == pytest.approx(25)
+    nothing = score(write_results(tmp_path / "n.json", []), alone, strict=True)
+    assert (nothing.mean["ap"], nothing.facts["detections"], nothing.missing) == (0, 0, [])
 
 
 def test_masks_are_scored_by_their_own_shape(tmp_path):
@@ -115,9 +129,9 @@ def test_masks_are_scored_by_their_own_shape(tmp_path):
     half[4:9, 4:14] = True
     results = [result([4, 4, 10, 10], 0.9, segmentation=encode_mask(half))]
     found = score(write_results(tmp_path / "r.json", results), truth)
-    assert found.box.ap == pytest.approx(100)
-    assert found.mask.ap == pytest.approx(10)
-    assert found.classes[0].mask == pytest.approx(10)
+    assert found.mean["ap"] == pytest.approx(100)
+    assert found.mean["mask_ap"] == pytest.approx(10)
+    assert by_class(found)["square"]["mask"] == pytest.approx(10)
 
 
 def test_masks_of_results_in_all_forms(tmp_path):
@@ -131,7 +145,7 @@ def test_masks_of_results_in_all_forms(tmp_path):
     for form in forms:
         results = [result([4, 4, 10, 10], 0.9, segmentation=form)]
         found = score(write_results(tmp_path / "r.json", results), truth)
-        assert found.mask.ap == pytest.approx(100), form
+        assert found.mean["mask_ap"] == pytest.approx(100), form
 
 
 def test_true_masks_that_cannot_be_used_are_told(tmp_path):
@@ -142,15 +156,16 @@ def test_true_masks_that_cannot_be_used_are_told(tmp_path):
     results = [result([4, 4, 10, 10], 0.9, segmentation=mask)]
     path = write_results(tmp_path / "r.json", results)
     found = score(path, truth)
-    assert found.box.ap == pytest.approx(51 / 101 * 100) and found.mask.ap == pytest.approx(100)
-    (reason,) = found.no_mask  # not the one without a box, which counts for nothing
+    assert found.mean["ap"] == pytest.approx(51 / 101 * 100)
+    assert found.mean["mask_ap"] == pytest.approx(100)
+    (reason,) = found.skipped  # not the one without a box, which counts for nothing
     assert "annotation 2: a polygon must have pairs" in reason
-    assert (found.left_out, found.as_dict()["no_mask"]) == (1, 1)
+    assert (found.facts["left_out"], found.facts["no_mask"]) == (1, 1)
     truth = write_split(tmp_path, annotations=objects)
     with pytest.raises(DataError, match=r"1 entries .*annotation 2: a polygon.*--strict"):
         score(path, truth, strict=True)
     boxes = write_results(tmp_path / "b.json", [result([4, 4, 10, 10], 0.9)])
-    assert score(boxes, truth, strict=True).no_mask == ()
+    assert score(boxes, truth, strict=True).skipped == []
 
 
 @pytest.fixture(scope="module")
@@ -158,10 +173,10 @@ def noisy(tmp_path_factory):
     """Results on real images: true objects moved, doubled, dropped, renamed, with masks."""
     if not (SHARED / "coco_mini").is_dir():
         pytest.skip("there is no ../shared/data/coco_mini beside the checkout")
-    coco = open_split(SHARED / "coco_mini", "val", masks=True)
+    coco = open_source(SHARED / "coco_mini", split="val", masks=True)
     rng = np.random.default_rng(0)
     results = []
-    for image in coco.images:
+    for image in coco.truths:
         for a in image.annotations:
             for _ in range(int(rng.integers(0, 3))):
                 mask = decode_mask(a.segmentation, image.height, image.width)
@@ -204,23 +219,23 @@ def test_as_the_reference_programs(noisy, package, evaluator, kind):
         run.accumulate()
         run.summarize()
     found = score(results, truth)
-    ours = found.box if kind == "bbox" else found.mask
-    assert [getattr(ours, key) / 100 for key in KEYS] == pytest.approx(run.stats[:6], abs=1e-6)
+    ours = [found.mean[key if kind == "bbox" else f"mask_{key}"] / 100 for key in KEYS]
+    assert ours == pytest.approx(run.stats[:6], abs=1e-6)
     assert 0.1 < run.stats[0] < 0.9
 
 
 def test_perfect_results_have_ap_100(tmp_path):
     if not (SHARED / "bccd").is_dir():
         pytest.skip("there is no ../shared/data/bccd beside the checkout")
-    coco = open_split(SHARED / "bccd", "val")
+    coco = open_source(SHARED / "bccd", split="val")
     results = [
         result(list(a.given), 1.0, image=image.id, category=coco.category_of[a.label])
-        for image in coco.images
+        for image in coco.truths
         for a in image.annotations
     ]
     found = score(write_results(tmp_path / "r.json", results), coco.path)
-    assert found.box.ap == pytest.approx(100)
-    assert (found.images, found.objects, found.left_out) == (87, 1137, 0)
+    assert found.mean["ap"] == pytest.approx(100)
+    assert [found.facts[name] for name in ("images", "objects", "left_out")] == [87, 1137, 0]
 
 
 # ---- results that cannot be scored
@@ -239,12 +254,12 @@ def test_perfect_results_have_ap_100(tmp_path):
     ],
 )
 def test_results_that_are_none(tmp_path, content, reason):
-    truth = CocoFile(write_split(tmp_path))
+    truth = write_split(tmp_path)
     (tmp_path / "r.json").write_text(content)
     with pytest.raises(DataError, match=reason):
-        read_results(tmp_path / "r.json", truth)
+        score(tmp_path / "r.json", truth)
     with pytest.raises(DataError, match="there is no file"):
-        read_results(tmp_path / "none.json", truth)
+        score(tmp_path / "none.json", truth)
 
 
 def test_masks_of_another_size_are_refused(tmp_path):
@@ -255,7 +270,25 @@ def test_masks_of_another_size_are_refused(tmp_path):
         score(path, truth)
 
 
-# ---- running the model
+# ---- labels of a network with other classes
+
+
+def test_labels_stand_for_the_classes_of_the_network(tmp_path):
+    coco = CocoFile(write_split(tmp_path, annotations=[entry(1, [2, 2, 10, 10], category=7)]))
+    path = write_results(tmp_path / "r.json", [result([2, 2, 10, 10], 0.9, category=7)])
+    names = ["cat", "star", "disc", "square"]
+    (found,) = DetectionsCodec(coco, names).decode(path).values()
+    assert (found.labels.tolist(), found.names) == ([3], ("disc",))
+    metric = DetectMetric(coco, names)
+    metric.update("1.png", coco.truth(0), found)
+    assert by_class(metric.compute())["disc"]["box"] == pytest.approx(100)
+    again = DetectionsCodec(coco, names).encode({"1.png": found}, ".json")
+    assert json.loads(again) == json.loads(path.read_text())
+    unknown = replace(found, labels=np.array([1]), names=("cat",))  # no category of the data
+    assert DetectionsCodec(coco, names).encode({"1.png": unknown}, ".json") == b"[]"
+
+
+# ---- running the network
 
 
 @pytest.fixture(scope="module")
@@ -267,16 +300,16 @@ def data(tmp_path_factory):
     return root
 
 
-def run(root, out, **options):
-    return predict(root / "w.safetensors", open_split(root, "val"), out, device="cpu", **options)
+def run(root, out, weights="w.safetensors", **options):
+    return evaluate("detect", root / weights, data=root, save=out, device="cpu", **options)
 
 
 def test_results_say_what_the_detector_finds(data, tmp_path):
     out = tmp_path / "r.json"
-    done = run(data, out, data="tiny/val")
-    assert (done.reused, done.skipped) == (False, ())
+    scores = run(data, out, batch=2)
     written = json.loads(out.read_text())
-    found = Detector(data / "w.safetensors", device="cpu", score=0.0)(data / "images/val/1.png")
+    detector = Detector.from_pretrained(data / "w.safetensors", device="cpu", threshold=0.0)
+    found = detector(data / "images/val/1.png")
     mine = [one for one in written if one["image_id"] == 1]
     assert len(mine) == len(found) > 0
     categories = {"square": 3, "disc": 7, "star": 90}
@@ -285,53 +318,55 @@ def test_results_say_what_the_detector_finds(data, tmp_path):
         assert np.allclose([x, y, x + width, y + height], found.boxes[i], atol=3e-3)
         assert one["category_id"] == categories[found.names[i]]
         assert (decode_mask(one["segmentation"], 30, 40) == found.masks[i]).all()
-    scores = score(out, data / "annotations" / "instances_val.json")
-    assert scores.mask is not None and scores.settings["data"] == "tiny/val"
-    assert scores.settings["model"] == "mask_rcnn_test_quadtree"
+    assert "mask_ap" in scores.mean and scores.settings["model"] == "mask_rcnn_test_quadtree"
+    assert scores.settings["options"]["threshold"] == 0
+    stored = evaluate("detect", data=data, predictions=out)
+    assert stored.to_dict() == scores.to_dict()
 
 
-def test_results_are_reused_only_where_nothing_changed(data, tmp_path):
+def test_images_without_detections_are_not_run_again(data, tmp_path, monkeypatch):
+    """Their absence from a file of results is a result."""
     out = tmp_path / "r.json"
-    run(data, out)
+    scores = run(data, out, threshold=1.0)
+    assert out.read_text() == "[]"
+    assert (scores.missing, scores.facts["detections"]) == ([], 0)
     written = out.stat().st_mtime_ns
-    assert run(data, out).reused and out.stat().st_mtime_ns == written
-    with pytest.raises(OptionError, match="other settings: size 48 there, 64 now; limit of the l"):
-        run(data, out, size=64)
-    assert not run(data, out, size=64, force=True).reused
-    out.write_text("[]")  # no longer what the settings are of
-    with pytest.raises(OptionError, match="is there already"):
-        run(data, out, force=True)
-    settings_path(out).unlink()
-    with pytest.raises(OptionError, match=r"no r\.settings\.json beside it"):
-        run(data, out)
-    with pytest.raises(OptionError, match=r"written as \.json"):
-        run(data, tmp_path / "r.npz")
-    with pytest.raises(OptionError, match="is an input"):
-        run(data, data / "annotations" / "instances_val.json")
+    monkeypatch.setattr(Detector, "forward", None)
+    assert run(data, out, threshold=1.0).missing == [] and out.stat().st_mtime_ns == written
 
 
 def test_images_that_cannot_be_read_are_named(data, tmp_path):
-    root = tmp_path / "copy"
-    write_split(root, annotations=[entry(1, [2, 3, 10, 8])])
-    (root / "images" / "val" / "2.png").write_bytes(b"broken")
-    source = open_split(root, "val")
-    done = predict(data / "w.safetensors", source, tmp_path / "r.json", device="cpu", batch_size=2)
-    assert len(done.skipped) == 1 and "2.png" in done.skipped[0]
-    again = predict(data / "w.safetensors", source, tmp_path / "r.json", device="cpu")
-    assert again.reused and again.skipped == done.skipped
-    with pytest.raises(OptionError, match="made without --strict and leaves out 1 images"):
-        predict(data / "w.safetensors", source, tmp_path / "r.json", device="cpu", strict=True)
+    write_split(tmp_path, annotations=[with_mask(entry(1, [2, 3, 10, 8]))])
+    shutil.copy(data / "w.safetensors", tmp_path)
+    (tmp_path / "images" / "val" / "2.png").write_bytes(b"broken")
+    out = tmp_path / "r.json"
+    for _ in range(2):
+        scores = run(tmp_path, out, batch=2)
+        (reason,) = scores.skipped
+        assert "2.png" in reason and scores.missing == ["2.png"] and scores.facts["images"] == 2
     with pytest.raises(DataError, match=r"2\.png.*leave out --strict"):
-        predict(data / "w.safetensors", source, tmp_path / "s.json", device="cpu", strict=True)
+        run(tmp_path, tmp_path / "s.json", strict=True)
     assert not (tmp_path / "s.json").exists()
 
 
-def test_classes_are_matched_by_name(data, tmp_path):
-    coco = CocoFile(data / "annotations" / "instances_val.json")
-    assert match_classes(coco, Detector(data / "w.safetensors")) == {1: 3, 2: 7, 3: 90}
-    names = ("cat", "star", "disc", "square")
-    more = Detector(write_weights(tmp_path / "m.safetensors", classes=names))
-    assert match_classes(coco, more) == {2: 90, 3: 7, 4: 3}
-    fewer = Detector(write_weights(tmp_path / "f.safetensors", classes=("square", "disc")))
+def test_changed_files_and_other_data_are_refused(data, tmp_path):
+    out = tmp_path / "r.json"
+    run(data, out)
+    with pytest.raises(OptionError, match="other settings: shorter_side None there, 64 now"):
+        run(data, out, shorter_side=64)
+    run(data, out, shorter_side=64, force=True)
+    other = write_split(tmp_path, annotations=[], sizes=[(40, 30)]).parents[1]
+    with pytest.raises(OptionError, match=r"holds results of other data as 2\.png"):
+        evaluate("detect", data / "w.safetensors", data=other, save=out, shorter_side=64)
+    out.write_text("[]")  # no longer what the note is of
+    with pytest.raises(OptionError, match=r"no r\.settings\.json beside it says"):
+        run(data, out, force=True)
+    with pytest.raises(OptionError, match=r"instances_val\.json' exists, and no"):
+        run(data, data / "annotations" / "instances_val.json", force=True)
+
+
+def test_networks_that_do_not_know_a_class(data, tmp_path):
+    shutil.copytree(data, tmp_path / "copy")
+    write_weights(tmp_path / "copy" / "f.safetensors", classes=("square", "disc"))
     with pytest.raises(CheckpointError, match="it does not know star"):
-        match_classes(coco, fewer)
+        run(tmp_path / "copy", tmp_path / "r.json", "f.safetensors")

@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Average precision by COCO's rules, of files of results and in validation."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+import numpy as np
+
+from quadtree_attention.checks import needs
+from quadtree_attention.errors import DataError
+from quadtree_attention.tasks.contract import Column, Scores, Source
+from quadtree_attention.tasks.detect.readers import CLIPPED, Annotation, Truth
+from quadtree_attention.tasks.detect.result import Detections
+from quadtree_attention.tasks.detect.rle import mask_problem
+from quadtree_attention.tasks.readers import match_classes, summary
+
+Entry = dict[str, Any]  # an object of a file of results
+Precisions = dict[str, float | None]
+MOST = 100  # detections of an image that count, the surest ones, as COCO has it
+COLUMNS: tuple[Column, ...] = (
+    Column("name", "class", None),
+    Column("objects", "objects", None),
+    Column("box", "AP"),
+)
+LISTED = 10  # classes in the table, those of the lowest precision
+
+
+class DetectMetric:
+    """Average precision (AP) in percent, by COCO's rules; None where there are no such objects.
+
+    The mean has `ap` (over overlaps of 0.50 to 0.95), `ap50`, `ap75`, and `ap` of `small` (below
+    32x32 pixels), `medium` (below 96x96) and `large` objects; the same of masks, `mask_ap` and so
+    on, if all results have one. All images count; one without a result has no object found.
+
+    Args:
+        source: Has the classes.
+        classes: Classes that the labels of results stand for; None: those of the source.
+        overlaps: Least overlaps (IoU) of a match; None: COCO's.
+        recalls: Points of the curve of precision over recall; None: COCO's.
+    """
+
+    def __init__(
+        self,
+        source: Source[Truth],
+        classes: Sequence[str] | None = None,
+        *,
+        overlaps: Sequence[float] | None = None,
+        recalls: Sequence[float] | None = None,
+    ) -> None:
+        self.source = source
+        self.names = list(source.classes or ())
+        places = match_classes(self.names, self.names if classes is None else classes)
+        self.label_of = {place + 1: label for label, place in enumerate(places, start=1)}
+        self.thresholds = {"iouThrs": overlaps, "recThrs": recalls}
+        self.truths: list[Truth] = []
+        self.entries: list[Entry] = []
+
+    def update(self, name: str, truth: Truth, found: Detections | None) -> None:
+        self.truths.append(truth)
+        if found is None:
+            return
+        sides = found.boxes[:, 2:] - found.boxes[:, :2]
+        boxes = np.concatenate([found.boxes[:, :2], sides], axis=1).tolist()
+        for i, label in enumerate(found.labels.tolist()):
+            if label in self.label_of:
+                entry: Entry = {"image_id": truth.id, "category_id": self.label_of[label]}
+                entry |= {"bbox": boxes[i], "score": float(found.scores[i])}
+                if found.segmentations is not None:
+                    entry["segmentation"] = found.segmentations[i]
+                self.entries.append(entry)
+
+    def state(self) -> tuple[list[Truth], list[Entry]]:
+        return self.truths, self.entries
+
+    def merge(self, states: Sequence[tuple[list[Truth], list[Entry]]]) -> None:
+        self.truths = [truth for truths, _ in states for truth in truths]
+        self.entries = [entry for _, entries in states for entry in entries]
+
+    def compute(self) -> Scores:
+        objects = Counter(a.label for t in self.truths for a in t.annotations if not a.crowd)
+        left_out = sum(p.kind != CLIPPED for p in getattr(self.source, "problems", ()))
+        mean, by_class = self._precision("bbox", self.truths)
+        rows: list[dict[str, Any]] = [
+            {"name": name, "objects": objects[label], "box": by_class[label - 1]}
+            for label, name in enumerate(self.names, start=1)
+        ]
+        columns, unusable = COLUMNS, list[str]()
+        if self.entries and all("segmentation" in entry for entry in self.entries):
+            truths, unusable = self._with_masks()
+            of_masks, by_class = self._precision("segm", truths)
+            mean |= {f"mask_{name}": value for name, value in of_masks.items()}
+            rows = [row | {"mask": value} for row, value in zip(rows, by_class, strict=True)]
+            columns += (Column("mask", "mask AP"),)
+        rows.sort(key=lambda row: (row["box"] is None, row["box"] or 0.0))
+        facts = {"images": len(self.truths), "objects": objects.total()}
+        facts |= {"detections": len(self.entries), "left_out": left_out, "no_mask": len(unusable)}
+        return Scores("detect", mean, rows, columns, facts, skipped=unusable, listed=LISTED)
+
+    # ---- implementation
+
+    def _with_masks(self) -> tuple[list[Truth], list[str]]:
+        """The truths without objects whose mask cannot be used, and the reasons."""
+        where = getattr(self.source, "path", None)
+        reasons: list[str] = []
+
+        def usable(annotation: Annotation, truth: Truth) -> bool:
+            if problem := mask_problem(annotation.segmentation, truth.height, truth.width):
+                reasons.append(f"{where}: annotation {annotation.id}: {problem}")
+            return problem is None
+
+        truths = [
+            replace(truth, annotations=tuple(a for a in truth.annotations if usable(a, truth)))
+            for truth in self.truths
+        ]
+        if reasons and getattr(self.source, "strict", False):
+            raise DataError(
+                f"{len(reasons)} entries of {where} cannot be used as they are: "
+                f"{summary(reasons)}; mend them, or leave out --strict"
+            )
+        return truths, [f"counts for boxes alone: {reason}" for reason in reasons]
+
+    def _precision(
+        self, kind: Literal["bbox", "segm"], truths: Sequence[Truth]
+    ) -> tuple[Precisions, list[float | None]]:
+        """Precisions of boxes or masks, and `ap` by class."""
+        with needs("train", "average precision"):
+            from faster_coco_eval import COCO, COCOeval_faster
+        # The size of a mask is its own, not that of its box
+        other = "segmentation" if kind == "bbox" else "bbox"
+        entries = [{k: v for k, v in entry.items() if k != other} for entry in self.entries]
+        content = self._as_coco(truths, masks=kind == "segm")
+        known = COCO(content)
+        found = known.loadRes(entries) if entries else COCO({**content, "annotations": []})
+        run = COCOeval_faster(known, found, kind, print_function=_silent)
+        run.params.maxDets = [1, 10, MOST]
+        for name, values in self.thresholds.items():
+            if values is not None:
+                setattr(run.params, name, np.array(values, dtype=np.float64))
+        run.evaluate()
+        run.accumulate()
+        # (overlaps, recalls, classes, sizes, limits); -1 where there are no objects
+        precision = np.asarray(run.eval["precision"])[..., -1]
+        overlaps = np.asarray(run.params.iouThrs)
+        every, small, medium, large = (precision[..., size] for size in range(4))
+        mean = {
+            "ap": _mean(every),
+            "ap50": _mean(every[np.isclose(overlaps, 0.5)]),
+            "ap75": _mean(every[np.isclose(overlaps, 0.75)]),
+            "small": _mean(small),
+            "medium": _mean(medium),
+            "large": _mean(large),
+        }
+        return mean, [_mean(every[:, :, place]) for place in range(len(self.names))]
+
+    def _as_coco(self, truths: Sequence[Truth], *, masks: bool) -> dict[str, Any]:
+        """The objects in COCO's format, boxes as they were given.
+
+        Objects are numbered from 1: the library takes a match with id 0 for none.
+        """
+        listed = [(truth.id, a) for truth in truths for a in truth.annotations]
+        return {
+            "images": [{"id": t.id, "width": t.width, "height": t.height} for t in truths],
+            "categories": [{"id": i, "name": name} for i, name in enumerate(self.names, start=1)],
+            "annotations": [
+                {
+                    "id": number,
+                    "image_id": image,
+                    "category_id": a.label,
+                    "bbox": list(a.given),
+                    "area": a.area,
+                    "iscrowd": int(a.crowd),
+                    **({"segmentation": a.segmentation} if masks else {}),
+                }
+                for number, (image, a) in enumerate(listed, start=1)
+            ],
+        }
+
+
+def _mean(precision: Any) -> float | None:
+    known = precision[precision > -1]
+    return float(known.mean() * 100) if known.size else None
+
+
+def _silent(*_: Any, **__: Any) -> None:
+    pass
