@@ -129,7 +129,7 @@ class Canvas:
         """Writes a heading and facts below it, cut where they are too long, and a colour bar."""
         pen = ImageDraw.Draw(self.picture)
         pen.rectangle([0, 0, self.picture.width, HEADER - 1], fill=BACKGROUND)
-        right = self.picture.width - MARGIN
+        right: float = self.picture.width - MARGIN
         if scale is not None:
             right = _draw_bar(pen, self.picture.width - BAR_WIDTH - 24, scale) - 2 * MARGIN
         lines = (heading, 21, TEXT, 20), ("   ".join(facts), 45, FAINT, 14)

@@ -136,27 +136,23 @@ def normalised(images: Tensor) -> Tensor:
     return (images.float() / 255 - mean) / std
 
 
-def at_base(
-    image: Image.Image, shorter_side: int | None, longer_side: int | None = None
-) -> Image.Image:
+def at_base(image: Image.Image, shorter: int | None, longer: int | None = None) -> Image.Image:
     """The image at the size that `base_factor` gives it."""
-    factor = base_factor(image.size, shorter_side, longer_side)
+    factor = base_factor(image.size, shorter, longer)
     if factor == 1:
         return image
     width, height = (max(1, round(side * factor)) for side in image.size)
     return image.resize((width, height), Image.Resampling.BILINEAR, reducing_gap=3.0)
 
 
-def base_factor(
-    size: tuple[int, int], shorter_side: int | None, longer_side: int | None = None
-) -> float:
-    """What an image is scaled by: to a shorter side, to a longer side, or the less of both.
+def base_factor(size: tuple[int, int], shorter: int | None, longer: int | None = None) -> float:
+    """The scale that brings an image to a shorter or a longer side, or the less of both.
 
     Without either it stays as it is. A longer side of more than four shorter ones becomes that.
     """
-    factors = [] if longer_side is None else [longer_side / max(size)]
-    if shorter_side is not None:
-        factors += [shorter_side / min(size), LONGEST * shorter_side / max(size)]
+    factors = [] if longer is None else [longer / max(size)]
+    if shorter is not None:
+        factors += [shorter / min(size), LONGEST * shorter / max(size)]
     return min(factors, default=1.0)
 
 

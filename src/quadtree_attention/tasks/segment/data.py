@@ -10,13 +10,7 @@ from quadtree_attention.checks import at_least, between
 from quadtree_attention.errors import DataError, OptionError
 from quadtree_attention.images import Array
 from quadtree_attention.tasks.segment.augment import as_tensors, at_base, training_transform
-from quadtree_attention.tasks.segment.readers import (
-    FolderSource,
-    GeneratedSource,
-    Kind,
-    open_source,
-    refuse,
-)
+from quadtree_attention.tasks.segment.readers import Kind, SegmentSource, open_source, refuse
 from quadtree_attention.tasks.training.data import (
     Batch,
     Sample,
@@ -98,14 +92,9 @@ class SegmentData(TaskData):
         self.splits = {"train": train_split, "val": val_split}
         self.generated = {"train": generated_count, "val": generated_count // 4}
         self.generated_size = generated_size
+        sizes: dict[str, Any] = {"scale": (scale_min, scale_max), "base": base_size}
         self.transform = training_transform(
-            height,
-            width,
-            scale=(scale_min, scale_max),
-            base=base_size,
-            flip=flip,
-            jitter=jitter,
-            most=most_of_one_class,
+            height, width, flip=flip, jitter=jitter, most=most_of_one_class, **sizes
         )
 
     @property
@@ -113,7 +102,7 @@ class SegmentData(TaskData):
         """Colours of the classes."""
         return list(self.source("train").palette)
 
-    def open(self, split: Split) -> FolderSource | GeneratedSource:
+    def open(self, split: Split) -> SegmentSource:
         source = open_source(
             self.root,
             split=self.splits[split],
@@ -137,7 +126,7 @@ class SegmentData(TaskData):
         return stacked(samples) if training else listed(samples, "images", "labels")
 
 
-def check_all(source: FolderSource | GeneratedSource, split: str) -> None:
+def check_all(source: SegmentSource, split: str) -> None:
     """Reads every image and label map; raises `DataError` that counts and names what is bad."""
     from tqdm import tqdm
 
@@ -150,9 +139,7 @@ def check_all(source: FolderSource | GeneratedSource, split: str) -> None:
     refuse(bad, split)
 
 
-def _plain(image: torch.Tensor, labels: torch.Tensor) -> Sample:
+def _plain(*pair: torch.Tensor) -> Sample:
     """Image and labels as plain tensors: torchvision's subclasses are of no use in a batch."""
-    return {
-        "images": image.as_subclass(torch.Tensor),
-        "labels": labels.as_subclass(torch.Tensor),
-    }
+    plain = (tensor.as_subclass(torch.Tensor) for tensor in pair)
+    return dict(zip(("images", "labels"), plain, strict=True))

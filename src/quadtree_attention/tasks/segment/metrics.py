@@ -92,15 +92,10 @@ class SegmentMetric:
         if not self.matrix.any():
             raise DataError("no pixel of the truth has a class; there is nothing to score")
         values = class_scores(self.matrix)
-        rows = [
+        columns = values["iou"].tolist(), values["recall"].tolist(), self.matrix.sum(dim=1).tolist()
+        rows: list[dict[str, Any]] = [
             {"name": name, "iou": _number(iou), "recall": _number(recall), "pixels": pixels}
-            for name, iou, recall, pixels in zip(
-                self.names,
-                values["iou"].tolist(),
-                values["recall"].tolist(),
-                self.matrix.sum(dim=1).tolist(),
-                strict=True,
-            )
+            for name, iou, recall, pixels in zip(self.names, *columns, strict=True)
         ]
         seen = [row["recall"] for row in rows if row["recall"] is not None]
         mean = {

@@ -45,7 +45,7 @@ def open_source(
     layout: Kind = "auto",
     count: int = 64,
     size: int = 64,
-) -> "FolderSource | GeneratedSource":
+) -> "SegmentSource":
     """The images of a split.
 
     Args:
@@ -243,6 +243,9 @@ class GeneratedSource:
         tones = np.array([_tone(rng, hue) for hue in _HUES])
         pixels = tones[labels] + rng.normal(0, 20, (*labels.shape, 3))
         return Image.fromarray(pixels.clip(0, 255).astype(np.uint8)), labels
+
+
+SegmentSource = FolderSource | GeneratedSource
 
 
 def read_classes(path: Path, *, first: int = 0) -> Classes:
