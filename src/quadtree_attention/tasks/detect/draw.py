@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pictures of detections: masks, boxes, and tags with names and scores."""
 
-import colorsys
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,12 +11,11 @@ from quadtree_attention.errors import OptionError
 from quadtree_attention.images import Array
 from quadtree_attention.tasks.detect.result import Detections
 from quadtree_attention.tasks.detect.rle import decode_mask
-from quadtree_attention.viz.canvas import BACKGROUND, TEXT
+from quadtree_attention.viz.canvas import HEADER, LARGEST_SCALE, LEAST_WIDTH, Canvas, Panel
+from quadtree_attention.viz.palette import BACKGROUND, Colour, text_on, vivid
 
-Colour = tuple[int, int, int]
 Corners = tuple[float, float, float, float]
 SHOWN_SIDE = 1000  # pixels of the longer side that small images are enlarged to, at most
-LARGEST_SCALE = 3.0
 MASK_OPACITY = 0.45
 PADDING = 3  # pixels around the text of a tag
 
@@ -43,7 +41,7 @@ def draw(found: Detections, *, title: str | None = None) -> Image.Image:
     canvas = image.resize(size, Image.Resampling.LANCZOS)
     several = len(set(found.labels.tolist())) > 1
     keys = found.labels.tolist() if several else range(1, len(found) + 1)
-    colours = [colour_of(key) for key in keys]
+    colours = [vivid(key) for key in keys]
     if found.segmentations is not None:
         canvas = _with_masks(canvas, found.segmentations, colours)
     boxes = found.boxes * np.tile(np.divide(size, image.size), 2)
@@ -53,32 +51,12 @@ def draw(found: Detections, *, title: str | None = None) -> Image.Image:
         _draw_box(pen, box, colour, width)
     texts = [f"{n} {s:.2f}" for n, s in zip(found.names, found.scores, strict=True)]
     _draw_tags(pen, boxes, texts, colours, size)
-    return canvas if title is None else _titled(canvas, title)
-
-
-def colour_of(key: int) -> Colour:
-    """Colours of neighbouring numbers are far apart; none is dark or pale."""
-    hue = (key * 0.618034 + 0.35) % 1  # the golden section never meets the same hue again
-    saturation, value = ((0.85, 1.0), (0.6, 0.95), (1.0, 0.8))[key // 7 % 3]
-    red, green, blue = colorsys.hsv_to_rgb(hue, saturation, value)
-    return round(red * 255), round(green * 255), round(blue * 255)
-
-
-def text_colour(background: Colour) -> Colour:
-    """Dark on bright colours, bright on dark ones."""
-    red, green, blue = background
-    bright = 0.299 * red + 0.587 * green + 0.114 * blue > 130
-    return BACKGROUND if bright else TEXT
-
-
-def _titled(picture: Image.Image, title: str) -> Image.Image:
-    """The picture below a line of text."""
-    font = ImageFont.load_default(max(12, round(picture.width / 65)))
-    height = round(font.getbbox("Ag")[3]) + 4 * PADDING
-    canvas = Image.new("RGB", (picture.width, picture.height + height), BACKGROUND)
-    canvas.paste(picture, (0, height))
-    ImageDraw.Draw(canvas).text((2 * PADDING, 2 * PADDING), title, fill=TEXT, font=font)
-    return canvas
+    if title is None:
+        return canvas
+    below = Canvas([Panel(max(0, (LEAST_WIDTH - size[0]) // 2), HEADER, *size)])
+    below.paste(0, canvas)
+    below.header(title, [f"{len(found)} found", f"{found.seconds:.2f} s"])
+    return below.picture
 
 
 def _with_masks(
@@ -125,7 +103,7 @@ def _draw_tags(
         pen.text(
             (place[0] + PADDING, place[1] + PADDING - top),
             text,
-            fill=text_colour(colour),
+            fill=text_on(colour),
             font=font,
         )
 
