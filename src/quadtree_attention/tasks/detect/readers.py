@@ -22,6 +22,7 @@ from torch import Tensor
 from quadtree_attention.errors import DataError
 from quadtree_attention.files import StrPath
 from quadtree_attention.images import to_image
+from quadtree_attention.tasks.contract import file_identity
 from quadtree_attention.tasks.detect.rle import decode_mask, is_number, mask_problem, short
 from quadtree_attention.tasks.readers import summary
 
@@ -162,7 +163,8 @@ class CocoFile:
 
     def identity(self, index: int) -> list[Any]:
         truth = self.truths[index]
-        return [truth.id, truth.path.name, truth.width, truth.height, self.categories_id]
+        numbers = [truth.id, truth.width, truth.height, self.categories_id]
+        return file_identity(truth.path) + numbers
 
     def images(self, index: int) -> tuple[Image.Image]:
         truth = self.truths[index]
