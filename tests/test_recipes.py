@@ -10,8 +10,8 @@ import yaml
 
 from quadtree_attention.errors import OptionError
 from quadtree_attention.models.registry import create
-from tests.cli.test_info import command
 from tests.conftest import ROOT
+from tests.support.commands import command
 
 pytest.importorskip("pytorch_lightning", reason="training needs the extra 'train'")
 

@@ -3,17 +3,23 @@
 
 import os
 import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
 import torch
 
-from tests.cli.test_info import command
+from tests.support.commands import command
 
 pytest.importorskip("pytorch_lightning", reason="training needs the extra 'train'")
 typer_testing = pytest.importorskip("typer.testing", reason="the command needs typer")
 resource = pytest.importorskip("resource", reason="limits of a process are those of Unix")
 
 from quadtree_attention.cli.main import app  # noqa: E402
+from quadtree_attention.files import Lock  # noqa: E402
 from tests.tasks.training.test_run import RECIPE  # noqa: E402
 
 LIMITED = """
@@ -217,10 +223,104 @@ def test_full_disk_keeps_the_checkpoint_and_says_so(finished):
     assert "Traceback" not in done.stderr
     told = done.stderr.splitlines()[-1]
     assert told.startswith("quadtree: cannot save the checkpoint ")
-    assert told.endswith("; the previous one is kept; make room there and go on with --resume")
+    assert told.endswith("; make room there and go on from last.ckpt with --resume")
     with open("run/last.ckpt", "rb") as file:
         assert file.read() == before
     assert not [name for name in os.listdir("run") if name.endswith(".unfinished")]
+
+
+def test_advice_after_a_full_disk_in_a_new_run_works():
+    options = ["--config", "tiny.yaml", "--trainer.max_epochs", "1"]
+    full = command("train", "classify", *options, code=LIMITED.replace("400_000", "60_000"))
+    assert full.returncode == 2
+    assert full.stderr.splitlines()[-1].endswith("; make room there and start again")
+    assert run("classify", *options).exit_code == 0
+
+
+def test_run_dir_that_cannot_be_made():
+    told = refused("classify", "--config", "tiny.yaml", "--run_dir", "tiny.yaml/run")
+    assert told == ("the folder tiny.yaml/run cannot be made: Not a directory; write elsewhere")
+
+
+def test_run_dir_that_cannot_be_written_to(monkeypatch):
+    os.mkdir("sealed")
+    os.chmod("sealed", 0o500)
+    if os.access("sealed", os.W_OK):  # a superuser may write anywhere
+        monkeypatch.setattr(Lock, "NAME", "missing/.lock")
+    told = refused("classify", "--config", "tiny.yaml", "--run_dir", "sealed")
+    assert told.startswith("the folder sealed cannot be written: ")
+
+
+def test_two_runs_in_one_folder():
+    os.mkdir("run")
+    with Lock(Path("run"), "a training run"):
+        told = refused("classify", "--config", "tiny.yaml", "--run_dir", "run")
+    assert told == (
+        "run is in use by a training run of another process; wait for its end, or write elsewhere"
+    )
+
+
+@pytest.mark.parametrize("option", ["--trainer.max_epochs", "--trainer.max_steps"])
+def test_training_of_no_length(option):
+    told = refused("classify", "--config", "tiny.yaml", option, "0")
+    assert told.startswith("training must last at least one epoch, got max_epochs or max_steps 0")
+
+
+def test_more_processes_than_cores():
+    told = refused("classify", "--config", "tiny.yaml", "--trainer.devices", "999")
+    assert told.startswith("training on a CPU must have at most one process per core, ")
+    assert told.endswith("got 999; pass fewer --trainer.devices")
+
+
+def test_recipe_of_another_task():
+    with open("other.yaml", "w") as file:
+        file.write("task: detect\n" + RECIPE)
+    assert refused("classify", "--config", "other.yaml") == (
+        "other.yaml is a recipe of detect, got quadtree train classify; pass detect instead"
+    )
+
+
+def test_variant_that_is_not_there():
+    assert refused("classify", "--config", "tiny.yaml", "--variant", "b2") == (
+        "no recipe here has variants, got --variant b2; leave it out"
+    )
+    with open("variants.yaml", "w") as file:
+        file.write(RECIPE + "variants: {b0: {}, b2: {}}\n")
+    told = refused("classify", "--config", "variants.yaml", "--variant", "b3")
+    assert told.startswith("the variant of variants.yaml must be one of b0, b2, got 'b3'; ")
+    told = refused("classify", "--config", "variants.yaml", "--variant", "b0,b9")
+    assert "got 'b9'" in told
+
+
+def interrupted(ready, *options):
+    """Exit code and last line of a run that gets Ctrl-C as soon as `ready()`."""
+    line = [sys.executable, "-m", "quadtree_attention.cli", "train", "classify", *options]
+    process = subprocess.Popen(line, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 300
+    while not ready() and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    _, told = process.communicate(timeout=60)
+    assert "Traceback" not in told
+    return process.returncode, told.splitlines()[-1]
+
+
+def test_interrupted_run_says_how_to_go_on():
+    options = ("--config", "tiny.yaml", "--trainer.max_epochs", "1000")
+    code, told = interrupted(lambda: os.path.exists("runs/tiny/last.ckpt"), *options)
+    assert code == 130 and told.startswith("quadtree: interrupted at step ")
+    assert told.endswith("; runs/tiny/last.ckpt is kept, go on with it by --resume")
+    last = torch.load("runs/tiny/last.ckpt", weights_only=True)
+    more = last["epoch"] + 2
+    resumed = run("classify", *options[:2], "--trainer.max_epochs", str(more), "--resume")
+    assert resumed.exit_code == 0, resumed.stderr
+
+
+def test_run_that_is_interrupted_before_its_first_checkpoint():
+    options = ("--config", "tiny.yaml", "--data.augment", "none", "--data.generated_count", "9999")
+    code, told = interrupted(lambda: os.path.exists("runs/tiny/config.yaml"), *options)
+    assert code == 130
+    assert told.endswith("; no checkpoint was written yet, start again")
 
 
 @pytest.mark.parametrize(

@@ -87,8 +87,8 @@ def errors_on_one_line(*, debug: bool = False) -> Iterator[None]:
         tell(f"{where}{error.strerror or error}; make room, or write elsewhere")
         with _silent():
             raise typer.Exit(MISTAKE) from None
-    except KeyboardInterrupt:
-        tell("interrupted")
+    except KeyboardInterrupt as error:
+        tell(str(error) or "interrupted")
         raise typer.Exit(INTERRUPTED) from None
 
 

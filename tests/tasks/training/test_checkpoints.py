@@ -57,16 +57,27 @@ def test_full_disk_keeps_the_previous_file(tmp_path):
         SafeCheckpointIO().save_checkpoint(state(100_000), path)
     text = str(caught.value)
     assert text.startswith(f"cannot save the checkpoint {path}: ") and "\n" not in text
-    assert text.endswith("; the previous one is kept; make room there and go on with --resume")
+    assert text.endswith("; make room there and go on from last.ckpt with --resume")
     assert path.read_bytes() == before
     assert os.listdir(tmp_path) == ["last.ckpt"]
 
 
 def test_full_disk_without_a_previous_file(tmp_path):
-    path = tmp_path / "last.ckpt"
-    with files_of_at_most(20_000), pytest.raises(CheckpointError, match="there is none before it"):
-        SafeCheckpointIO().save_checkpoint(state(100_000), path)
-    assert os.listdir(tmp_path) == []
+    for name in ("last.ckpt", "best.ckpt"):
+        path = tmp_path / name
+        with (
+            files_of_at_most(20_000),
+            pytest.raises(CheckpointError, match=r"room there and start again$"),
+        ):
+            SafeCheckpointIO().save_checkpoint(state(100_000), path)
+        assert os.listdir(tmp_path) == []
+
+
+def test_advice_after_a_full_disk_is_about_the_checkpoint_to_resume_from(tmp_path):
+    SafeCheckpointIO().save_checkpoint(state(), tmp_path / "last.ckpt")
+    with files_of_at_most(20_000), pytest.raises(CheckpointError, match="go on from last"):
+        SafeCheckpointIO().save_checkpoint(state(100_000), tmp_path / "best.ckpt")
+    assert os.listdir(tmp_path) == ["last.ckpt"]
 
 
 def test_folder_that_cannot_be_made(tmp_path):

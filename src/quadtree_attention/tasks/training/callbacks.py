@@ -11,7 +11,7 @@ import pytorch_lightning as pl
 import torch
 from pytorch_lightning.callbacks import Callback, TQDMProgressBar
 
-from quadtree_attention.files import replacing
+from quadtree_attention.files import write_whole
 
 Row = dict[str, float]
 
@@ -102,8 +102,7 @@ def write_table(rows: list[Row], path: Path) -> None:
     writer = csv.DictWriter(text, names)
     writer.writeheader()
     writer.writerows(rows)
-    with replacing(path) as file:
-        file.write(text.getvalue().encode())
+    write_whole(path, text.getvalue().encode())
 
 
 def draw_curves(rows: list[Row], path: Path) -> None:
@@ -127,8 +126,9 @@ def draw_curves(rows: list[Row], path: Path) -> None:
         axes.set(title=metric, xlabel="epoch")
         axes.grid(alpha=0.3)
         axes.legend(frameon=False)
-    with replacing(path) as file:
-        figure.savefig(file, dpi=120, format="png")
+    picture = io.BytesIO()
+    figure.savefig(picture, dpi=120, format="png")
+    write_whole(path, picture.getvalue())
 
 
 def _peak_memory(trainer: pl.Trainer) -> Row:

@@ -37,10 +37,10 @@ class SafeCheckpointIO(TorchCheckpointIO):
         except (OSError, RuntimeError) as error:  # torch's writer turns a full disk into the latter
             with suppress(OSError):
                 unfinished.unlink()
-            kept = "the previous one is kept" if target.exists() else "there is none before it"
+            is_there = target.with_name(LAST).exists()
             raise CheckpointError(
-                f"cannot save the checkpoint {target}: {str(error).splitlines()[0]}; {kept}; make "
-                "room there and go on with --resume"
+                f"cannot save the checkpoint {target}: {str(error).splitlines()[0]}; make room "
+                f"there and {f'go on from {LAST} with --resume' if is_there else 'start again'}"
             ) from error
 
     def load_checkpoint(
