@@ -302,6 +302,33 @@ def test_learns_where_things_are_and_what(kind, steps):
             assert ((masks & true).sum((1, 2)) / (masks | true).sum((1, 2)) > 0.7).all()
 
 
+def test_training_looks_at_twice_as_many_proposals():
+    model = tiny("mask_rcnn", proposals=7)
+    batch, truth = model.transform(images(torch.float32), targets())
+    maps = model.backbone(batch)
+    with torch.no_grad():
+        assert max(len(one) for one in model.eval().rpn(batch, maps)[0]) == 7
+        assert max(len(one) for one in model.train().rpn(batch, maps, truth)[0]) == 14
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@torch.no_grad()
+def test_thresholds_and_sizes_of_a_call(kind):
+    model, batch = tiny(kind).float(), images(torch.float32)[:2]
+    every = model(batch)
+    least = every[0]["scores"].median().item()
+    for one, all_of_it in zip(model(batch, score_threshold=least), every, strict=True):
+        assert torch.equal(one["scores"], all_of_it["scores"][all_of_it["scores"] >= least])
+    other = create(f"{kind}_test_quadtree", num_classes=3, **SMALL | {"min_size": 64}).float()
+    other.load_state_dict(model.state_dict(), strict=kind == "retinanet")
+    for one, wanted in zip(model(batch, sides=(64, 96)), other.eval()(batch), strict=True):
+        if kind == "retinanet":  # of the others, fewer proposals are looked at
+            assert torch.equal(one["boxes"], wanted["boxes"])
+        assert not torch.equal(one["scores"][:5], every[0]["scores"][:5])
+    again = model(batch)
+    assert all(torch.equal(a["boxes"], b["boxes"]) for a, b in zip(again, every, strict=True))
+
+
 # ---- how they are built
 
 

@@ -428,6 +428,39 @@ def test_large_images_go_through_the_cnn_one_by_one(monkeypatch):
         torch.testing.assert_close(tensor, together[name])
 
 
+@torch.no_grad()
+def test_maps_can_be_made_one_by_one():
+    model = tiny()
+    data = scene((64, 72), (80, 64))
+    masks = {f"mask{i}": torch.ones_like(data[f"image{i}"][:, 0]) > 0 for i in range(2)}
+    masks["mask1"][:, 56:] = False
+    for given in (data, data | masks):
+        images = [(given[f"image{i}"], given.get(f"mask{i}")) for i in range(2)]
+        found = model.pair(*(model.maps(*one) for one in images))
+        expected = model(given)  # images of two sizes are no batch there either
+        assert len(found["confidence"]) > 10
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert not torch.equal(model(data)["keypoints1"], found["keypoints1"])
+    with pytest.raises(ShapeError, match="same batch size, got 1 and 2; pass maps of as many"):
+        model.pair(model.maps(image(32, 32)), model.maps(image(32, 32, batch=2)))
+    with pytest.raises(ShapeError, match=r"image must be \(batch, 1, y, x\)"):
+        model.maps(torch.rand(1, 3, 9, 9))
+
+
+@torch.no_grad()
+def test_threshold_of_a_call():
+    model, data = tiny(), scene((64, 72), (64, 72))
+    every = model(data)
+    least = every["confidence"].median().item()
+    few = model(data, threshold=least)
+    assert torch.equal(few["confidence"], every["confidence"][every["confidence"] > least])
+    assert 0 < len(few["confidence"]) < len(every["confidence"])
+    assert model.coarse_matching.threshold == 0.0
+    assert len(model(data, threshold=1.0)["confidence"]) == 0
+    maps = [model.maps(data[f"image{i}"]) for i in range(2)]
+    assert len(model.pair(*maps, threshold=1.0)["confidence"]) == 0
+
+
 # ---- names and options
 
 

@@ -3,7 +3,9 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 
+from quadtree_attention import use_backend
 from quadtree_attention.errors import DTypeError, OptionError, ShapeError
 from quadtree_attention.models.parts.stereo_features import ConvNorm, resampled
 from quadtree_attention.models.registry import create, names
@@ -127,6 +129,52 @@ def test_resampling_reads_at_multiples():
     assert torch.allclose(up[0], torch.arange(7) * 0.5, atol=1e-5)
     assert torch.allclose(up[:, 0], torch.arange(5) * 2.0, atol=1e-5)
     assert torch.allclose(resampled(x, (2, 2), 1.5)[0, 0, 0], torch.tensor([0.0, 1.5]), atol=1e-5)
+
+
+def test_refinement_does_not_teach_the_assignment():
+    model = trained().train()
+    found = model(pair(32, 48))
+    (found.disparity.sum() + found.occlusion.sum()).backward()
+    assert all(p.grad is not None and p.grad.any() for p in model.refinement.parameters())
+    for part in (model.features, model.transformer, model.assignment):
+        assert all(p.grad is None for p in part.parameters())
+
+
+def test_max_disparity_of_a_call():
+    model, data = trained(), pair(32, 96)
+    with torch.no_grad():
+        free, short = model(data), model(data, max_disparity=8.0)
+        model.max_disparity = 8.0
+        assert torch.equal(model(data).disparity, short.disparity)
+        assert torch.equal(model(data, max_disparity=96.0).disparity, free.disparity)
+    assert short.raw_disparity.max() <= 8 < free.raw_disparity.max()
+    assert model.max_disparity == 8.0
+
+
+def test_packaged_weights_find_a_shift():
+    """Numbers of the commit that wrote the weights; what it was trained with is part of them."""
+    torch.manual_seed(0)
+    texture = F.interpolate(torch.rand(1, 3, 24, 48), (48, 96), mode="bilinear")
+    data = {"image0": texture[..., :-12], "image1": texture[..., 12:]}  # 12 pixels apart
+    model = create("sttr_quadtree_small", pretrained=True).eval()
+    with torch.no_grad(), use_backend("reference"):
+        found = model(data)
+    got = torch.stack([found.disparity[0, ::12, ::28], found.occlusion_logits[0, ::12, ::28]])
+    expected = [
+        [
+            [6.8574, 12.0988, 11.9949],
+            [13.0494, 11.9896, 12.0090],
+            [12.5340, 11.9517, 12.0289],
+            [13.3819, 11.9774, 12.0014],
+        ],
+        [
+            [5.6160, -9.3073, -9.0504],
+            [6.1414, -10.0271, -9.9745],
+            [7.6160, -10.1583, -9.2752],
+            [7.2898, -10.4305, -10.0610],
+        ],
+    ]
+    torch.testing.assert_close(got, torch.tensor(expected), rtol=0, atol=2e-3)
 
 
 @pytest.mark.parametrize("attention", ["full", "quadtree_a", "quadtree_b"])

@@ -8,6 +8,7 @@ import os
 import pickle
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -156,6 +157,25 @@ def test_files_of_something_else(tmp_path, content, suffix):
     message = "is empty; get" if not content else "is not a checkpoint, or a damaged one: it cannot"
     with pytest.raises(CheckpointError, match=message):
         read_checkpoint(path)
+
+
+@pytest.mark.parametrize("unpacked", [80, 40])
+def test_archives_out_of_proportion_are_not_unpacked(tmp_path, monkeypatch, unpacked):
+    path = tmp_path / "bomb.pth"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("archive/data.pkl", pickle.dumps({}, protocol=2))
+        with archive.open("archive/data/0", "w") as file:
+            for _ in range(unpacked):
+                file.write(bytes(2**20))
+    assert path.stat().st_size < 2**17
+    asked = []
+    monkeypatch.setattr(torch, "load", lambda *_, **__: asked.append(1) or {"a": torch.zeros(1)})
+    if unpacked == 40:  # below 64 MiB there is nothing to be afraid of
+        assert read_checkpoint(path) and asked
+        return
+    with pytest.raises(CheckpointError, match=r"has 0\.1 MiB and unpacks to 80 MiB.*; nothing was"):
+        read_checkpoint(path)
+    assert not asked
 
 
 @pytest.mark.parametrize("kind", ["zip", "legacy", "safetensors"])
@@ -314,6 +334,16 @@ def test_a_card_of_other_weights(tmp_path):
     card_path(path).write_text("[1, 2]")
     with pytest.raises(CheckpointError, match=r"x\.json is not a card"):
         read_card(path)
+
+
+def test_a_card_does_not_override_the_weights(tmp_path):
+    path = tmp_path / "x.safetensors"
+    card = save_weights(path, tiny().state_dict(), CARD | {"classes": list("abcde")})
+    other = {"model": "quadtree_b_b4", "kwargs": {"topk": 99}, "task": "stereo"}
+    edited = card | other | {"classes": list("vwxyz")}  # names are for people to change
+    card_path(path).write_text(json.dumps(edited))
+    assert read_card(path) == card | {"classes": list("vwxyz")}
+    assert load(path).stages[0].blocks[0].attn.topk == (2, 2, 2)
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from quadtree_attention.models.registry import names as names
     from quadtree_attention.models.segmentation import SemanticFPN as SemanticFPN
     from quadtree_attention.models.stereo import STTR as STTR
+    from quadtree_attention.models.topk import set_topk as set_topk
     from quadtree_attention.models.weights import save_weights as save_weights
 
 _PLACES = {
@@ -31,6 +32,7 @@ _PLACES = {
     "load": "registry",
     "names": "registry",
     "save_weights": "weights",
+    "set_topk": "topk",
 }
 __all__ = list(_PLACES)
 

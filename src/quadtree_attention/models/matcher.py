@@ -47,6 +47,21 @@ _MATCHES_AT_ONCE = 2**12
 
 
 @dataclass(frozen=True)
+class Maps:
+    """What the CNN makes of a batch of images.
+
+    Args:
+        coarse: Coarse map (B, C, H, W).
+        fine: Fine map (B, c, h, w).
+        mask: Visible cells of the coarse map (B, H, W), or None for all.
+    """
+
+    coarse: Tensor
+    fine: Tensor
+    mask: Tensor | None
+
+
+@dataclass(frozen=True)
 class Features:
     """What the matcher knows of a batch of image pairs before it matches.
 
@@ -199,35 +214,65 @@ class LoFTR(nn.Module):
         """Pixels from the centre of a fine window to the centre of its outermost cell."""
         return float(FINE_STRIDE * (self.fine_windows.size // 2))
 
-    def forward(self, data: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def forward(
+        self, data: Mapping[str, Tensor], *, threshold: float | None = None
+    ) -> dict[str, Tensor]:
         """Matches two images, or a batch of pairs.
 
         Args:
             data: `image0` (B, 1, H0, W0) and `image1` (B, 1, H1, W1), grey in [0, 1]; if parts of
                 them are padding, `mask0` (B, H0, W0) and `mask1` (B, H1, W1), True = visible.
+            threshold: A match has a confidence above it; None: that of the model.
 
         Returns:
             `keypoints0` and `keypoints1` (M, 2), (x, y) in pixels of the images given;
             `confidence` (M,), and `batch_indexes` (M,), the sample each match is from. By sample,
             then by the row and column of the coarse cell in image 0.
         """
-        return self.match(self.encode(data))
+        return self.match(self.encode(data), threshold)
 
     def encode(self, data: Mapping[str, Tensor]) -> Features:
         """The maps of both images; `data` as in `forward`."""
-        images, masks = _check_inputs(data)
-        pyramids = [_mask_pyramid(mask) for mask in masks]
-        acting = pyramids if self.masks_in_attention else [_mask_pyramid(None)] * 2
-        (coarse0, fine0), (coarse1, fine1) = self._maps(images, acting)
-        coarse0, coarse1 = self.coarse_transformer(
-            self._with_position(coarse0), self._with_position(coarse1), acting[0][3], acting[1][3]
+        image0, image1, mask0, mask1 = _check_inputs(data)
+        # One batch for the norms in training, and for speed where it is small.
+        together = self.training or image0[:, 0].numel() <= _PIXELS_AT_ONCE
+        if image0.shape != image1.shape or not together:
+            return self._transformed(self.maps(image0, mask0), self.maps(image1, mask1))
+        both = self.maps(torch.cat([image0, image1]), stack_masks(mask0, mask1))
+        coarse, fine = both.coarse.chunk(2), both.fine.chunk(2)
+        seen = (None, None) if both.mask is None else both.mask.chunk(2)
+        return self._transformed(
+            Maps(coarse[0], fine[0], None if mask0 is None else seen[0]),
+            Maps(coarse[1], fine[1], None if mask1 is None else seen[1]),
         )
-        return Features(coarse0, coarse1, fine0, fine1, pyramids[0][3], pyramids[1][3])
 
-    def match(self, features: Features) -> dict[str, Tensor]:
+    def maps(self, image: Tensor, mask: Tensor | None = None) -> Maps:
+        """The maps that `pair` takes, of one image, or of a batch.
+
+        Args:
+            image: (B, 1, H, W), grey in [0, 1].
+            mask: (B, H, W), True = visible, if parts of it are padding.
+        """
+        _check_image("image", image, "mask", mask)
+        pyramid = _mask_pyramid(mask)
+        acting = pyramid if self.masks_in_attention else _mask_pyramid(None)
+        return Maps(*self.backbone(image, acting), pyramid[3])
+
+    def pair(
+        self, maps0: Maps, maps1: Maps, *, threshold: float | None = None
+    ) -> dict[str, Tensor]:
+        """The result of `forward`, up to rounding, from maps of two images made one by one."""
+        if len(maps0.coarse) != len(maps1.coarse):
+            raise ShapeError(
+                "maps0 and maps1 must have the same batch size, got "
+                f"{len(maps0.coarse)} and {len(maps1.coarse)}; pass maps of as many images"
+            )
+        return self.match(self._transformed(maps0, maps1), threshold)
+
+    def match(self, features: Features, threshold: float | None = None) -> dict[str, Tensor]:
         """The result of `forward`, from the maps."""
         matches = self.coarse_matching(
-            features.coarse0, features.coarse1, features.mask0, features.mask1
+            features.coarse0, features.coarse1, features.mask0, features.mask1, threshold
         )
         step = _MATCHES_AT_ONCE
         parts = [
@@ -276,18 +321,13 @@ class LoFTR(nn.Module):
         points0, points1 = there.keypoints0 + back.keypoints1, there.keypoints1 + back.keypoints0
         return points0 / 2, points1 / 2
 
-    def _maps(
-        self, images: Sequence[Tensor], masks: Sequence[Sequence[Tensor | None]]
-    ) -> list[tuple[Tensor, Tensor]]:
-        """Coarse and fine map of either image."""
-        image0, image1 = images
-        # One batch for the norms in training, and for speed where it is small.
-        together = self.training or image0[:, 0].numel() <= _PIXELS_AT_ONCE
-        if image0.shape != image1.shape or not together:
-            return [self.backbone(*pair) for pair in zip(images, masks, strict=True)]
-        stacked = [stack_masks(*pair) for pair in zip(*masks, strict=True)]
-        coarse, fine = self.backbone(torch.cat([image0, image1]), stacked)
-        return list(zip(coarse.chunk(2), fine.chunk(2), strict=True))
+    def _transformed(self, maps0: Maps, maps1: Maps) -> Features:
+        """What the transformer makes of the coarse maps, with the fine ones."""
+        acting = (maps0.mask, maps1.mask) if self.masks_in_attention else (None, None)
+        coarse0, coarse1 = self.coarse_transformer(
+            self._with_position(maps0.coarse), self._with_position(maps1.coarse), *acting
+        )
+        return Features(coarse0, coarse1, maps0.fine, maps1.fine, maps0.mask, maps1.mask)
 
     def _with_position(self, x: Tensor) -> Tensor:
         """(B, C, H, W) -> (B, H, W, C) with the position encoding added."""
@@ -308,33 +348,37 @@ def _cell_points(cells: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
     return torch.stack([cells % columns, cells // columns], dim=1).to(dtype) * COARSE_STRIDE
 
 
-def _check_inputs(data: Mapping[str, Tensor]) -> tuple[list[Tensor], list[Tensor | None]]:
+def _check_image(name: str, image: Tensor, mask_name: str, mask: Tensor | None) -> None:
+    if image.ndim != 4 or image.shape[1] != 1 or 0 in image.shape[2:]:
+        raise ShapeError(
+            f"{name} must be (batch, 1, y, x), grey, with at least one pixel, got "
+            f"{name}.shape={tuple(image.shape)}; average the channels of a colour image"
+        )
+    if not image.is_floating_point():
+        raise DTypeError(
+            f"{name} must be floating point, in [0, 1], got {name}.dtype={image.dtype}; "
+            "divide bytes by 255"
+        )
+    check_mask(mask_name, mask, name, (image.shape[0], *image.shape[2:]), image.device)
+
+
+def _check_inputs(
+    data: Mapping[str, Tensor],
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """The two images and their masks."""
     if missing := [name for name in ("image0", "image1") if name not in data]:
         raise OptionError(
             f"data must have image0 and image1, got {', '.join(data) or 'nothing'}; "
             f"add {' and '.join(missing)}"
         )
-    images, masks = [], []
-    for i in range(2):
-        name, image, mask = f"image{i}", data[f"image{i}"], data.get(f"mask{i}")
-        if image.ndim != 4 or image.shape[1] != 1 or 0 in image.shape[2:]:
-            raise ShapeError(
-                f"{name} must be (batch, 1, y, x), grey, with at least one pixel, got "
-                f"{name}.shape={tuple(image.shape)}; average the channels of a colour image"
-            )
-        if not image.is_floating_point():
-            raise DTypeError(
-                f"{name} must be floating point, in [0, 1], got {name}.dtype={image.dtype}; "
-                "divide bytes by 255"
-            )
-        check_mask(f"mask{i}", mask, name, (image.shape[0], *image.shape[2:]), image.device)
-        images.append(image)
-        masks.append(mask)
-    if images[0].shape[0] != images[1].shape[0]:
+    image0, image1 = data["image0"], data["image1"]
+    mask0, mask1 = data.get("mask0"), data.get("mask1")
+    _check_image("image0", image0, "mask0", mask0)
+    _check_image("image1", image1, "mask1", mask1)
+    if image0.shape[0] != image1.shape[0]:
         raise ShapeError(
             "image0 and image1 must have the same batch size, got "
-            f"image0.shape={tuple(images[0].shape)}, image1.shape={tuple(images[1].shape)}; "
+            f"image0.shape={tuple(image0.shape)}, image1.shape={tuple(image1.shape)}; "
             "use Tensor.expand to match one image with many"
         )
-    return images, masks
+    return image0, image1, mask0, mask1

@@ -240,6 +240,13 @@ def load_with_card(
     card = complete_card(read_card(described), path, task)
     network = create(card["model"], **{**card["kwargs"], **overrides})
     fill(network, path, tensors)
+    if topk := card.get("topk"):
+        from quadtree_attention.models.topk import set_topk
+
+        try:
+            set_topk(network, topk)
+        except OptionError as error:
+            raise CheckpointError(f"the card of {path} does not fit: {error}") from error
     return card, network
 
 

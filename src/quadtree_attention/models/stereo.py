@@ -84,7 +84,7 @@ class STTR(nn.Module):
         mlp_ratio: Hidden channels per channel of the MLPs; 0 leaves them out, as STTR does.
         stride: Pixels per cell of the transformer: 2, 3 (as in STTR) or 4.
         iterations: Of Sinkhorn.
-        max_disparity: Largest disparity in pixels; None is the width.
+        max_disparity: Largest disparity in pixels, unless `forward` gets another; None: the width.
         refine_dim: Channels of the refinement at full resolution.
         context: Channels at 1/4, 1/8, 1/16 and 1/32 of what refines before it, knowing all of the
             image; empty leaves it out, as STTR does.
@@ -152,14 +152,14 @@ class STTR(nn.Module):
         Args:
             data: `image0` and `image1` (B, 3, H, W) in [0, 1], left and right.
             true_disparity: (B, H, W) pixels, to be told how probable it is (in training).
-            max_disparity: Largest disparity in pixels; None: the attribute of that name.
+            max_disparity: Largest disparity in pixels; None: that of the network.
         """
-        max_disparity = self.max_disparity if max_disparity is None else max_disparity
         image0, image1 = _check_inputs(data)
         size = image0.shape[2:]
         features0, features1 = self._encode(image0, image1)
         truth = None if true_disparity is None else self.at_cells(true_disparity) / self.stride
-        most = None if max_disparity is None else max_disparity / self.stride
+        limit = self.max_disparity if max_disparity is None else max_disparity
+        most = None if limit is None else limit / self.stride
         read = self.assignment(features0, features1, truth, most)
         raw_disparity, raw_occlusion = read.disparity * self.stride, 1 - read.matched
         coarse = torch.stack([raw_disparity, raw_occlusion], dim=1)

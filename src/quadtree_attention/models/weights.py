@@ -24,6 +24,7 @@ import os
 import pickle
 import re
 import warnings
+import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -51,6 +52,7 @@ _PLAIN_DATA: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = [
     *(type(np.dtype(name)) for name in ("float64", "float32", "int64", "int32", "bool")),
     *((_numpy_scalar, f"numpy.{core}.multiarray.scalar") for core in ("core", "_core")),
 ]
+_UNPACKED = 10  # times as large as the file, beside 64 MiB: more than weights can be compressed
 _WRAPPERS = ("module.", "_orig_mod.")  # DistributedDataParallel, torch.compile
 
 
@@ -243,6 +245,7 @@ def _load(path: Path) -> object:
             return load_file(path)
         except (SafetensorError, OSError) as error:
             raise _unreadable(path, "safetensors") from error
+    _check_unpacked(path)
     try:
         with torch.serialization.safe_globals(_PLAIN_DATA), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about pickles that fail with an error anyway
@@ -257,6 +260,21 @@ def _load(path: Path) -> object:
         raise _unreadable(path, "torch.save") from error
     except Exception as error:  # damaged files fail in every possible way
         raise _unreadable(path, "torch.save") from error
+
+
+def _check_unpacked(path: Path) -> None:
+    """Refuses a file that unpacks to much more than it holds, before any of it is unpacked."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            unpacked = sum(entry.file_size for entry in archive.infolist())
+    except (zipfile.BadZipFile, OSError):
+        return  # an older format, which is not compressed, or damaged
+    if unpacked > _UNPACKED * (packed := path.stat().st_size) + 2**26:
+        raise CheckpointError(
+            f"{path} has {packed / 2**20:.1f} MiB and unpacks to {unpacked / 2**20:,.0f} MiB, as "
+            "no weights do; nothing was unpacked; torch.save compresses nothing, so save it again "
+            "where it was made"
+        )
 
 
 def _unreadable(path: Path, kind: str) -> CheckpointError:
@@ -298,7 +316,8 @@ def _inside(path: Path) -> dict[str, Any]:
     try:
         match json.loads(text):
             case {"model": str(), "kwargs": dict(), **others} as card:
-                if isinstance(others.get("task", ""), str):
+                task, topk = others.get("task", ""), others.get("topk", {})
+                if isinstance(task, str) and isinstance(topk, dict):
                     return {key: card[key] for key in _INSIDE if key in card}
     except (ValueError, RecursionError):  # not JSON
         pass

@@ -100,3 +100,19 @@ def test_what_is_refused():
         RowAttention(12, 2)
     with pytest.raises(OptionError, match="attention must be full, quadtree_a, quadtree_b, got"):
         RowAttention(16, 2, "linear")
+
+
+@pytest.mark.parametrize("dim", [4, 8, 24])
+def test_turned_is_a_rotation_by_the_column(dim):
+    """By waves of 1 to 256 cells per radian in equal ratios; half of the channels stay."""
+    torch.manual_seed(0)
+    x = torch.randn(2, 37, 3, dim, dtype=torch.float64)
+    pairs = dim // 4
+    expected = x.clone()
+    for i in range(pairs):
+        wave = 256 ** (i / max(1, pairs - 1))
+        number = torch.complex(x[..., i], x[..., pairs + i])
+        angle = torch.arange(37, dtype=torch.float64)[:, None] / wave
+        number = number * torch.polar(torch.ones_like(angle), angle)
+        expected[..., i], expected[..., pairs + i] = number.real, number.imag
+    assert torch.allclose(turned(x), expected, atol=1e-12)

@@ -129,16 +129,24 @@ class CoarseMatching(nn.Module):
 
     @torch.no_grad()
     def forward(
-        self, map0: Tensor, map1: Tensor, mask0: Tensor | None, mask1: Tensor | None
+        self,
+        map0: Tensor,
+        map1: Tensor,
+        mask0: Tensor | None,
+        mask1: Tensor | None,
+        threshold: float | None = None,
     ) -> CoarseMatches:
-        """What `select` finds in `confidence`, for maps of any size: never holds a large matrix."""
+        """What `select` finds in `confidence`, for maps of any size: never holds a large matrix.
+
+        Another `threshold` replaces that of the module.
+        """
         with torch.autocast(map0.device.type, enabled=False):
             similarity = self._similarity(map0, map1, mask0, mask1, self.max_entries)
             scores, columns, rows = similarity.best(*self._potentials(similarity))
         grid0, grid1 = map0.shape[1:3], map1.shape[1:3]
         allowed0 = self._allowed((grid0[0], grid0[1]), mask0, scores)
         allowed1 = self._allowed((grid1[0], grid1[1]), mask1, scores)
-        return self._mutual(scores.exp(), columns, rows, allowed0, allowed1)
+        return self._mutual(scores.exp(), columns, rows, allowed0, allowed1, threshold)
 
     def extra_repr(self) -> str:
         return (
@@ -188,10 +196,17 @@ class CoarseMatching(nn.Module):
         return inside.flatten(1)
 
     def _mutual(
-        self, scores: Tensor, columns: Tensor, rows: Tensor, allowed0: Tensor, allowed1: Tensor
+        self,
+        scores: Tensor,
+        columns: Tensor,
+        rows: Tensor,
+        allowed0: Tensor,
+        allowed1: Tensor,
+        threshold: float | None = None,
     ) -> CoarseMatches:
         cells = torch.arange(columns.shape[1], device=columns.device)
-        kept = (rows.gather(1, columns) == cells) & (scores > self.threshold)
+        least = self.threshold if threshold is None else threshold
+        kept = (rows.gather(1, columns) == cells) & (scores > least)
         kept &= allowed0 & allowed1.gather(1, columns)
         batch_indexes, cells0 = kept.nonzero(as_tuple=True)
         return CoarseMatches(

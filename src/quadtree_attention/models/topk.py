@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""K of the quadtree layers of a network, layer by layer."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+from torch import nn
+
+from quadtree_attention import checks
+from quadtree_attention.errors import OptionError
+from quadtree_attention.models.parts.row_attention import RowAttention
+from quadtree_attention.nn.attention import QuadtreeAttention
+from quadtree_attention.ops.problem import check_topk
+
+
+def quadtree_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the layers with quadtree attention by their names in the network."""
+    return {
+        name: layer
+        for name, layer in model.named_modules()
+        if isinstance(layer, QuadtreeAttention)
+        or (isinstance(layer, RowAttention) and layer.attention != "full")
+    }
+
+
+def set_topk(model: nn.Module, topk: Mapping[str, int | Sequence[int]]) -> None:
+    """Set how many cells layers keep per query cell; all are set, or none.
+
+    Args:
+        model: A network with quadtree attention.
+        topk: By the name of a layer: one number, or one per level that selects, coarse -> fine.
+
+    Raises:
+        OptionError: The network has no such layer, or the layer accepts no such number.
+
+    Example:
+        >>> from quadtree_attention import models
+        >>> model = models.create("test_quadtree")
+        >>> set_topk(model, {"stages.0.blocks.0.attn": (8, 4, 2)})
+        >>> model.stages[0].blocks[0].attn.topk
+        (8, 4, 2)
+    """
+    layers, checked = quadtree_layers(model), {}
+    for name, value in topk.items():
+        checks.known(name, layers, "a quadtree layer")
+        try:
+            checked[name] = check_topk(value, cast(Any, layers[name]).num_levels)
+        except OptionError as error:
+            raise OptionError(f"{name}: {error}") from error
+    for name, values in checked.items():
+        cast(Any, layers[name]).topk = values
