@@ -42,11 +42,11 @@ def refused(*options: str) -> str:
 
 
 def test_text_then_the_same_scores_from_the_files():
-    first = run(*BASE, "--out", "out")
+    first = run(*BASE, "--save", "out")
     assert (first.exit_code, first.stderr) == (0, "")
     head, table = first.stdout.split("\n\n")
-    rows = {line[:14].strip(): line[14:].strip() for line in head.splitlines()}
-    assert (rows["images"], rows["label maps"], rows["options"]) == ("2", "out", "as trained")
+    rows = dict(line.split(maxsplit=1) for line in head.splitlines())
+    assert list(rows) == ["images", "miou", "accuracy", "class_accuracy"] and rows["images"] == "2"
     titles, *classes = table.splitlines()
     assert titles.split() == ["class", "IoU", "%", "recall", "%", "pixels"]
     assert {line.split()[0] for line in classes} == {"sky", "road", "car"}
@@ -56,11 +56,11 @@ def test_text_then_the_same_scores_from_the_files():
     listed = {line.split()[0]: float(line.split()[1]) for line in classes}
     assert listed == pytest.approx({r["name"]: r["iou"] for r in scores["rows"]}, abs=0.006)
 
-    again = run(*BASE, "--out", "out", "--json")
+    again = run(*BASE, "--save", "out", "--json")
     assert json.loads(again.stdout) == scores
-    told = refused(*BASE, "--out", "out", "--window", "32")
+    told = refused(*BASE, "--save", "out", "--window", "32")
     assert "window None there, 32 now; stride None there, 21 now" in told
-    assert run(*BASE, "--out", "out", "--window", "32", "--force").exit_code == 0
+    assert run(*BASE, "--save", "out", "--window", "32", "--force").exit_code == 0
 
 
 def test_bad_images_are_told():
@@ -68,26 +68,27 @@ def test_bad_images_are_told():
     Path("data/labels/val/2.png").write_bytes(b"hello")
     result = run(*BASE)
     assert result.exit_code == 0
-    left_out, skipped, missing = result.stderr.splitlines()
-    assert left_out.startswith("quadtree: left out 1 files: data/labels/val/2.png: has no image")
-    assert skipped.startswith("quadtree: skipped: cannot decode data/images/val/0.png")
-    assert missing == "quadtree: left out 1 images with no label map: 0"
-    assert Path("label_maps/1.png").exists()
-    strict = run(*BASE, "--strict", "--out", "other")
+    skipped, missing = result.stderr.splitlines()
+    assert skipped.startswith("quadtree: skipped 2: data/labels/val/2.png: has no image in")
+    assert "; cannot decode data/images/val/0.png" in skipped
+    assert missing == "quadtree: 1 without predictions: 0"
+    assert Path("segment-predictions/1.png").exists()
+    Path("data/labels/val/2.png").unlink()
+    strict = run(*BASE, "--strict", "--save", "other")
     assert strict.exit_code == 2 and "mend it, or leave out --strict" in strict.stderr
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ((), "evaluating needs the truth, got no --data"),
-        (("--data", "data"), "evaluating needs WEIGHTS, got none"),
+        ((), "evaluating needs the data, got no --data"),
+        (("--data", "data"), "no weights of the task segment come with the package"),
         (("--data", "nowhere", "best.safetensors"), "there is no folder nowhere"),
         (
             ("--data", "data", "--predictions", "nowhere"),
             "there is no folder 'nowhere' of predictions",
         ),
-        ((*BASE, "--predictions", "out"), "got WEIGHTS, --device as well"),
+        ((*BASE, "--predictions", "out"), "--predictions excludes [WEIGHTS], --device"),
         ((*BASE, "--split", "test"), "there is no folder data/images/test"),
     ],
 )

@@ -66,7 +66,7 @@ def expected():
 def test_one_image():
     done = run("photos/0.png")
     assert (done.exit_code, done.stderr) == (0, "")
-    name, *shares, facts = done.stdout.splitlines()
+    name, *shares, facts, written = done.stdout.splitlines()
     found = expected()
     assert name == "photos/0.png"
     assert [line.split()[-1] for line in shares] == list(found.shares())
@@ -74,7 +74,7 @@ def test_one_image():
         [100 * share for share in found.shares().values()], abs=0.06
     )
     assert f"mean confidence {found.confidence:.2f}" in facts
-    assert facts.endswith("written to segments.png")
+    assert written == "  written  segments.png"
     with Image.open("segments.png") as picture:
         assert picture.width > 44
 
@@ -82,7 +82,7 @@ def test_one_image():
 def test_picture_and_label_map_of_one_image():
     result = run("photos/0.png", "--out", "a.jpg", "--save", "labels.png")
     assert (result.exit_code, result.stderr) == (0, "")
-    assert "written to a.jpg and labels.png" in result.stdout
+    assert result.stdout.endswith("  written  a.jpg, labels.png\n")
     assert files() == ["a.jpg", "labels.png"]
     assert np.array_equal(read_label_map("labels.png"), expected().labels)
 
@@ -90,12 +90,11 @@ def test_picture_and_label_map_of_one_image():
 def test_many_images_go_to_folders():
     result = run("photos", "--out", "deep/pictures", "--save", "labels")
     assert (result.exit_code, result.stderr) == (0, "")
-    assert files() == ["deep/pictures/0.png", "deep/pictures/1.png", "labels/0.png", "labels/1.png"]
+    labels = ["labels/0.png", "labels/1.png", "labels/settings.json"]
+    assert files() == ["deep/pictures/0.png", "deep/pictures/1.png", *labels]
     assert np.array_equal(read_label_map("labels/0.png"), expected().labels)
-    assert [line for line in result.stdout.splitlines() if line[0] != " "] == [
-        "photos/0.png",
-        "photos/1.png",
-    ]
+    names = [line for line in result.stdout.splitlines() if line[0] != " "]
+    assert names == ["photos/0.png", "photos/1.png", "saved        labels"]
     assert run("photos").exit_code == 0
     assert files("segments") == ["segments/0.png", "segments/1.png"]
 
@@ -118,15 +117,16 @@ def test_json_and_bad_images():
 def test_a_bad_image_leaves_nothing_behind():
     result = run("bad.jpg", "photos/1.png", "--out", "out", "--save", "labels")
     assert result.exit_code == 1 and result.stderr.count("\n") == 1
-    assert files() == ["labels/1.png", "out/1.png"]
+    assert files() == ["labels/1.png", "labels/settings.json", "out/1.png"]
 
 
 def test_windows_and_size():
     assert run("photos/0.png", "--save", "whole.png").exit_code == 0
     assert run("photos/0.png", "--save", "covered.png", "--window", "64").exit_code == 0
-    options = ("--window", "24", "--stride", "20", "--size", "40")
+    options = ("--window", "24", "--stride", "20", "--shorter-side", "40")
     result = run("photos/0.png", "--save", "sliding.png", *options)
     assert "seen at 59x40" in result.stdout
+    assert "seen at 40x27" in run("photos/0.png", "--size", "40").stdout
     assert Path("whole.png").read_bytes() == Path("covered.png").read_bytes()
     assert Path("whole.png").read_bytes() != Path("sliding.png").read_bytes()
 
@@ -141,7 +141,8 @@ def test_a_folder_without_images():
 
 def test_without_weights():
     told = refused("photos/0.png", weights=False)
-    assert "quadtree train segment --config RECIPE" in told and "best.safetensors" in told
+    assert "no weights of the task segment come with the package" in told
+    assert "quadtree train" in told
 
 
 @pytest.mark.parametrize(
@@ -153,18 +154,27 @@ def test_without_weights():
         (["photos/0.png", "--save", "a.jpg"], "results are written as .png, got 'a.jpg'"),
         (["photos/0.png", "--out", "no/a.png"], "there is no directory 'no' to write to"),
         (["photos", "--out", "photos"], "'photos/0.png' is an input, it must not be replaced"),
-        (["photos", "--out", "x", "--save", "x"], "two results would be 'x/0.png'"),
-        (["photos/0.png", "photos/0.png", "--out", "x"], "two results would be 'x/0.png'"),
+        (["photos", "--out", "x", "--save", "x"], "--out and --save are both 'x'"),
+        (["photos/0.png", "photos/0.png", "--out", "x"], "have the same name"),
+        (["photos/0.png", "--out", "x.png", "--save", "x.png"], "two results would be 'x.png'"),
         (["photos/0.png", "--stride", "8"], "got stride 8 and window None"),
         (["photos/0.png", "--window", "8", "--stride", "9"], "stride must be from 1 to the window"),
-        (["photos/0.png", "--size", "0"], "shorter_side must be at least 1, got 0"),
-        (["photos/0.png", "--out", "bad.jpg/x"], "cannot be made: Not a directory"),
+        (["photos/0.png", "--size", "0"], "size must be at least 1, got 0"),
+        (["photos", "--out", "bad.jpg/x"], "cannot be made: Not a directory"),
     ],
 )
 def test_mistakes(options, message):
     before = os.listdir()
     assert message in refused(*options)
     assert os.listdir() == before
+
+
+def test_bars_without_blocks():
+    arguments = ["segment", "photos/0.png", "--weights", "best.safetensors", "--device", "cpu"]
+    result = typer_testing.CliRunner(charset="ascii").invoke(app, arguments)
+    (line, *_) = (line for line in result.stdout.splitlines() if "%" in line)
+    share = max(expected().shares().values())
+    assert "?" not in line and line.count("#") == pytest.approx(20 * share, abs=0.51)
 
 
 def test_help():

@@ -145,8 +145,12 @@ def say(text: str) -> None:
 
 
 def printable(text: str) -> str:
-    """The text with ? for what standard output has no character for."""
+    """The text with # for bars, and ? for what else standard output has no character for."""
+    from quadtree_attention.tasks.contract import BLOCKS
+
     encoding = sys.stdout.encoding or "ascii"
+    if BLOCKS.encode(encoding, "replace").decode(encoding) != BLOCKS:
+        text = text.translate({ord(c): "#" if i >= 4 else " " for i, c in enumerate(BLOCKS)})
     return text.encode(encoding, "replace").decode(encoding)
 
 

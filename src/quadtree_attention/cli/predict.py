@@ -74,6 +74,10 @@ def predict_images(
     stored = save is not None and many  # in a store
     if save is not None and (not many or codec.together):
         checked_suffix(save, codec)
+    elif save is not None and save.suffix.lower() in codec.suffixes and not save.is_dir():
+        raise _no_folder("--save", save, paths)
+    if stored and out is not None and os.path.realpath(out) == os.path.realpath(save):
+        raise OptionError(f"--out and --save are both {str(out)!r}; give each its own name")
     jobs = plan_jobs(paths, out, None if stored else save, many=many)
     predictor = make_predictor(context, task, own)
     source = Items(names_of(paths), [(path,) for path in paths], read=read_image)
@@ -246,9 +250,7 @@ def plan_jobs(
     names = names_of(paths) if many and out is not None else []
     if out is not None and many:
         if out.suffix.lower() in FORMATS and not out.is_dir():
-            raise OptionError(
-                f"--out must be a folder for {len(paths)} images, got {str(out)!r}; name one"
-            )
+            raise _no_folder("--out", out, paths)
         make_folder(out)
         jobs = [Job(picture=out / f"{name}.png") for name in names]
     elif out is not None and out.is_dir():
@@ -258,6 +260,12 @@ def plan_jobs(
     inputs = [path for path in paths if path != STDIN]
     check_targets([job.picture for job in jobs], [save], inputs)
     return jobs
+
+
+def _no_folder(option: str, given: Path, paths: Sequence[str]) -> OptionError:
+    return OptionError(
+        f"{option} must be a folder for {len(paths)} images, got {str(given)!r}; name one"
+    )
 
 
 def check_targets(
