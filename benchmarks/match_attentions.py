@@ -73,7 +73,7 @@ from quadtree_attention.models.weights import (
 
 if TYPE_CHECKING:  # training goes without OpenCV, which these need
     from benchmarks.matching import Method
-    from quadtree_attention.tasks.match.pairs import PairLine
+    from quadtree_attention.tasks.match.readers import PairLine
 
 PROGRAM = "python -m benchmarks.match_attentions"
 RECIPES = ROOT / "recipes" / "match"
@@ -381,11 +381,13 @@ def _errors(row: dict[str, Any]) -> dict[str, list[float | None]]:
 
 def _method(candidate: Candidate, size: int) -> "Method":
     from benchmarks.matching import Method, sift
-    from quadtree_attention.tasks.match.predictor import Matcher
+    from quadtree_attention.tasks import Matcher
 
     if candidate.path is None:
         return Method(SIFT, sift, {})
-    return Method(candidate.path.stem, Matcher(candidate.path, device="cpu", size=size), {})
+    return Method(
+        candidate.path.stem, Matcher.from_pretrained(candidate.path, device="cpu", size=size), {}
+    )
 
 
 def _prepare(name: str, options: Namespace, work: Path) -> "tuple[Path, list[PairLine]]":
@@ -400,7 +402,7 @@ def prepare_scenes(recipe: Recipe, options: Namespace, work: Path) -> "tuple[Pat
     """Renders the scenes of a recipe under a seed that training does not use; images and pairs."""
     from benchmarks.matching import _words
     from quadtree_attention.tasks.match.data import MatchData
-    from quadtree_attention.tasks.match.pairs import read_pairs
+    from quadtree_attention.tasks.match.readers import read_pairs
 
     work.mkdir(parents=True, exist_ok=True)
     more = {"textures": options.textures, "val_pairs": options.pairs, "batch_size": 1}

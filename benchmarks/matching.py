@@ -15,7 +15,7 @@ import sys
 import time
 from argparse import Namespace
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -41,11 +41,14 @@ from benchmarks.program import (
 from benchmarks.tables import RESULTS, ROOT
 from quadtree_attention.errors import QuadtreeAttentionError
 from quadtree_attention.files import file_sha256
-from quadtree_attention.images import ImageLike, to_image
-from quadtree_attention.tasks.match.evaluate import Scores, evaluate
-from quadtree_attention.tasks.match.metrics import Array
-from quadtree_attention.tasks.match.pairs import PairLine, read_pairs
-from quadtree_attention.tasks.match.predictor import SIZE, Matcher, Matches
+from quadtree_attention.images import Array, ImageLike, to_image
+from quadtree_attention.tasks import Matcher, Matches, Scores
+from quadtree_attention.tasks.evaluation import score
+from quadtree_attention.tasks.match import TASK
+from quadtree_attention.tasks.match.metrics import ESTIMATORS, THRESHOLDS
+from quadtree_attention.tasks.match.predictor import SIZE
+from quadtree_attention.tasks.match.readers import PairLine, PairsSource, read_pairs
+from quadtree_attention.tasks.store import Store
 
 PROGRAM = "python -m benchmarks.matching"
 DATA = ROOT.parent / "shared" / "data" / "matching"
@@ -140,10 +143,10 @@ def measure(
     folder.mkdir(parents=True, exist_ok=True)
     seconds = []
     for pair in pairs:
-        matches = method.match(*pair.read_images(images))
+        matches = method.match(*pair.read_images())
         matches.save(folder / f"{pair.name}.npz")
         seconds.append(matches.seconds)
-    scores = evaluate(pairs, folder, images=images)
+    scores = score(TASK, PairsSource(pairs), Store.open(folder, TASK))
     return {
         "set": name,
         "method": method.name,
@@ -154,11 +157,30 @@ def measure(
 
 def _row(scores: Scores) -> dict[str, Any]:
     """All pairs of a set are of one kind."""
-    found = scores.as_dict()
-    kind = "homography" if scores.pose is None else "pose"
-    kept = ("name", "matches", "precision", "errors")
-    details = [{key: pair[key] for key in kept} for pair in found["pairs"]]
-    return {"kind": kind, **found[kind], "settings": asdict(scores.settings), "details": details}
+    found = scores.to_dict()
+    mean, facts, rows = found["mean"], found["facts"], found["rows"]
+    kind = rows[0]["kind"]
+    estimators = {
+        name: {
+            "auc": {f"{t:g}": mean[f"{kind}_{name}_auc{t:g}"] for t in THRESHOLDS[kind]},
+            "median": mean[f"{kind}_{name}_median"],
+            "failed": facts[f"{kind}_{name}_failed"],
+        }
+        for name in sorted(ESTIMATORS)
+    }
+    details = [
+        {key: row[key] for key in ("name", "matches", "precision")}
+        | {"errors": {name: row[f"error_{name}"] for name in estimators}}
+        for row in rows
+    ]
+    return {
+        "kind": kind,
+        **{key: facts[f"{kind}_{key}"] for key in ("pairs", "missing")},
+        **{key: mean[f"{kind}_{key}"] for key in ("matches", "precision")},
+        "estimators": estimators,
+        "settings": {key: facts[key] for key in ("pose_pixels", "epipolar", "side")},
+        "details": details,
+    }
 
 
 def describe(argv: Sequence[str], options: Namespace) -> dict[str, Any]:
@@ -199,7 +221,7 @@ def sift(image0: ImageLike, image1: ImageLike, *, features: int = FEATURES) -> M
     )
     rows, columns, ratio = nearest(d0, d1)
     seconds = time.perf_counter() - began
-    return Matches(points0[rows], points1[columns], 1 - ratio, seconds)
+    return Matches(points0[rows], points1[columns], 1 - ratio, seconds=seconds)
 
 
 def _features(detector: Any, image: Array) -> tuple[Array, Array]:
@@ -236,10 +258,10 @@ def _sift_method(options: Namespace) -> list[Method]:
 def _matcher_methods(options: Namespace) -> list[Method]:
     made = []
     for name, path in options.weights or [(DEFAULT, None)]:
-        matcher = Matcher(path, device="cpu", size=options.size)
+        matcher = Matcher.from_pretrained(path, device="cpu", size=options.size)
         settings = {
             "model": matcher.card["model"],
-            "longer_side": matcher.size,
+            "longer_side": options.size,
             "weights_sha256": file_sha256(matcher.path),
         }
         made.append(Method(name, matcher, settings))
@@ -258,7 +280,7 @@ def prepare(name: str, data: Path, work: Path) -> tuple[Path, list[PairLine]]:
     images, lines = SETS[name](data / FOLDERS[name])
     path = work / "pairs.txt"
     path.write_text("\n".join(lines) + "\n")
-    return images, read_pairs(path)
+    return images, read_pairs(path, images)
 
 
 def _listed(folder: Path) -> tuple[Path, list[str]]:

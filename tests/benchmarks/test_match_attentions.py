@@ -135,8 +135,8 @@ def test_from_training_to_pictures(
 
 def assert_weights_are_those_of_the_runs(weights: Path, work: Path, result: dict) -> None:
     from quadtree_attention.files import file_sha256
+    from quadtree_attention.models.registry import load
     from quadtree_attention.models.weights import read_checkpoint
-    from quadtree_attention.tasks.match.predictor import load_matcher
 
     files = sorted(weights.iterdir())  # one a run, and nothing else: they travel as files
     assert [path.name for path in files] == ["linear-s3.safetensors", "quadtree-b-s3.safetensors"]
@@ -146,7 +146,7 @@ def assert_weights_are_those_of_the_runs(weights: Path, work: Path, result: dict
         best = read_checkpoint(work / path.stem / "best.safetensors")
         stored = read_checkpoint(path)
         assert {t.dtype for t in stored.values() if t.is_floating_point()} == {torch.float16}
-        load_matcher(path)
+        load(path)
         for name, tensor in stored.items():
             assert torch.equal(tensor, best[name].to(tensor.dtype)), name
 
@@ -157,7 +157,7 @@ def assert_scenes_are_new(folder: Path, program: ModuleType) -> None:
 
     from quadtree_attention.tasks.match.data import MatchData
     from quadtree_attention.tasks.match.module import images
-    from quadtree_attention.tasks.match.pairs import read_pairs
+    from quadtree_attention.tasks.match.readers import read_pairs
 
     pairs = read_pairs(folder / "pairs.txt")
     data = MatchData(**RECIPE["data"] | {"val_pairs": 2}, seed=program.HELD_OUT)

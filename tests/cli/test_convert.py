@@ -23,7 +23,6 @@ typer_testing = pytest.importorskip("typer.testing", reason="the command needs t
 from quadtree_attention.cli.main import app  # noqa: E402
 from quadtree_attention.models.registry import complete, load  # noqa: E402
 from quadtree_attention.models.weights import read_card, read_checkpoint  # noqa: E402
-from quadtree_attention.tasks.match.predictor import load_matcher  # noqa: E402
 
 pytestmark = [
     pytest.mark.usefixtures("only_reference"),
@@ -418,14 +417,14 @@ def test_quadtree_matchers_must_be_named():
     card = read_card("out.safetensors")
     assert card["kwargs"].items() >= {"topk": 6, "position": "legacy"}.items()
     assert card["command"].endswith("--model loftr_quadtree_outdoor --topk 6 --position legacy")
-    model = load_matcher("out.safetensors")[1]
+    model = load("out.safetensors")
     assert model.position == "legacy" and model.coarse_transformer.layers[0].attn.topk == (6, 6)
 
 
 def test_optimal_transport_is_told_by_its_tensor(loftr):
     converted(loftr | {"matcher.coarse_matching.bin_score": torch.ones(())})
     assert read_card("out.safetensors")["kwargs"]["matching"] == "optimal_transport"
-    assert load_matcher("out.safetensors")[1].coarse_matching.method == "optimal_transport"
+    assert load("out.safetensors").coarse_matching.method == "optimal_transport"
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ typer_testing = pytest.importorskip("typer.testing", reason="the command needs t
 
 from quadtree_attention.cli.main import app  # noqa: E402
 from tests.cli.test_info import command  # noqa: E402
-from tests.tasks.match.test_evaluate import (  # noqa: E402
+from tests.tasks.match.test_metrics import (  # noqa: E402
     homography_line,
     pose_line,
     save_scene,
@@ -65,17 +65,17 @@ def test_json_is_what_is_written():
     scores = json.loads(result.stdout)
     assert scores == json.loads(Path("scores.json").read_text())
     assert sorted(os.listdir()) == ["out", "pairs.txt", "poses.txt", "scores.json"]
-    assert scores["homography"] is None
-    assert (scores["pose"]["pairs"], scores["pose"]["missing"]) == (2, 1)
-    assert scores["pairs"][0]["matches"] == 200
-    assert scores["pairs"][1]["errors"] == {"opencv": None, "poselib": None}
+    assert "homography_pairs" not in scores["facts"]
+    assert (scores["facts"]["pose_pairs"], scores["facts"]["pose_missing"]) == (2, 1)
+    assert scores["rows"][0]["matches"] == 200
+    assert [scores["rows"][1][f"error_{name}"] for name in ("opencv", "poselib")] == [None, None]
 
 
 def test_options_act():
     options = ("--images", "out", "--json", "--side", "0", "--pose-pixels", "2", "--epipolar", "1")
     scores = json.loads(run(*BASE, *options).stdout)
-    assert scores["settings"] == {"pose_pixels": 2.0, "epipolar": 1.0, "side": 0}
-    assert scores["homography"]["estimators"]["poselib"]["median"] == pytest.approx(5, abs=1e-3)
+    assert {"pose_pixels": 2.0, "epipolar": 1.0, "side": 0}.items() <= scores["facts"].items()
+    assert scores["mean"]["homography_poselib_median"] == pytest.approx(5, abs=1e-3)
 
 
 def test_in_a_process(tmp_path):
@@ -83,7 +83,7 @@ def test_in_a_process(tmp_path):
     done = command("evaluate", "match", *options, "--images", str(tmp_path / "out"), "--json")
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("\n") == 1 and "gone0__gone1" in done.stderr
-    assert [pair["kind"] for pair in json.loads(done.stdout)["pairs"]] == [
+    assert [pair["kind"] for pair in json.loads(done.stdout)["rows"]] == [
         "pose",
         "pose",
         "homography",
@@ -97,10 +97,10 @@ def test_in_a_process(tmp_path):
         (["--pairs", "none.txt"], "none.txt"),
         (["--pairs", "bad.txt"], "bad.txt, line 2: "),
         (["--pairs", "untrue.txt"], "line 1 of the pairs, a0__a1, has no truth"),
-        (["--predictions", "nothing"], "there is no folder nothing of predictions"),
+        (["--predictions", "nothing"], "there is no folder 'nothing' of predictions"),
         (["--predictions", "empty"], "empty has predictions for none of 3 pairs, such as a0__a1"),
         (["--images", "empty"], "empty/wall0.png"),
-        (["--images", "nowhere"], "tell their sizes, got 'nowhere'; pass it (--images DIR)"),
+        (["--images", "nowhere"], "there is no folder of images 'nowhere'; check"),
         (["--images", "out", "--side", "-5"], "side must be"),
         (["--images", "out", "--pose-pixels", "0"], "pose_pixels must be above 0, got 0"),
         (["--images", "out", "--epipolar", "nan"], "epipolar must be above 0, got nan"),

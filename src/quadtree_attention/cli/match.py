@@ -12,7 +12,6 @@ from quadtree_attention.errors import OptionError
 
 if TYPE_CHECKING:
     from quadtree_attention.tasks import Matches
-    from quadtree_attention.tasks.match.pose import Pose
 
 HELP = """Find corresponding points of two images, and the relative camera pose.
 
@@ -96,7 +95,7 @@ def _match_two(context: typer.Context) -> None:
     from quadtree_attention.cli.predict import check_targets, make_predictor
     from quadtree_attention.images import to_image
     from quadtree_attention.tasks.contract import checked_suffix
-    from quadtree_attention.tasks.match.pose import ESTIMATORS, read_camera
+    from quadtree_attention.tasks.match.pose import read_camera
     from quadtree_attention.tasks.match.result import MatchesCodec
 
     o = context.params
@@ -121,31 +120,20 @@ def _match_two(context: typer.Context) -> None:
     images = to_image(inputs[0]), to_image(inputs[1])  # before the slow part
     predictor = make_predictor(context, "match", ("threshold", "top"))
     matches: Matches = predictor(*images)
-    poses: dict[str, Pose | None] = {}
     if None not in cameras:
-        poses = {name: matches.relative_pose(*cameras, estimator=name) for name in ESTIMATORS}
+        matches = matches.with_poses(*cameras)
     if save is not None:
         matches.save(save)
     if out is not None:
-        best = max(poses.values(), key=lambda p: 0 if p is None else p.inliers.sum(), default=None)
-        matches.draw(out, inliers=None if best is None else best.inliers)
-    cautions = [p.caution(len(matches)) for p in poses.values() if p is not None]
-    for sentence in (*matches.warnings, *dict.fromkeys(filter(None, cautions))):
+        matches.draw(out)
+    for sentence in matches.warnings:
         tell(f"warning: {sentence}")
     files = [str(path) for path in (out, save) if path is not None]
     if o["json"]:
         about: dict[str, Any] = {"image0": inputs[0], "image1": inputs[1], "written": files}
-        if poses:
-            about["poses"] = {name: pose and pose.to_dict() for name, pose in poses.items()}
         say_json(about | matches.to_dict())
         return
-    rows = {
-        f"by {name}": "no pose: the matches do not determine one"
-        if pose is None
-        else pose.to_text(len(matches))
-        for name, pose in poses.items()
-    }
-    rows |= {"device": str(predictor.device), "written": written(files)}
+    rows = {"device": str(predictor.device), "written": written(files)}
     say(matches.to_text() + "\n" + table(rows))
 
 
@@ -158,7 +146,7 @@ def _match_many(context: typer.Context) -> None:
     o = context.params
     if o["save"] is None:
         raise OptionError("--pairs needs --save OUT, a folder for the matches; name one")
-    source = open_source(o["pairs"], images=o["images"] or o["pairs"].parent)
+    source = open_source(o["pairs"], images=o["images"], truth=False)
     predictor = make_predictor(context, "match", ("threshold", "top"))
     rows, there = predict_pairs(
         predictor,

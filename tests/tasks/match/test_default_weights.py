@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from benchmarks.matching import DATA, DEFAULT, main
-from quadtree_attention.tasks.match.predictor import Matcher
+from quadtree_attention.tasks import Matcher
 from tests.conftest import ROOT
 
 SCENE = ROOT / "examples" / "images"
@@ -45,6 +45,13 @@ def test_swapped_images_give_the_same_points_swapped(matcher, found):
     ]
     assert len(same) > 0.99 * max(len(found.keypoints0), len(back.keypoints0))
     assert max(same) < 0.01  # pixels
+
+
+def test_black_images_match_nothing(matcher):
+    """The network itself tells cells apart by the border of the image, and finds matches."""
+    black = np.zeros((64, 64), np.uint8)
+    (raw,) = matcher.forward([matcher.preprocess(black, black)])
+    assert len(raw["confidence"]) > 5 and len(matcher(black, black)) == 0
 
 
 @pytest.mark.slow

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pictures of matches: where lines go, what they look like, and which are shown."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from PIL import Image
@@ -12,12 +14,14 @@ from quadtree_attention.tasks.match.draw import (
     COLOURS,
     HEADER,
     MAX_LINES,
+    OUTLIER,
     colours,
     draw,
     lay_out,
     spread,
 )
-from quadtree_attention.tasks.match.predictor import Matches
+from quadtree_attention.tasks.match.pose import Pose
+from quadtree_attention.tasks.match.result import Matches
 from quadtree_attention.viz.canvas import BACKGROUND
 
 
@@ -25,10 +29,12 @@ def grey(width: int, height: int) -> Image.Image:
     return Image.new("RGB", (width, height), (90, 90, 90))
 
 
-def some(count: int, *, images=None, seconds: float = 0.0) -> Matches:
+def some(count: int, *, images=(), seconds: float = 0.0) -> Matches:
     generator = np.random.default_rng(0)
     points = generator.uniform(0, (319, 199), (count, 2))
-    return Matches(points, points[::-1].copy(), generator.uniform(0, 1, count), seconds, images)
+    return Matches(
+        points, points[::-1].copy(), generator.uniform(0, 1, count), seconds=seconds, images=images
+    )
 
 
 def near(pixel: tuple[int, ...], expected: np.ndarray) -> bool:
@@ -39,7 +45,9 @@ def test_ends_and_line_of_a_match():
     points0, points1 = np.array([[100.0, 150.0]]), np.array([[20.0, 30.0]])
     images = grey(400, 300), grey(200, 400)
     for confidence, tone in ((0.0, COLOURS[0]), (1.0, COLOURS[-1])):
-        picture = draw(Matches(points0, points1, np.array([confidence]), 1.0, images))
+        picture = draw(
+            Matches(points0, points1, np.array([confidence]), seconds=1.0, images=images)
+        )
         # 800x600 and 400x800 pixels are shown, the first in the middle of the height
         ends = np.array([[201, 301 + HEADER + 100], [806 + 41, 61 + HEADER]])
         for x, y in ends:
@@ -102,6 +110,21 @@ def test_the_bar_tells_of_the_matches():
         bar(some(50, images=images), title="a.jpg, b.jpg"),
     }
     assert len(bars) == 6 and draw(some(0, images=images)).getpixel((2, 2)) == BACKGROUND
+
+
+def test_inliers_of_a_pose_are_in_colour():
+    points0, points1 = np.array([[100.0, 50.0], [100.0, 150.0]]), np.array([[20.0, 50.0]] * 2)
+    images = grey(320, 200), grey(320, 200)
+    pose = Pose(np.eye(3), np.array([1.0, 0, 0]), np.array([True, False]))
+    matches = Matches(points0, points1, np.ones(2), images=images)
+    posed = replace(matches, poses={"poselib": None, "opencv": pose})
+    (panel, _), picture, plain = lay_out((320, 200), (320, 200)), posed.draw(), matches.draw()
+    inlier, outlier = (tuple(int(x) for x in panel.place(point)) for point in posed.keypoints0)
+    assert near(picture.getpixel(inlier), COLOURS[-1])
+    assert near(plain.getpixel(outlier), COLOURS[-1])
+    assert near(picture.getpixel(outlier), np.array(OUTLIER))
+    bars = [image.crop((0, 0, 700, HEADER)).tobytes() for image in (picture, plain)]
+    assert bars[0] != bars[1]  # inliers are counted
 
 
 def test_draw_and_save(tmp_path):

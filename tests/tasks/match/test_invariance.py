@@ -12,7 +12,7 @@ pytest.importorskip("poselib", reason="estimators need the extra 'models'")
 from quadtree_attention.models.registry import create
 from quadtree_attention.models.weights import save_weights
 from quadtree_attention.synthetic import ProceduralTextures, homography_pairs
-from quadtree_attention.tasks.match.predictor import Matcher, Matches
+from quadtree_attention.tasks import Matcher, Matches
 
 KWARGS = {"dims": [16, 24, 32], "num_pairs": 2, "num_heads": 2, "fine_heads": 2, "topk": 4}
 # What an EXIF tag asks a viewer to do with the rows and columns that are stored.
@@ -45,7 +45,7 @@ def loose(tmp_path_factory):
     path = tmp_path_factory.mktemp("weights") / "tiny.safetensors"
     card = {"model": "loftr_quadtree_small", "kwargs": KWARGS, "task": "match"}
     save_weights(path, model.state_dict(), card)
-    return Matcher(path, threshold=0.0, device="cpu")
+    return Matcher.from_pretrained(path, threshold=0.0, device="cpu")
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +69,7 @@ def in_order(matches: Matches, cells: np.ndarray) -> tuple[np.ndarray, ...]:
 def cells_of(loose, image0, image1) -> np.ndarray:
     """Pairs of coarse cells (N, 2) in the order of the matches."""
     found = []
-    hook = loose.model.coarse_matching.register_forward_hook(lambda *args: found.append(args[2]))
+    hook = loose.network.coarse_matching.register_forward_hook(lambda *args: found.append(args[2]))
     loose(image0, image1)
     hook.remove()
     return torch.stack([found[0].cells0, found[0].cells1], dim=1).numpy()
@@ -90,7 +90,7 @@ def test_swapped_images_give_swapped_cells_and_points_within_the_fine_window(loo
     assert np.array_equal(swapped[0], cells)
     np.testing.assert_allclose(swapped[3], confidence, rtol=2e-4)
     moved0, moved1 = np.abs(points0 - swapped[2]), np.abs(points1 - swapped[1])
-    assert max(moved0.max(), moved1.max()) <= loose.model.window_radius == 4
+    assert max(moved0.max(), moved1.max()) <= loose.network.window_radius == 4
     assert min(moved0.max(), moved1.max()) > 0.1  # the refinement is real, and one-sided
     assert (points0 % 8 == 0).all() and (swapped[1] % 8 == 0).all()
 
@@ -98,7 +98,7 @@ def test_swapped_images_give_swapped_cells_and_points_within_the_fine_window(loo
 def test_swapped_images_give_swapped_points_where_both_are_refined(loose, photos, monkeypatch):
     first, second = photos
     one_sided = loose(first, second)
-    monkeypatch.setattr(loose.model, "symmetric", True)
+    monkeypatch.setattr(loose.network, "symmetric", True)
     there, back = loose(first, second), loose(second, first)
     _, points0, points1, confidence = in_order(there, cells_of(loose, first, second))
     _, *swapped = in_order(back, cells_of(loose, second, first)[:, ::-1])
@@ -106,7 +106,7 @@ def test_swapped_images_give_swapped_points_where_both_are_refined(loose, photos
     np.testing.assert_allclose(swapped[0], points1, rtol=0, atol=1e-4)
     np.testing.assert_allclose(swapped[2], confidence, rtol=2e-4)
     moved = np.abs(there.keypoints0 - one_sided.keypoints0)
-    assert 0.05 < moved.max() <= loose.model.window_radius / 2
+    assert 0.05 < moved.max() <= loose.network.window_radius / 2
 
 
 @pytest.mark.parametrize("tag", UPRIGHT)
@@ -148,8 +148,8 @@ def test_a_padded_batch_gives_what_single_images_give(loose, photos):
             batch[f"mask{i}"].append(F.pad(shown, space))
     data = {name: torch.stack(tensors) for name, tensors in batch.items()}
     with torch.inference_mode():
-        found = loose.model(data)
-        unmasked = loose.model({name: data[name] for name in names[:2]})
+        found = loose.network(data, threshold=0.0)
+        unmasked = loose.network({name: data[name] for name in names[:2]}, threshold=0.0)
     for i, pair in enumerate(pairs):
         alone = loose(*pair)
         mine = found["batch_indexes"] == i

@@ -17,7 +17,7 @@ import h5py
 from quadtree_attention.errors import DataError, OptionError
 from quadtree_attention.tasks.match.megadepth import MegaDepthData, fitted
 from quadtree_attention.tasks.match.module import MatchModule, images, views
-from quadtree_attention.tasks.match.supervision import true_matches, view_from_flow
+from quadtree_attention.tasks.match.truth import true_matches, view_from_flow
 from quadtree_attention.tasks.training.run import run_command as train
 from tests.tasks.match.posed_files import batch_of, megadepth_pairs, objects, write_megadepth
 
@@ -129,9 +129,9 @@ def test_a_training_run(root, tmp_path):
 
 
 def test_overlap_decides_what_is_used(root):
-    assert len(ready(root)._scenes["train"][0]) == 2
-    assert len(ready(root, min_overlap=0.3)._scenes["train"][0]) == 1
-    assert len(ready(root)._scenes["val"][0]) == 2  # all of the official ones
+    assert len(ready(root).source("train").scenes[0]) == 2
+    assert len(ready(root, min_overlap=0.3).source("train").scenes[0]) == 1
+    assert len(ready(root).source("val").scenes[0]) == 2  # all of the official ones
 
 
 def test_sizes():
@@ -200,7 +200,7 @@ def test_what_is_missing_of_a_photograph_is_named(root, tmp_path, arrays, told):
     (tmp_path / "train").symlink_to(root / "train")
     (scene,) = MegaDepthData(root=str(tmp_path), size=128).training_scenes()
     with pytest.raises(DataError, match=told):
-        scene.read(0)
+        scene.images(0), scene.truth(0)
 
 
 def test_depth_that_cannot_be_read_is_named(root, pairs, tmp_path):

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Matching of images as users have them."""
 
+import pickle
+
 import numpy as np
 import pytest
 import torch
@@ -12,8 +14,8 @@ from quadtree_attention.errors import CheckpointError, DataError, OptionError
 from quadtree_attention.models.registry import PRETRAINED, create
 from quadtree_attention.models.weights import save_weights
 from quadtree_attention.synthetic import ProceduralTextures, homography_pairs
-from quadtree_attention.tasks.match.metrics import transform
-from quadtree_attention.tasks.match.predictor import Matcher, Matches, shrunk
+from quadtree_attention.tasks import Matches, evaluate
+from quadtree_attention.tasks.match.predictor import Matcher, shrunk
 
 KWARGS = {"dims": [16, 24, 32], "num_pairs": 1, "num_heads": 2, "fine_heads": 2, "topk": 4}
 
@@ -42,7 +44,7 @@ def photo():
 @pytest.fixture(scope="module")
 def loose(weights):
     """Untrained weights match next to nothing with confidence."""
-    return Matcher(weights, threshold=0.0)
+    return Matcher.from_pretrained(weights, threshold=0.0)
 
 
 def test_points_are_inside_of_the_images_given(loose, photo):
@@ -56,7 +58,7 @@ def test_points_are_inside_of_the_images_given(loose, photo):
 
 def test_larger_images_are_matched_smaller_and_come_back_in_their_own_pixels(weights, photo):
     large = photo.resize((640, 480), Image.Resampling.NEAREST)
-    small = Matcher(weights, threshold=0.0, size=160)
+    small = Matcher.from_pretrained(weights, threshold=0.0, size=160)
     assert shrunk(large, 160).size == (160, 120)
     matches = small(large, large)
     again = small(shrunk(large, 160), shrunk(large, 160))
@@ -83,9 +85,75 @@ def test_kinds_of_images_agree(loose, photo):
         assert np.array_equal(matches.keypoints1, first.keypoints1)
 
 
-def test_tiny_and_black_images_match_nothing_or_little(loose):
-    assert len(loose(np.zeros((1, 1)), np.zeros((40, 40)))) == 0
-    loose(np.zeros((64, 64)), np.zeros((64, 64)))
+@pytest.mark.parametrize("value", [0.0, 0.4, 1.0])
+def test_images_without_texture_match_nothing(loose, photo, value):
+    """All that the network could tell cells of such an image apart by is its border."""
+    flat = np.full((64, 96), value)
+    noise = np.random.default_rng(0).uniform(0, 1, (64, 96))
+    for pair, told in (((flat, flat), (0, 1)), ((flat, photo), (0,)), ((noise, flat), (1,))):
+        (found,) = loose.many([pair])
+        assert len(found) == 0 and found.keypoints0.shape == found.keypoints1.shape == (0, 2)
+        assert found.warnings == tuple(
+            f"image {i} has one grey value only: nothing can match" for i in told
+        )
+        assert found.to_text().startswith("matches      none: image ")
+    dot = flat.copy()
+    dot[30, 40] = 0.5
+    assert loose(dot, dot).warnings == () and len(loose(noise, noise))
+    assert len(loose(np.zeros((1, 1)), photo)) == 0
+
+
+def test_pairs_of_equal_sizes_go_through_the_network_together(loose, photo):
+    other = photo.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+    black = Image.new("RGB", photo.size)
+    pairs = [(photo, other), (photo, photo.resize((200, 90))), (other, photo), (black, photo)]
+    batches = []
+    hook = loose.network.register_forward_pre_hook(
+        lambda _, inputs: batches.append(len(inputs[0]["image0"]))
+    )
+    together = list(loose.many(pairs, batch=4))
+    hook.remove()
+    assert batches == [3, 1]
+    for pair, found, again in zip(pairs, together, loose.many(pairs), strict=True):
+        alone = loose(*pair)
+        assert np.array_equal(again.keypoints1, alone.keypoints1)
+        assert np.array_equal(found.keypoints0, alone.keypoints0)
+        np.testing.assert_allclose(found.keypoints1, alone.keypoints1, rtol=0, atol=1e-3)
+        np.testing.assert_allclose(found.confidence, alone.confidence, rtol=1e-3)
+    assert [len(found) > 0 for found in together] == [True, True, True, False]
+
+
+def test_preprocessing_can_be_pickled(loose, photo):
+    prepare = pickle.loads(pickle.dumps(loose.preprocess))
+    mine, theirs = prepare(photo, photo), loose.preprocess(photo, photo)
+    assert all(map(torch.equal, mine.inputs, theirs.inputs)) and mine.key == theirs.key
+    assert mine.inputs[0].shape == (1, 120, 160)
+
+
+def test_options_are_settings(weights, photo):
+    matcher = Matcher.from_pretrained(weights, threshold=0.0, top=3, size=64)
+    assert matcher.settings()["options"] == {"size": 64, "threshold": 0.0, "top": 3}
+    found, whole = matcher(photo, photo), Matcher.from_pretrained(weights, threshold=0.0, size=64)
+    assert found.confidence.tolist() == whole(photo, photo).best(3).confidence.tolist()
+    assert len(found) == 3
+    # The network is not changed: its own threshold holds for others
+    assert matcher.network.coarse_matching.threshold == 0.2
+
+
+def test_evaluation_runs_the_matcher(weights, photo, tmp_path):
+    photo.save(tmp_path / "a.png")
+    photo.crop((0, 0, 150, 110)).save(tmp_path / "b.png")
+    (tmp_path / "pairs.txt").write_text(
+        "a.png b.png 1 0 0 0 1 0 0 0 1\nb.png c.png 1 0 0 0 1 0 0 0 1"
+    )
+    options = {"data": tmp_path / "pairs.txt", "save": tmp_path / "out", "threshold": 0.0}
+    scores = evaluate("match", weights, reader={"images": tmp_path}, **options)
+    assert scores.rows[0]["matches"] == len(Matches.load(tmp_path / "out" / "a__b.npz")) > 0
+    assert scores.missing == ["b__c"] and "c.png" in scores.skipped[0]
+    assert scores.mean["homography_matches"] == scores.rows[0]["matches"] / 2
+    before = (tmp_path / "out" / "a__b.npz").stat().st_mtime_ns
+    assert evaluate("match", weights, **options).mean == scores.mean
+    assert (tmp_path / "out" / "a__b.npz").stat().st_mtime_ns == before
 
 
 @pytest.mark.parametrize(
@@ -109,75 +177,17 @@ def test_working_size(size, expected):
 
 def test_images_of_20000_pixels(weights, photo):
     wide, tall = photo.resize((20_000, 400)), photo.resize((400, 20_000))
-    loose = Matcher(weights, threshold=0.0, size=256)
+    loose = Matcher.from_pretrained(weights, threshold=0.0, size=256)
     matches = loose(wide, wide)
-    assert matches.sizes == ((2_560, 51), (2_560, 51)) and len(matches)
+    assert matches.seen == ((2_560, 51), (2_560, 51)) and len(matches)
     assert matches.keypoints0[:, 0].max() > 10_000 and matches.keypoints0[:, 1].max() < 400
-    assert loose(tall, wide).sizes == ((51, 2_560), (2_560, 51))
+    assert loose(tall, wide).seen == ((51, 2_560), (2_560, 51))
 
 
 def test_identical_images_give_what_their_copies_give(loose, photo):
     same, copied = loose(photo, photo), loose(photo, photo.copy())
     assert len(same) and np.array_equal(same.keypoints1, copied.keypoints1)
-    assert same.sizes == (photo.size, photo.size) and same.seconds > 0
-
-
-def test_best_and_save(tmp_path):
-    points = np.arange(8.0).reshape(4, 2)
-    matches = Matches(points, points + 1, np.array([0.3, 0.9, 0.3, 0.5]))
-    assert matches.best(3).confidence.tolist() == [0.9, 0.5, 0.3]
-    assert matches.best(3).keypoints0[2].tolist() == [0.0, 1.0]  # of equal ones the first
-    matches.save(tmp_path / "m.npz")
-    with np.load(tmp_path / "m.npz") as stored:
-        assert sorted(stored) == ["confidence", "keypoints0", "keypoints1"]
-        assert np.array_equal(stored["keypoints1"], points + 1)
-    assert [p.name for p in tmp_path.iterdir()] == ["m.npz"]
-    again = Matches.load(tmp_path / "m.npz")
-    assert np.array_equal(again.keypoints0, points) and again.images is None
-    assert again.confidence.tolist() == [0.3, 0.9, 0.3, 0.5]
-
-
-def test_files_that_hold_no_matches(tmp_path):
-    path, points = tmp_path / "m.npz", np.zeros((3, 2))
-    with pytest.raises(DataError, match=r"there is no file '.*m.npz'; check the path"):
-        Matches.load(path)
-    for content, words in (
-        (
-            {"keypoints0": points, "keypoints1": points},
-            "holds no matches: confidence is not a file",
-        ),
-        (
-            {"keypoints0": points, "keypoints1": points[:2], "confidence": np.zeros(3)},
-            r"must hold .* got \(3, 2\), \(2, 2\), \(3,\) of float64, float64, float64",
-        ),
-        (
-            {"keypoints0": points, "keypoints1": points, "confidence": np.array([{}] * 3)},
-            "cannot read .*: Object arrays cannot be loaded",
-        ),
-    ):
-        np.savez(path, **content)
-        with pytest.raises(DataError, match=words):
-            Matches.load(path)
-    path.write_bytes(path.read_bytes()[:100])
-    with pytest.raises(DataError, match=r"cannot read .*m.npz: "):
-        Matches.load(path)
-
-
-def test_saving_where_nothing_can_be_written(tmp_path):
-    nothing = Matches(np.zeros((0, 2)), np.zeros((0, 2)), np.zeros(0))
-    with pytest.raises(OptionError, match="cannot be written: No such file or directory"):
-        nothing.save(tmp_path / "missing" / "m.npz")
-    with pytest.raises(OptionError, match="cannot be written: File name too long"):
-        nothing.save(tmp_path / ("m" * 300 + ".npz"))
-    assert not list(tmp_path.iterdir())
-
-
-def test_homography_of_matches():
-    matrix = np.array([[1.0, 0.05, 3], [-0.02, 1, 5], [0, 0, 1]])
-    points = np.random.default_rng(0).uniform(0, 100, (40, 2))
-    matches = Matches(points, transform(points, matrix), np.ones(40))
-    assert np.allclose(matches.homography().matrix, matrix, atol=1e-3)
-    assert Matches(points[:2], points[:2], np.ones(2)).homography() is None
+    assert same.seen == (photo.size, photo.size) and same.seconds > 0
 
 
 def test_weights_that_come_with_the_package(tmp_path, monkeypatch, photo):
@@ -185,11 +195,12 @@ def test_weights_that_come_with_the_package(tmp_path, monkeypatch, photo):
     with pytest.raises(
         CheckpointError, match="the weights of loftr_quadtree_small are not installed"
     ):
-        Matcher()
+        Matcher.from_pretrained()
     write_weights(tmp_path / "matcher.safetensors")
     named = Matcher.from_pretrained("default", threshold=0.0)
     assert np.array_equal(
-        named(photo, photo).keypoints1, Matcher(threshold=0.0)(photo, photo).keypoints1
+        named(photo, photo).keypoints1,
+        Matcher.from_pretrained(threshold=0.0)(photo, photo).keypoints1,
     )
     with pytest.raises(CheckpointError, match="there is no file 'outdoor'"):
         Matcher.from_pretrained("outdoor")
@@ -201,21 +212,21 @@ def test_weights_that_are_broken(tmp_path):
     with pytest.raises(
         CheckpointError, match=r"numbers that are not finite, in fine_windows.merge"
     ):
-        Matcher(path)
+        Matcher.from_pretrained(path)
 
 
 def test_what_is_refused(weights, tmp_path):
     with pytest.raises(OptionError, match=r"there is no device 'gpu' here: .*; pass cpu"):
-        Matcher(weights, device="gpu")
-    with pytest.raises(OptionError, match="size must be at least 16 pixels, got 8"):
-        Matcher(weights, size=8)
+        Matcher.from_pretrained(weights, device="gpu")
+    with pytest.raises(OptionError, match="size must be at least 16, got 8"):
+        Matcher.from_pretrained(weights, size=8)
     with pytest.raises(OptionError, match="threshold must be from 0 to below 1, got 1"):
-        Matcher(weights, threshold=1.0)
+        Matcher.from_pretrained(weights, threshold=1.0)
     with pytest.raises(CheckpointError):
-        Matcher(tmp_path / "nowhere.safetensors")
+        Matcher.from_pretrained(tmp_path / "nowhere.safetensors")
     with pytest.raises(DataError, match="cannot read"):
-        Matcher(weights)(tmp_path / "a.jpg", tmp_path / "b.jpg")
+        Matcher.from_pretrained(weights)(tmp_path / "a.jpg", tmp_path / "b.jpg")
     other = tmp_path / "other.safetensors"
     save_weights(other, {"x": torch.zeros(1)}, {"model": "test_quadtree", "kwargs": {}})
     with pytest.raises(CheckpointError, match="holds weights for the task classify, not for match"):
-        Matcher(other)
+        Matcher.from_pretrained(other)

@@ -111,7 +111,7 @@ def test_without_h5py_the_extra_that_brings_it_is_named(tmp_path, monkeypatch):
     folder = tmp_path / "index" / "scene_info_0.1_0.7"
     folder.mkdir(parents=True)
     np.savez(folder / "0000.npz", pair_infos=np.zeros(0))
-    with pytest.raises(MissingDependencyError, match=r"need h5py.*quadtree-attention\[train\]"):
+    with pytest.raises(MissingDependencyError, match=r"needs h5py.*quadtree-attention\[train\]"):
         MegaDepthData(root=str(tmp_path)).setup()
 
 

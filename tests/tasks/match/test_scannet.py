@@ -12,11 +12,12 @@ pytest.importorskip("pytorch_lightning", reason="training needs the extra 'train
 pytest.importorskip("poselib", reason="estimators need the extra 'models'")
 
 from quadtree_attention.errors import DataError, OptionError
-from quadtree_attention.tasks.match.module import pose_errors, views
+from quadtree_attention.tasks.match.module import views
 from quadtree_attention.tasks.match.scannet import ScanNetData
-from quadtree_attention.tasks.match.supervision import true_matches, view_from_flow
+from quadtree_attention.tasks.match.truth import true_matches, view_from_flow
 from quadtree_attention.tasks.training.run import run_command as train
 from tests.tasks.match.posed_files import batch_of, scannet_pairs, write_scannet
+from tests.tasks.match.test_module import pose_errors
 
 SIZE = {"height": 96, "width": 128}
 RECIPE = """
@@ -135,12 +136,14 @@ def test_resuming_gives_the_rest_of_an_epoch(stored):
 
 
 def test_overlap_and_lists_decide_what_is_used(root):
-    assert len(ready(root, min_overlap=0.55)._scenes["train"]) == 1  # the second has none left
+    assert (
+        len(ready(root, min_overlap=0.55).source("train").scenes) == 1
+    )  # the second has none left
     folder = root / "scannet_indices" / "scene_data" / "train_list"
     folder.mkdir()
     (folder / "scannet_all.txt").write_text("scene0002_02.npz\nscene0000_02.npz\n")
-    scenes = ready(root)._scenes
-    assert scenes["train"][0].pairs[0, 0] == 2 and scenes["val"][0].pairs[0, 0] == 0
+    train, val = (ready(root).source(split).scenes for split in ("train", "val"))
+    assert train[0].pairs[0, 0] == 2 and val[0].pairs[0, 0] == 0
     with pytest.raises(DataError, match=r"0 training scenes of .* an overlap above 0\.95"):
         ready(root, min_overlap=0.95)
 
@@ -215,7 +218,7 @@ def test_broken_files(root, kind):
         next(iter(data.val_dataloader()))
     assert told in str(caught.value)
     lenient = ready(root)
-    with pytest.raises(DataError, match="100 pairs in a row cannot be read") as caught:
+    with pytest.raises(DataError, match="50 pairs in a row cannot be read") as caught:
         next(iter(lenient.val_dataloader()))  # both directions have the broken file
     assert told in str(caught.value)
 
@@ -231,5 +234,5 @@ def test_what_is_refused_before_any_work(tmp_path, stored):
         ScanNetData(root="nowhere").setup()
     with pytest.raises(DataError, match=r"no folder .*scannet_indices or .*index; put LoFTR's"):
         ScanNetData(root=str(tmp_path)).setup()
-    with pytest.raises(OptionError, match="4 pairs of 2 scenes do not fill one batch of 8"):
+    with pytest.raises(OptionError, match="4 training pairs do not fill one batch of 8"):
         ready(stored, pairs_per_scene=2, batch_size=8).train_dataloader()

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from quadtree_attention.errors import OptionError
+from quadtree_attention.checks import at_least, between
 from quadtree_attention.synthetic import (
     HomographyOptions,
     HomographyPair,
@@ -17,10 +17,9 @@ from quadtree_attention.synthetic import (
     homography_pairs,
     scene_pairs,
 )
-from quadtree_attention.tasks.training.data import SyntheticData, options_of
+from quadtree_attention.tasks.training.data import Batch, SyntheticData, options_of
 from quadtree_attention.tasks.training.loader import seed_from
 
-Batch = dict[str, Any]
 SHARED = ("image0", "image1", "flow0to1", "flow1to0", "visible0", "visible1")
 MOTION = ("baseline", "rotation", "roll", "focal_ratio")  # what a curriculum makes harder
 
@@ -30,58 +29,31 @@ class MatchData(SyntheticData):
 
     Args:
         source: "synthetic".
-        textures: Folder of photographs to cover surfaces with; None: procedural textures only.
-        procedural: Procedural textures; 96 by default, but no more than photographs if those are
-            there.
         height: Of the images.
         width: Of the images.
-        pairs: Pairs of an epoch.
-        val_pairs: Pairs to validate on, always the same.
-        batch_size: Pairs of a batch on one process.
         planes: Share of pairs that show one plane only.
         scene: Options of the scenes (`SceneOptions`).
         plane: Options of the planes (`HomographyOptions`).
         start: Share of the motion between cameras that training begins with; 1 is all.
         curriculum_epochs: Epochs in which the motion grows to what `scene` says.
-        texture_size: Pixels on a side of a texture.
-        seed: Decides scenes and order.
+        **common: As for `SyntheticData`.
     """
 
     def __init__(
         self,
         source: Literal["synthetic"] = "synthetic",
-        textures: str | None = None,
-        procedural: int | None = None,
         height: int = 480,
         width: int = 640,
-        pairs: int = 4000,
-        val_pairs: int = 200,
-        batch_size: int = 4,
         planes: float = 0.2,
         scene: dict[str, Any] | None = None,
         plane: dict[str, Any] | None = None,
         start: float = 0.3,
         curriculum_epochs: int = 0,
-        texture_size: int = 320,
-        seed: int = 0,
+        **common: Any,
     ) -> None:
-        super().__init__(
-            textures=textures,
-            procedural=procedural,
-            texture_size=texture_size,
-            size=(height, width),
-            pairs=pairs,
-            val_pairs=val_pairs,
-            batch_size=batch_size,
-            seed=seed,
-        )
-        if curriculum_epochs < 0:
-            raise OptionError(
-                f"curriculum_epochs must be at least 0, got {curriculum_epochs}; 0 leaves it out"
-            )
-        for name, share in (("planes", planes), ("start", start)):
-            if not 0 <= share <= 1:
-                raise OptionError(f"{name} must be between 0 and 1, got {share}; pass such")
+        super().__init__(size=(height, width), **common)
+        between(0, 1, planes=planes, start=start)
+        at_least(0, curriculum_epochs=curriculum_epochs)
         self.planes = planes
         self.scene = options_of(SceneOptions, "scene", scene)
         self.plane = options_of(HomographyOptions, "plane", plane)

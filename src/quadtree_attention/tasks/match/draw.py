@@ -3,18 +3,15 @@
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
+from quadtree_attention.checks import at_least
 from quadtree_attention.errors import OptionError
-from quadtree_attention.images import ImageLike, to_image
-from quadtree_attention.tasks.match.metrics import Array
+from quadtree_attention.images import Array, ImageLike, to_image
+from quadtree_attention.tasks.match.result import Matches
 from quadtree_attention.viz.canvas import BACKGROUND, FAINT, TEXT
-
-if TYPE_CHECKING:
-    from quadtree_attention.tasks.match.predictor import Matches
 
 MAX_LINES = 200
 # Room for one image, side by side and below each other; small images are enlarged a little
@@ -25,6 +22,7 @@ LEAST_WIDTH = 640  # so that there is room for the words above
 OVERSAMPLING = 2  # lines are drawn larger and scaled down, which smooths them
 DIMMED = 0.25  # how much darker images are than they were, so that lines stand out
 LINE_OPACITY, LINE_WIDTH, POINT_RADIUS = 190, 1.0, 2.2
+OUTLIER, OUTLIER_OPACITY = (150, 150, 150), 90  # matches that a pose does not agree with
 # Confidence 0 to 1, dark to bright: told apart by lightness alone, too
 COLOURS = np.array(
     [(96, 52, 170), (58, 100, 214), (22, 150, 190), (40, 190, 140), (140, 214, 70), (255, 233, 50)]
@@ -48,31 +46,31 @@ class Panel:
 
 
 def draw(
-    matches: "Matches",
+    matches: Matches,
     *,
+    title: str | None = None,
     images: tuple[ImageLike, ImageLike] | None = None,
     max_lines: int = MAX_LINES,
-    title: str | None = None,
 ) -> Image.Image:
     """The two images beside (very wide ones below) each other, matches as lines.
 
-    Lines are coloured by confidence, on a scale from 0 to 1 that is the same in all pictures. The
-    bar on top tells how many matches there are, how sure they are and what they took.
+    Lines are coloured by confidence, on a scale from 0 to 1 that is the same in all pictures. Of
+    matches with poses, inliers alone are coloured, the others are grey. The bar on top tells how
+    many matches there are, how sure they are and what they took.
 
     Args:
         matches: What to draw.
+        title: What to write first; None counts the matches.
         images: The images, where `matches` does not have them.
         max_lines: Matches to show at most, spread evenly over image 0, good ones and bad ones.
-        title: What to write first; None counts the matches.
 
     Raises:
         OptionError: There are no images, or `max_lines` is negative.
     """
-    pictures = matches.images if images is None else (to_image(images[0]), to_image(images[1]))
-    if pictures is None:
+    at_least(0, max_lines=max_lines)
+    pictures = matches.images if images is None else tuple(map(to_image, images))
+    if len(pictures) != 2:
         raise OptionError("these matches have no images; pass images=(image0, image1)")
-    if max_lines < 0:
-        raise OptionError(f"max_lines must be at least 0, got {max_lines}; pass such a number")
     panels = lay_out(pictures[0].size, pictures[1].size)
     width = max(LEAST_WIDTH, *(p.x + p.width for p in panels))
     height = max(p.y + p.height for p in panels)
@@ -142,29 +140,42 @@ def colours(confidence: Array) -> list[tuple[int, int, int]]:
     return [(int(r), int(g), int(b)) for r, g, b in np.stack(channels, axis=1).round()]
 
 
+def _inliers(matches: Matches) -> Array | None:
+    """Which matches agree with the first of the poses; None without a pose."""
+    poses = (pose for pose in matches.poses.values() if pose is not None)
+    return next((pose.inliers for pose in poses), None)
+
+
 def _with_lines(
-    canvas: Image.Image, matches: "Matches", panels: tuple[Panel, Panel], shown: Array
+    canvas: Image.Image, matches: Matches, panels: tuple[Panel, Panel], shown: Array
 ) -> Image.Image:
     if not len(shown):
         return canvas
     size = canvas.size
     large = canvas.resize((size[0] * OVERSAMPLING, size[1] * OVERSAMPLING), Image.Resampling.BOX)
     pen = ImageDraw.Draw(large, "RGBA")  # blends what is not opaque
+    inliers = _inliers(matches)
+    marked = np.ones(len(shown), bool)
+    if inliers is not None:
+        shown = shown[np.argsort(inliers[shown], kind="stable")]  # inliers on top
+        marked = inliers[shown]
     ends = [
         panel.place(points[shown]) * OVERSAMPLING
         for panel, points in zip(panels, (matches.keypoints0, matches.keypoints1), strict=True)
     ]
     tones = colours(matches.confidence[shown])
     radius = POINT_RADIUS * OVERSAMPLING
-    for start, end, tone in zip(*ends, tones, strict=True):
-        pen.line([*start, *end], fill=(*tone, LINE_OPACITY), width=round(LINE_WIDTH * OVERSAMPLING))
-    for start, end, tone in zip(*ends, tones, strict=True):
+    for start, end, tone, mark in zip(*ends, tones, marked, strict=True):
+        fill = (*tone, LINE_OPACITY) if mark else (*OUTLIER, OUTLIER_OPACITY)
+        pen.line([*start, *end], fill=fill, width=round(LINE_WIDTH * OVERSAMPLING))
+    for start, end, tone, mark in zip(*ends, tones, marked, strict=True):
         for x, y in (start, end):
-            pen.ellipse([x - radius, y - radius, x + radius, y + radius], fill=tone)
+            box = [x - radius, y - radius, x + radius, y + radius]
+            pen.ellipse(box, fill=tone if mark else OUTLIER)
     return large.resize(size, Image.Resampling.BOX)
 
 
-def _write_header(canvas: Image.Image, matches: "Matches", shown: int, title: str | None) -> None:
+def _write_header(canvas: Image.Image, matches: Matches, shown: int, title: str | None) -> None:
     pen = ImageDraw.Draw(canvas)
     count = len(matches)
     pen.rectangle([0, 0, canvas.width, HEADER - 1], fill=BACKGROUND)
@@ -172,6 +183,8 @@ def _write_header(canvas: Image.Image, matches: "Matches", shown: int, title: st
     heading, facts = (counted, []) if title is None else (title, [counted])
     if count:
         facts.append(f"mean confidence {matches.confidence.mean():.2f}")
+    if (inliers := _inliers(matches)) is not None:
+        facts.append(f"{inliers.sum():,} inliers of the pose in colour")
     if matches.seconds:
         facts.append(f"{matches.seconds:.2f} s")
     if shown < count:

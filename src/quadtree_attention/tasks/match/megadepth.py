@@ -23,22 +23,24 @@ from typing import Any, Literal
 import numpy as np
 import torch
 import torch.nn.functional as F
+from PIL import Image
 
-from quadtree_attention.errors import DataError, MissingDependencyError, OptionError
-from quadtree_attention.images import to_image
+from quadtree_attention.checks import needs
+from quadtree_attention.errors import DataError, OptionError
+from quadtree_attention.images import Array, to_image
 from quadtree_attention.models.matcher import COARSE_STRIDE
 from quadtree_attention.tasks.match.npz import read_npz, strings
 from quadtree_attention.tasks.match.posed import (
-    Array,
-    Batch,
     PosedData,
+    PosedTruth,
     folder_of,
-    geometry,
+    posed_truth,
     resized_camera,
     resized_depth,
     resized_image,
     scene_files,
 )
+from quadtree_attention.tasks.training.data import Sample
 
 KEYS = ("image_paths", "depth_paths", "intrinsics", "poses", "pair_infos")
 
@@ -48,50 +50,31 @@ class MegaDepthData(PosedData):
 
     Args:
         source: "megadepth".
-        root: Folder with `index` and `train`.
         size: Longer side of what the model sees; the shorter is padded to it, and a mask tells.
-        batch_size: Pairs of a batch on one process.
-        pairs_per_scene: Pairs drawn from each scene in an epoch.
-        min_overlap: Training pairs have a larger overlap.
-        val_pairs: Most pairs to validate on, evenly spread over those there are.
-        val_scenes: Training scenes, the last ones, to validate on; 0: the official pairs.
-        workers: Processes that read files; None: one per core, 8 at most; 0: no other process.
-        strict: Fail at the first unreadable file instead of counting and replacing its pair.
-        seed: Decides which pairs, and their order.
+        **common: As for `PosedData`; `root` has `index` and `train`.
     """
 
     title = "MegaDepth"
 
     def __init__(
-        self,
-        source: Literal["megadepth"] = "megadepth",
-        root: str | None = None,
-        size: int = 840,
-        batch_size: int = 1,
-        pairs_per_scene: int = 100,
-        min_overlap: float = 0.0,
-        val_pairs: int = 1500,
-        val_scenes: int = 0,
-        workers: int | None = None,
-        strict: bool = False,
-        seed: int = 0,
+        self, source: Literal["megadepth"] = "megadepth", size: int = 840, **common: Any
     ) -> None:
-        super().__init__(
-            root=root,
-            batch_size=batch_size,
-            pairs_per_scene=pairs_per_scene,
-            val_pairs=val_pairs,
-            val_scenes=val_scenes,
-            min_overlap=min_overlap,
-            workers=workers,
-            strict=strict,
-            seed=seed,
-        )
+        super().__init__(**common)
         if size < COARSE_STRIDE or size % COARSE_STRIDE:
             raise OptionError(
                 f"size must be a multiple of {COARSE_STRIDE}, got {size}; pass such, as 840"
             )
         self.size = size
+
+    def view(self, image: Image.Image, depth: Array, K: Array) -> tuple[Sample, Array]:
+        size = width, height = fitted(image.size, self.size)
+        pad = (0, self.size - width, 0, self.size - height)
+        view = {
+            "image": F.pad(resized_image(image, *size), pad),
+            "depth": F.pad(resized_depth(depth, *size), pad),
+            "mask": F.pad(torch.ones(height, width, dtype=torch.bool), pad),
+        }
+        return view, resized_camera(K, image.size, size)
 
     def training_scenes(self) -> list["MegaDepthScene"]:
         return self._read_scenes("scene_info_0.1_0.7", "train_list.txt", self.min_overlap)
@@ -111,7 +94,7 @@ class MegaDepthData(PosedData):
         files = scene_files(index / folder, index / "trainvaltest_list" / listed)
         import_h5py()
         photographs = self.root / "train" if (self.root / "train").is_dir() else self.root
-        return [MegaDepthScene(file, photographs, self.size, min_overlap) for file in files]
+        return [MegaDepthScene(file, photographs, min_overlap) for file in files]
 
 
 class MegaDepthScene:
@@ -120,21 +103,20 @@ class MegaDepthScene:
     Args:
         path: The npz file.
         root: What paths in it are relative to.
-        size: Side to give out.
         min_overlap: Pairs have a larger overlap; None: all are used.
     """
 
-    def __init__(self, path: Path, root: Path, size: int, min_overlap: float | None) -> None:
+    def __init__(self, path: Path, root: Path, min_overlap: float | None) -> None:
         arrays = read_npz(path, KEYS)
         self.path = path
         self.root = root
-        self.size = size
-        self.images = strings(arrays["image_paths"])
-        self.depths = strings(arrays["depth_paths"])
+        self.image_paths = strings(arrays["image_paths"])
+        self.depth_paths = strings(arrays["depth_paths"])
         self.intrinsics = arrays["intrinsics"]
         self.poses = arrays["poses"]
         self.pairs = _pairs(arrays["pair_infos"], min_overlap, path)
-        counts = {len(a) for a in (self.images, self.depths, self.intrinsics, self.poses)}
+        every = self.image_paths, self.depth_paths, self.intrinsics, self.poses
+        counts = {len(array) for array in every}
         fit = not len(self.pairs) or 0 <= self.pairs.min() <= self.pairs.max() < max(counts)
         if len(counts) > 1 or not fit:
             raise DataError(f"arrays and pairs of {path} do not fit together; get the file again")
@@ -142,32 +124,24 @@ class MegaDepthScene:
     def __len__(self) -> int:
         return len(self.pairs)
 
-    def read(self, index: int) -> Batch:
-        batch: Batch = {}
-        cameras, poses = [], []
-        for i, photograph in enumerate(self.pairs[index].tolist()):
-            view, K = self._view(photograph)
-            batch |= {f"{name}{i}": value for name, value in view.items()}
-            cameras.append(K)
-            poses.append(np.asarray(self.poses[photograph], float))
-        return batch | geometry(cameras, poses, f"{self.pairs[index]} in {self.path}")
+    def images(self, index: int) -> tuple[Image.Image, Image.Image]:
+        (path0, *_), (path1, *_) = map(self._photograph, self.pairs[index].tolist())
+        return to_image(path0), to_image(path1)
 
-    def _view(self, photograph: int) -> tuple[Batch, Array]:
-        """Image, depth and mask of a photograph, padded to a square, and its camera."""
-        image_path, depth_path = self.images[photograph], self.depths[photograph]
-        K = self.intrinsics[photograph]
-        if image_path is None or depth_path is None or np.shape(K) != (3, 3):
-            raise DataError(f"{self.path} has no path or no 3x3 camera of photograph {photograph}")
-        image = to_image(self.root / image_path)
-        depth = read_depth(self.root / depth_path)
-        width, height = fitted(image.size, self.size)
-        pad = (0, self.size - width, 0, self.size - height)
-        view = {
-            "image": F.pad(resized_image(image, width, height), pad),
-            "depth": F.pad(resized_depth(depth, width, height), pad),
-            "mask": F.pad(torch.ones(height, width, dtype=torch.bool), pad),
-        }
-        return view, resized_camera(np.asarray(K, float), image.size, (width, height))
+    def truth(self, index: int) -> PosedTruth:
+        pair = self.pairs[index].tolist()
+        _, depths, cameras = zip(*map(self._photograph, pair), strict=True)
+        poses = [np.asarray(self.poses[photograph], float) for photograph in pair]
+        name = f"{self.pairs[index]} in {self.path}"
+        return posed_truth([read_depth(path) for path in depths], cameras, poses, name)
+
+    def _photograph(self, number: int) -> tuple[Path, Path, Array]:
+        """Image, depth and camera of a photograph."""
+        image, depth = self.image_paths[number], self.depth_paths[number]
+        K = self.intrinsics[number]
+        if image is None or depth is None or np.shape(K) != (3, 3):
+            raise DataError(f"{self.path} has no path or no 3x3 camera of photograph {number}")
+        return self.root / image, self.root / depth, np.asarray(K, float)
 
 
 def fitted(old: tuple[int, int], size: int) -> tuple[int, int]:
@@ -195,13 +169,8 @@ def read_depth(path: Path) -> Array:
 
 
 def import_h5py() -> Any:
-    try:
+    with needs("train", "reading depth maps of MegaDepth"):
         return importlib.import_module("h5py")
-    except ModuleNotFoundError as error:
-        raise MissingDependencyError(
-            f"the depth maps of MegaDepth need h5py, got {error}; "
-            "pip install 'quadtree-attention[train]'"
-        ) from error
 
 
 def _pairs(infos: Array, min_overlap: float | None, path: Path) -> Array:

@@ -1,20 +1,189 @@
 # SPDX-License-Identifier: Apache-2.0
 """How good matches are: errors of the pose or homography they give, and of the points themselves.
 
-Pure functions on NumPy arrays. Points are (N, 2) pixels (x, y), `K` a camera (3, 3), `T_0to1` the
-motion (4, 4) from camera 0 to camera 1.
+Pairs with a pose are scored as LoFTR and SuperGlue do it: the larger of the angles by which
+rotation and direction of translation are off. Pairs with a homography are scored as LoFTR does it:
+the mean distance of the corners of image 0 from where they belong in image 1, in pixels of an image
+1 with a shorter side of 480. A pair without predictions, or from whose matches nothing can be
+estimated, counts as one with an infinite error.
+
+Each pair is scored with OpenCV's RANSAC and with poselib's LO-RANSAC: which of them is used can
+move scores by more than a better matcher does. Both draw from a fixed seed, so that the same files
+give the same scores.
+
+Points are (N, 2) pixels (x, y), `K` a camera (3, 3), `T_0to1` the motion (4, 4) from camera 0 to
+camera 1.
 """
 
+import math
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from statistics import fmean, median
+from typing import Any, Literal
 
 import numpy as np
 
-Array: TypeAlias = np.ndarray[Any, Any]
+from quadtree_attention.checks import above
+from quadtree_attention.errors import OptionError
+from quadtree_attention.images import Array
+from quadtree_attention.tasks.contract import Column, Scores, Source
+from quadtree_attention.tasks.match.pose import (
+    ESTIMATORS,
+    HOMOGRAPHY_PIXELS,
+    PIXELS,
+    Estimator,
+    homogeneous,
+    homography,
+    normalised,
+    relative_pose,
+)
+from quadtree_attention.tasks.match.readers import PairLine
+from quadtree_attention.tasks.match.result import Matches
 
+Kind = Literal["pose", "homography"]
+SIDE = 480  # pixels of the shorter side that LoFTR measures homographies at
+CORRECT_PIXELS = 3.0  # from where the homography puts it: a correct match
 POSE_THRESHOLDS = (5.0, 10.0, 20.0)  # degrees
 CORNER_THRESHOLDS = (3.0, 5.0, 10.0)  # pixels
 EPIPOLAR_THRESHOLD = 5e-4  # of normalised coordinates, squared: what LoFTR calls a correct match
+THRESHOLDS: dict[Kind, tuple[float, ...]] = {
+    "pose": POSE_THRESHOLDS,
+    "homography": CORNER_THRESHOLDS,
+}
+COLUMNS = (
+    Column("name", "pair", None),
+    Column("kind", "truth", None),
+    Column("matches", "matches", None),
+    Column("precision", "correct %"),
+    Column("error_opencv", "error opencv"),
+    Column("error_poselib", "error poselib"),
+)
+
+
+class MatchMetric:
+    """Scores of pairs with a true pose or homography, such as `pose_opencv_auc5`.
+
+    Args:
+        source: The pairs; not used.
+        classes: Not used: matches have none.
+        pose_pixels: Threshold of both estimators for poses, in pixels of the images as given.
+        epipolar: Matches of a pose pair are correct below this symmetric squared distance from
+            their epipolar lines, in normalised coordinates: 5e-4 is usual indoors, 1e-4 outdoors.
+        side: Homographies are measured as if image 1 had a shorter side of this many pixels: their
+            corners, correct matches (3 pixels) and the threshold of both estimators (3 pixels).
+            0 measures in pixels of the images as given.
+        estimators: "opencv" and "poselib", or one of them.
+
+    Raises:
+        OptionError: A threshold is out of range.
+    """
+
+    def __init__(
+        self,
+        source: Source[PairLine] | None = None,
+        classes: Sequence[str] | None = None,
+        *,
+        pose_pixels: float = PIXELS,
+        epipolar: float = EPIPOLAR_THRESHOLD,
+        side: int = SIDE,
+        estimators: Sequence[Estimator] = ESTIMATORS,
+    ) -> None:
+        above(0, pose_pixels=pose_pixels, epipolar=epipolar)
+        if side < 0:
+            raise OptionError(
+                f"side must be pixels of the shorter side, got {side}; 0 leaves images as they are"
+            )
+        self.pose_pixels = pose_pixels
+        self.epipolar = epipolar
+        self.side = side
+        self.estimators = tuple(estimators)
+        self.rows: list[dict[str, Any]] = []
+
+    def update(self, name: str, truth: PairLine, found: Matches | None) -> None:
+        """Adds a pair; None, or no matches, count as a failure of both estimators.
+
+        Raises:
+            DataError: An image whose size is needed cannot be read.
+        """
+        kind: Kind = "homography" if truth.T_0to1 is None else "pose"
+        correct, errors = 0.0, dict.fromkeys(self.estimators, math.inf)
+        if found is not None and len(found):
+            score = self._score_pose if kind == "pose" else self._score_homography
+            correct, errors = score(truth, found.keypoints0, found.keypoints1)
+        self.rows.append(
+            {
+                "name": name,
+                "line": truth.line,
+                "kind": kind,
+                "missing": found is None,
+                "matches": 0 if found is None else len(found),
+                "precision": correct,
+            }
+            | {f"error_{estimator}": error for estimator, error in errors.items()}
+        )
+
+    def state(self) -> list[dict[str, Any]]:
+        return self.rows
+
+    def merge(self, states: Sequence[list[dict[str, Any]]]) -> None:
+        self.rows = [row for rows in states for row in rows]
+
+    def compute(self) -> Scores:
+        """AUC and precision in percent, medians in degrees or pixels, per kind of truth."""
+        mean: dict[str, float | None] = {}
+        facts: dict[str, Any] = {}
+        for kind, thresholds in THRESHOLDS.items():
+            if not (rows := [row for row in self.rows if row["kind"] == kind]):
+                continue
+            facts[f"{kind}_pairs"] = len(rows)
+            facts[f"{kind}_missing"] = sum(row["missing"] for row in rows)
+            for name in self.estimators:
+                errors, prefix = [row[f"error_{name}"] for row in rows], f"{kind}_{name}"
+                for threshold, area in zip(thresholds, auc(errors, thresholds), strict=True):
+                    mean[f"{prefix}_auc{threshold:g}"] = area
+                mean[f"{prefix}_median"] = median(errors)
+                facts[f"{prefix}_failed"] = sum(map(math.isinf, errors))
+            mean[f"{kind}_matches"] = fmean(row["matches"] for row in rows)
+            mean[f"{kind}_precision"] = fmean(row["precision"] for row in rows)
+        facts |= {"pose_pixels": self.pose_pixels, "epipolar": self.epipolar, "side": self.side}
+        return Scores("match", mean, self.rows, COLUMNS, facts)
+
+    def _score_pose(
+        self, pair: PairLine, points0: Array, points1: Array
+    ) -> tuple[float, dict[Estimator, float]]:
+        """Correct matches in percent, and the error of each estimator in degrees."""
+        assert pair.K0 is not None and pair.K1 is not None and pair.T_0to1 is not None
+        if pair.rotation0 or pair.rotation1:
+            sizes = pair.sizes()
+            points0 = unturned(points0, pair.rotation0, sizes[0])
+            points1 = unturned(points1, pair.rotation1, sizes[1])
+        cameras = pair.K0, pair.K1
+        errors: dict[Estimator, float] = {}
+        for name in self.estimators:
+            found = relative_pose(
+                points0, points1, *cameras, estimator=name, threshold=self.pose_pixels
+            )
+            errors[name] = math.inf
+            if found is not None:
+                errors[name] = pose_error(found.rotation, found.translation, pair.T_0to1)
+        away = epipolar_errors(points0, points1, *cameras, pair.T_0to1)
+        return precision(away, self.epipolar), errors
+
+    def _score_homography(
+        self, pair: PairLine, points0: Array, points1: Array
+    ) -> tuple[float, dict[Estimator, float]]:
+        """Correct matches in percent, and the error of each estimator in measured pixels."""
+        assert pair.H_0to1 is not None
+        size0, size1 = pair.sizes()
+        scale = self.side / min(size1) if self.side else 1.0  # given to measured pixels
+        errors: dict[Estimator, float] = {}
+        for name in self.estimators:
+            found = homography(
+                points0, points1, estimator=name, threshold=HOMOGRAPHY_PIXELS / scale
+            )
+            matrix = None if found is None else found.matrix
+            errors[name] = corner_error(matrix, pair.H_0to1, *size0) * scale
+        away = np.linalg.norm(transform(points0, pair.H_0to1) - points1, axis=1) * scale
+        return precision(away, CORRECT_PIXELS), errors
 
 
 def auc(errors: Sequence[float], thresholds: Sequence[float]) -> list[float]:
@@ -96,17 +265,22 @@ def transform(points: Array, homography: Array) -> Array:
         return mapped[:, :2] / mapped[:, 2:]
 
 
-def normalised(points: Array, K: Array) -> Array:
-    """Pixels to rays with depth 1: (N, 2) -> (N, 3)."""
-    return homogeneous(points) @ np.linalg.inv(np.asarray(K, float)).T
-
-
-def homogeneous(points: Array) -> Array:
-    points = np.asarray(points, float).reshape(-1, 2)
-    return np.concatenate([points, np.ones((len(points), 1))], axis=1)
-
-
 def cross_matrix(v: Array) -> Array:
     """The matrix whose product with a vector is its cross product with `v`."""
     x, y, z = v
     return np.array([[0, -z, y], [z, 0, -x], [-y, x, 0]], float)
+
+
+def unturned(points: Array, turns: int, size: tuple[int, int]) -> Array:
+    """Pixels of an image from those of the same image turned by quarters counter-clockwise.
+
+    Args:
+        points: (N, 2) pixels (x, y) of the turned image.
+        turns: How many quarters.
+        size: Width and height of the image before.
+    """
+    x, y = np.asarray(points, float).T
+    for turn in range(turns, 0, -1):
+        height = size[0] if turn % 2 else size[1]  # after so many turns
+        x, y = height - 1 - y, x
+    return np.stack([x, y], axis=1)

@@ -2,26 +2,29 @@
 """Training of a matcher."""
 
 import sys
+from collections.abc import Mapping
 from typing import Any, cast
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from quadtree_attention.errors import MissingDependencyError
 from quadtree_attention.models.matcher import COARSE_STRIDE, Features, LoFTR
 from quadtree_attention.models.parts.coarse_matching import CoarseMatches, matches_for_training
-from quadtree_attention.models.registry import create
+from quadtree_attention.tasks.match import TASK
 from quadtree_attention.tasks.match.data import grey
 from quadtree_attention.tasks.match.losses import coarse_loss, fine_loss
-from quadtree_attention.tasks.match.metrics import POSE_THRESHOLDS, auc, pose_error
-from quadtree_attention.tasks.match.supervision import (
+from quadtree_attention.tasks.match.metrics import MatchMetric
+from quadtree_attention.tasks.match.pose import libraries
+from quadtree_attention.tasks.match.readers import PairLine
+from quadtree_attention.tasks.match.result import ARRAYS, Matches
+from quadtree_attention.tasks.match.truth import (
     View,
     true_matches,
     view_from_depth,
     view_from_flow,
 )
-from quadtree_attention.tasks.training.loader import seed_from, set_seed
+from quadtree_attention.tasks.training.data import Batch
 from quadtree_attention.tasks.training.module import TaskModule
 
 CORRECT_PIXELS = 3.0  # a match this near to the truth is right
@@ -35,8 +38,8 @@ class MatchModule(TaskModule):
     `val/auc20`) are estimated where opencv and poselib are installed.
 
     Args:
-        model: Name of a matcher: loftr, loftr_lite, or loftr_quadtree_ and
-            indoor, outdoor or small.
+        model: Name of a matcher: loftr, loftr_lite, or loftr_quadtree_indoor, _outdoor or
+            _small.
         options: Keyword arguments of `LoFTR` that replace those of the name.
         lr: Learning rate at a batch of 16 pairs on all processes together; scaled linearly.
         min_lr: Where the cosine ends, at that batch size too.
@@ -47,8 +50,12 @@ class MatchModule(TaskModule):
         seed: Decides weights and which matches the fine stage sees.
     """
 
+    task = TASK
     monitor = "val/fscore"
     batch_of_lr = 16
+    bar = ("auc10",)
+
+    model: LoFTR
 
     def __init__(
         self,
@@ -64,11 +71,8 @@ class MatchModule(TaskModule):
     ) -> None:
         super().__init__()
         self.save_hyperparameters()
-        set_seed(seed_from(seed))  # the same first weights on every process
-        self.kwargs = options or {}
-        self.model: LoFTR = cast(LoFTR, create(model, **self.kwargs))
+        self.build(model, options)
         self.no_poses = why_no_poses()
-        self.errors: list[float] = []
 
     def on_fit_start(self) -> None:
         if self.no_poses and self.trainer.is_global_zero:
@@ -78,7 +82,7 @@ class MatchModule(TaskModule):
                 file=sys.stderr,
             )
 
-    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
+    def losses(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         view0, view1 = views(batch)
         truth, _ = true_matches(view0, view1, COARSE_STRIDE)
         features = self.model.encode(images(batch))
@@ -87,13 +91,7 @@ class MatchModule(TaskModule):
         predicted = self.model.select(features, confidence.detach())
         fine = self._fine_loss(features, predicted, truth, view0)
         loss = coarse + self.hparams["fine_weight"] * fine
-        self.check_loss(loss, batch_idx)
-        count = len(batch["image0"])
-        self.log_mean("train/loss", loss.detach(), count, prog_bar=True)
-        self.log_mean("train/coarse", coarse.detach(), count)
-        self.log_mean("train/fine", fine.detach(), count)
-        self.note_skipped(batch)
-        return loss
+        return loss, {"coarse": coarse, "fine": fine}
 
     def _fine_loss(
         self, features: Features, predicted: CoarseMatches, truth: CoarseMatches, view0: View
@@ -110,7 +108,7 @@ class MatchModule(TaskModule):
         offset = torch.where(seen[:, None], offset, torch.inf)
         return fine_loss(fine.offset.float(), fine.std.float(), offset.float())
 
-    def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
+    def validate(self, batch: Batch) -> None:
         found = self.model(images(batch))
         view0, view1 = views(batch)
         right = correct(found, view0)
@@ -120,37 +118,25 @@ class MatchModule(TaskModule):
         if matches:
             self.log_mean("val/precision", right.float().mean() * 100, matches)
         self.log_mean("val/matches", float(matches) / pairs, pairs, prog_bar=True)
-        if not self.no_poses:
-            self.errors += pose_errors(found, batch)
-        self.note_skipped(batch)
+        if self.metric is not None:
+            add_poses(self.metric, found, batch)
 
-    def on_validation_epoch_end(self) -> None:
-        if self.no_poses:
-            return
-        errors = self._from_all_processes(self.errors)
-        self.errors = []
-        for threshold, area in zip(POSE_THRESHOLDS, auc(errors, POSE_THRESHOLDS), strict=True):
-            # equal on all processes already
-            self.log(f"val/auc{threshold:g}", area, prog_bar=threshold == 10, sync_dist=False)
+    def new_metric(self) -> MatchMetric | None:
+        return None if self.no_poses else MatchMetric(estimators=("poselib",))
 
-    def card(self) -> dict[str, Any]:
-        return {"model": self.hparams["model"], "kwargs": self.kwargs, "task": "match"}
-
-    def _from_all_processes(self, values: list[float]) -> list[float]:
-        if self.trainer.world_size == 1:
-            return values
-        gathered: list[list[float]] = [[] for _ in range(self.trainer.world_size)]
-        torch.distributed.all_gather_object(gathered, values)
-        return [value for part in gathered for value in part]
+    def scores(self, metric: Any) -> Mapping[str, float]:
+        """The areas of poses: `auc5`, `auc10` and `auc20`."""
+        name, mean = "pose_poselib_", cast(MatchMetric, metric).compute().mean
+        return {key.removeprefix(name): mean[key] or 0.0 for key in mean if f"{name}auc" in key}
 
 
-def images(batch: dict[str, Any]) -> dict[str, Tensor]:
+def images(batch: Batch) -> dict[str, Tensor]:
     """What the matcher sees of a batch: grey images, and masks where they are padded."""
     masks = {name: batch[name] for name in ("mask0", "mask1") if name in batch}
     return {name: grey(batch[name]) for name in ("image0", "image1")} | masks
 
 
-def views(batch: dict[str, Any]) -> tuple[View, View]:
+def views(batch: Batch) -> tuple[View, View]:
     """Where pixels go, from flow if it is known, else from depth and pose."""
     if "flow0to1" not in batch:
         depth0, depth1, K0, K1 = (batch[name] for name in ("depth0", "depth1", "K0", "K1"))
@@ -191,22 +177,17 @@ def f_scores(found: dict[str, Tensor], right: Tensor, truth: CoarseMatches, pair
 def why_no_poses() -> str | None:
     """What keeps poses from being estimated here; None if nothing does."""
     try:
-        import quadtree_attention.tasks.match.estimate  # noqa: F401
+        libraries()
     except MissingDependencyError as error:
         return str(error)
     return None
 
 
-def pose_errors(found: dict[str, Tensor], batch: dict[str, Any]) -> list[float]:
-    """Error of the pose that the matches of each pair give, in degrees; infinite without one."""
-    from quadtree_attention.tasks.match.estimate import relative_pose  # opencv, poselib
-
-    points = {name: found[name].double().cpu().numpy() for name in ("keypoints0", "keypoints1")}
+def add_poses(metric: Any, found: dict[str, Tensor], batch: Batch) -> None:
+    """Adds the pairs of a batch with their cameras and motions to a metric."""
+    arrays = [found[name].double().cpu().numpy() for name in ARRAYS]
     pair = found["batch_indexes"].cpu().numpy()
     cameras = (batch[name].double().cpu().numpy() for name in ("K0", "K1", "T_0to1"))
-    errors = []
     for i, (K0, K1, T) in enumerate(zip(*cameras, strict=True)):
-        mine = pair == i
-        pose = relative_pose(points["keypoints0"][mine], points["keypoints1"][mine], K0, K1)
-        errors.append(np.inf if pose is None else pose_error(pose.rotation, pose.translation, T))
-    return errors
+        truth = PairLine(0, "", "", K0=K0, K1=K1, T_0to1=T, name=str(i))
+        metric.update(truth.name, truth, Matches(*(array[pair == i] for array in arrays)))

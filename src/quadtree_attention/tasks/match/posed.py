@@ -9,55 +9,93 @@ edges stay in place, and the camera follows. Depth is looked up, never blended: 
 there is none.
 """
 
-import os
 from collections.abc import Iterable, Sequence
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any, Protocol
 
 import numpy as np
-import pytorch_lightning as pl
 import torch
 from PIL import Image
 from torch import Tensor
 from tqdm import tqdm
 
+from quadtree_attention.checks import at_least
 from quadtree_attention.errors import DataError, OptionError
-from quadtree_attention.tasks.readers import summary
-from quadtree_attention.tasks.training.loader import (
-    EpochSampler,
-    ResumableLoader,
-    loader_of,
-    sampler_of,
-)
+from quadtree_attention.images import Array
+from quadtree_attention.tasks.training.data import Batch, Sample, Split, TaskData
 
-Array: TypeAlias = np.ndarray[Any, Any]
-Batch = dict[str, Any]
-Split = Literal["train", "val"]
-ATTEMPTS = 100  # pairs tried in the place of one that cannot be read
-PER_SCENE = 4  # of them in one scene, whose folder may be missing as a whole
+PER_SCENE = 4  # pairs tried in one scene, whose folder may be missing as a whole
+
+
+@dataclass(frozen=True, eq=False)
+class PosedTruth:
+    """Depth, cameras and motion of a pair, as they are stored.
+
+    Attributes:
+        depths: (H, W) of either photograph, 0 or not finite where it is not known.
+        cameras: Camera (3, 3) of either.
+        T_0to1: Motion (4, 4) from camera 0 to camera 1.
+        T_1to0: Its inverse.
+    """
+
+    depths: Sequence[Array]
+    cameras: Sequence[Array]
+    T_0to1: Array
+    T_1to0: Array
 
 
 class Scene(Protocol):
-    """Pairs of photographs of one place."""
+    """Pairs of photographs of one place. Reading raises `DataError`, which names the file."""
 
     def __len__(self) -> int: ...
 
-    def read(self, index: int) -> Batch:
-        """`image0`, `depth0`, `K0`, the same of 1, `T_0to1`, `T_1to0`, and masks if padded.
+    def images(self, index: int) -> tuple[Image.Image, Image.Image]: ...
 
-        Raises:
-            DataError: A file of the pair cannot be read; names it.
-        """
+    def truth(self, index: int) -> PosedTruth: ...
 
 
-class PosedData(pl.LightningDataModule):
-    """Batches of pairs from scenes. Subclasses say which scenes there are.
+class PosedSource:
+    """The pairs of several scenes, one scene after the other: what `TaskData` reads of a source."""
+
+    classes = None
+    skipped = ()
+
+    def __init__(self, scenes: Sequence[Scene]) -> None:
+        self.scenes = scenes
+        self.starts = np.cumsum([0, *(len(scene) for scene in scenes)]).tolist()
+
+    def __len__(self) -> int:
+        return int(self.starts[-1])
+
+    def images(self, index: int) -> tuple[Image.Image, Image.Image]:
+        number, pair = self._located(index)
+        return self.scenes[number].images(pair)
+
+    def truth(self, index: int) -> PosedTruth:
+        number, pair = self._located(index)
+        return self.scenes[number].truth(pair)
+
+    def replacement(self, index: int, step: int) -> int:
+        """The pair to try in place of one that cannot be read, of this scene or a later one."""
+        number, pair = self._located(index)
+        number = (number + step // PER_SCENE) % len(self.scenes)
+        return int(self.starts[number]) + (pair + step) % len(self.scenes[number])
+
+    def _located(self, index: int) -> tuple[int, int]:
+        """The scene of a pair, and its place there."""
+        number = int(np.searchsorted(self.starts, index, side="right")) - 1
+        return number, index - self.starts[number]
+
+
+class PosedData(TaskData):
+    """Batches of pairs from scenes. Subclasses say which scenes there are, and what a view is.
 
     Args:
         root: Folder of the data set.
         batch_size: Pairs of a batch on one process.
         pairs_per_scene: Pairs drawn from each scene in an epoch.
+        min_overlap: Training pairs have a larger overlap.
         val_pairs: Most pairs to validate on, evenly spread over those there are.
         val_scenes: Training scenes, the last ones, to validate on; 0: the official pairs.
         workers: Processes that read files; None: one per core, 8 at most; 0: no other process.
@@ -66,48 +104,38 @@ class PosedData(pl.LightningDataModule):
     """
 
     title: str  # of the data set, in messages
+    item = "pair"
+    more = "more --data.pairs_per_scene or "
 
     def __init__(
         self,
         *,
-        root: str | None,
-        batch_size: int,
-        pairs_per_scene: int,
-        val_pairs: int,
-        val_scenes: int,
-        min_overlap: float,
-        workers: int | None,
-        strict: bool,
-        seed: int,
+        root: str | None = None,
+        batch_size: int = 1,
+        pairs_per_scene: int = 100,
+        min_overlap: float = 0.0,
+        val_pairs: int = 1500,
+        val_scenes: int = 0,
+        workers: int | None = None,
+        strict: bool = False,
+        seed: int = 0,
     ) -> None:
-        super().__init__()
+        super().__init__(batch_size=batch_size, workers=workers, strict=strict, seed=seed)
         if root is None:
             raise OptionError(
                 f"{self.title} needs the folder that holds it, got none; pass --data.root FOLDER"
             )
-        for name, value, least in (
-            ("batch_size", batch_size, 1),
-            ("pairs_per_scene", pairs_per_scene, 1),
-            ("val_pairs", val_pairs, 1),
-            ("val_scenes", val_scenes, 0),
-            ("workers", workers, 0),
-        ):
-            if value is not None and value < least:
-                raise OptionError(f"{name} must be at least {least}, got {value}; pass more")
+        at_least(1, pairs_per_scene=pairs_per_scene, val_pairs=val_pairs)
+        at_least(0, val_scenes=val_scenes)
         if not 0 <= min_overlap < 1:
             raise OptionError(
                 f"min_overlap must be from 0 to below 1, got {min_overlap}; pass such"
             )
         self.root = Path(root)
-        self.batch_size = batch_size
         self.pairs_per_scene = pairs_per_scene
         self.val_pairs = val_pairs
         self.val_scenes = val_scenes
         self.min_overlap = min_overlap
-        self.workers = min(8, os.cpu_count() or 1) if workers is None else workers
-        self.strict = strict
-        self.seed = seed
-        self._scenes: dict[Split, Sequence[Scene]] = {}
 
     def training_scenes(self) -> Sequence[Scene]:
         """All scenes there are for training; some may be held out."""
@@ -117,14 +145,11 @@ class PosedData(pl.LightningDataModule):
         """The scenes that the authors of the index validate on."""
         raise NotImplementedError
 
-    @property
-    def batches_per_epoch(self) -> int:
-        """Training batches of one process."""
-        return len(self._sampler("train")) // self.batch_size
+    def view(self, image: Image.Image, depth: Array, K: Array) -> tuple[Sample, Array]:
+        """`image`, `depth` and, if padded, `mask` of a photograph for the model; its camera."""
+        raise NotImplementedError
 
-    def setup(self, stage: str | None = None) -> None:
-        if self._scenes:
-            return
+    def open(self, split: Split) -> Any:
         if not self.root.is_dir():
             raise DataError(
                 f"there is no folder {self.root}; pass the one of {self.title} to --data.root"
@@ -138,80 +163,40 @@ class PosedData(pl.LightningDataModule):
             )
         kept = len(scenes) - self.val_scenes
         val = scenes[kept:] or [scene for scene in self.official_scenes() if len(scene)]
-        self._scenes = {"train": scenes[:kept], "val": val}
+        # Both splits at once: the indices of a data set are large
+        both: dict[Split, Any] = {"train": PosedSource(scenes[:kept]), "val": PosedSource(val)}
+        self._sources = both
+        return both[split]
 
-    def train_dataloader(self) -> ResumableLoader:
-        scenes, sampler = self._scenes["train"], self._sampler("train")
-        if len(sampler) == 0:
-            raise OptionError(
-                f"{sampler.size} pairs of {len(scenes)} scenes do not fill one batch of "
-                f"{self.batch_size} on {sampler.world_size} processes; pass more "
-                "--data.pairs_per_scene or a smaller --data.batch_size"
-            )
-        read = partial(_read_drawn, scenes, self.pairs_per_scene, self.strict)
-        return loader_of(self, sampler, read, collate)
+    def count(self, split: Split) -> int:
+        source = self.source(split)
+        if split == "train":
+            return len(source.scenes) * self.pairs_per_scene
+        return min(self.val_pairs, len(source))
 
-    def val_dataloader(self) -> ResumableLoader:
-        scenes, sampler = self._scenes["val"], self._sampler("val")
-        return loader_of(
-            self, sampler, partial(_read_spread, scenes, sampler.size, self.strict), collate
-        )
+    def place(self, split: Split, index: int) -> int:
+        source = self.source(split)
+        if split == "val":  # evenly spread over all
+            return index * len(source) // self.count(split)
+        number = index // self.pairs_per_scene
+        return source.starts[number] + int(torch.randint(len(source.scenes[number]), ()))
 
-    def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
+    def val_sample(self, images: Sequence[Image.Image], truth: PosedTruth) -> Sample:
+        """`image0`, `depth0`, `K0`, the same of 1, `T_0to1`, `T_1to0`, and masks if padded."""
+        arrays = {"T_0to1": truth.T_0to1, "T_1to0": truth.T_1to0}
+        sample: Sample = {}
+        for i, given in enumerate(zip(images, truth.depths, truth.cameras, strict=True)):
+            view, arrays[f"K{i}"] = self.view(*given)
+            sample |= {f"{name}{i}": value for name, value in view.items()}
+        return sample | {
+            name: torch.from_numpy(array.astype(np.float32)) for name, array in arrays.items()
+        }
+
+    train_sample = val_sample
+
+    def finish(self, batch: Batch, *, training: bool) -> Batch:
         """Images travel as bytes."""
         return batch | {name: batch[name].float() / 255 for name in ("image0", "image1")}
-
-    def _sampler(self, split: Split) -> EpochSampler:
-        scenes = self._scenes[split]
-        if split == "train":
-            size = len(scenes) * self.pairs_per_scene
-        else:
-            size = min(self.val_pairs, sum(len(scene) for scene in scenes))
-        return sampler_of(self, size, self.batch_size, shuffle=split == "train")
-
-
-def collate(samples: list[Batch]) -> Batch:
-    batch: Batch = {
-        name: torch.stack([sample[name] for sample in samples])
-        for name in samples[0]
-        if name != "skipped"
-    }
-    batch["skipped"] = [reason for sample in samples for reason in sample["skipped"]]
-    return batch
-
-
-def _read_drawn(scenes: Sequence[Scene], per_scene: int, strict: bool, index: int) -> Batch:
-    """Any pair of the scene that the draw is for; generators are seeded for the draw."""
-    number = index // per_scene
-    pair = int(torch.randint(len(scenes[number]), ()))
-    return read_or_replace(scenes, number, pair, strict=strict)
-
-
-def _read_spread(scenes: Sequence[Scene], count: int, strict: bool, index: int) -> Batch:
-    """One of `count` pairs that are evenly spread over all."""
-    ends = np.cumsum([len(scene) for scene in scenes])
-    place = index * int(ends[-1]) // count
-    number = int(np.searchsorted(ends, place, side="right"))
-    return read_or_replace(scenes, number, place - int(ends[number]), strict=strict)
-
-
-def read_or_replace(scenes: Sequence[Scene], number: int, pair: int, *, strict: bool) -> Batch:
-    """A pair of a scene, and why those before it could not be read (`skipped`).
-
-    The next readable pair, of this scene or a later one, takes the place of one that is not, so
-    that batches stay whole.
-    """
-    reasons: list[str] = []
-    for attempt in range(ATTEMPTS):
-        scene = scenes[(number + attempt // PER_SCENE) % len(scenes)]
-        try:
-            return scene.read((pair + attempt) % len(scene)) | {"skipped": reasons}
-        except DataError as error:
-            if strict:
-                raise DataError(f"{error}; mend it, or leave out --data.strict") from error
-            reasons.append(str(error))
-    unique = list(dict.fromkeys(reasons))
-    raise DataError(f"{ATTEMPTS} pairs in a row cannot be read: {summary(unique)}; check the files")
 
 
 def folder_of(root: Path, names: Sequence[str], what: str) -> Path:
@@ -270,8 +255,10 @@ def resized_camera(K: Array, old: tuple[int, int], new: tuple[int, int]) -> Arra
     return moved
 
 
-def geometry(cameras: Sequence[Array], poses: Sequence[Array], name: str) -> Batch:
-    """Cameras and motions of a pair from two poses that take the world to the cameras.
+def posed_truth(
+    depths: Sequence[Array], cameras: Sequence[Array], poses: Sequence[Array], name: str
+) -> PosedTruth:
+    """The truth of a pair, from two poses that take the world to the cameras.
 
     Raises:
         DataError: They are no cameras and poses; ScanNet writes infinities where tracking failed.
@@ -285,5 +272,4 @@ def geometry(cameras: Sequence[Array], poses: Sequence[Array], name: str) -> Bat
         T_1to0 = poses[0] @ np.linalg.inv(poses[1])
     except np.linalg.LinAlgError as error:
         raise DataError(f"a pose of {name} is singular") from error
-    arrays = {"K0": cameras[0], "K1": cameras[1], "T_0to1": T_0to1, "T_1to0": T_1to0}
-    return {key: torch.from_numpy(array.astype(np.float32)) for key, array in arrays.items()}
+    return PosedTruth(depths, cameras, T_0to1, T_1to0)

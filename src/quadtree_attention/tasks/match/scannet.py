@@ -18,25 +18,26 @@ What a folder must hold::
 """
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from PIL import Image
 
-from quadtree_attention.errors import DataError, OptionError
-from quadtree_attention.images import to_image
+from quadtree_attention.checks import at_least
+from quadtree_attention.errors import DataError
+from quadtree_attention.images import Array, to_image
 from quadtree_attention.tasks.match.npz import read_npz
 from quadtree_attention.tasks.match.posed import (
-    Array,
-    Batch,
     PosedData,
+    PosedTruth,
     folder_of,
-    geometry,
+    posed_truth,
     resized_camera,
     resized_depth,
     resized_image,
     scene_files,
 )
+from quadtree_attention.tasks.training.data import Sample
 
 MILLIMETRES = 1000
 
@@ -46,17 +47,12 @@ class ScanNetData(PosedData):
 
     Args:
         source: "scannet".
-        root: Folder with `scannet_indices`, `train`, `scannet_test_1500` and `test`.
         height: Of what the model sees.
         width: Of what the model sees.
-        batch_size: Pairs of a batch on one process.
         pairs_per_scene: Pairs drawn from each scene in an epoch.
         min_overlap: Training pairs have a larger overlap.
-        val_pairs: Most pairs to validate on, evenly spread over those there are.
-        val_scenes: Training scenes, the last ones, to validate on; 0: the official pairs.
-        workers: Processes that read files; None: one per core, 8 at most; 0: no other process.
-        strict: Fail at the first unreadable file instead of counting and replacing its pair.
-        seed: Decides which pairs, and their order.
+        **common: As for `PosedData`; `root` has `scannet_indices`, `train`, `scannet_test_1500` and
+            `test`.
     """
 
     title = "ScanNet"
@@ -64,34 +60,22 @@ class ScanNetData(PosedData):
     def __init__(
         self,
         source: Literal["scannet"] = "scannet",
-        root: str | None = None,
         height: int = 480,
         width: int = 640,
-        batch_size: int = 1,
         pairs_per_scene: int = 200,
         min_overlap: float = 0.4,
-        val_pairs: int = 1500,
-        val_scenes: int = 0,
-        workers: int | None = None,
-        strict: bool = False,
-        seed: int = 0,
+        **common: Any,
     ) -> None:
-        super().__init__(
-            root=root,
-            batch_size=batch_size,
-            pairs_per_scene=pairs_per_scene,
-            val_pairs=val_pairs,
-            val_scenes=val_scenes,
-            min_overlap=min_overlap,
-            workers=workers,
-            strict=strict,
-            seed=seed,
-        )
-        if min(height, width) < 8:
-            raise OptionError(
-                f"height and width must be at least 8, got {height} and {width}; pass more"
-            )
-        self.size = (height, width)
+        super().__init__(pairs_per_scene=pairs_per_scene, min_overlap=min_overlap, **common)
+        at_least(8, height=height, width=width)
+        self.size = (width, height)
+
+    def view(self, image: Image.Image, depth: Array, K: Array) -> tuple[Sample, Array]:
+        view = {
+            "image": resized_image(image, *self.size),
+            "depth": resized_depth(depth, *self.size),
+        }
+        return view, resized_camera(K, (depth.shape[1], depth.shape[0]), self.size)
 
     def training_scenes(self) -> list["ScanNetScene"]:
         index = folder_of(self.root, ("scannet_indices", "index"), "LoFTR's indices of ScanNet")
@@ -115,7 +99,7 @@ class ScanNetData(PosedData):
     def _scene(
         self, file: Path, frames: Path, cameras: dict[str, Array], min_overlap: float | None
     ) -> "ScanNetScene":
-        return ScanNetScene(read_pairs(file, min_overlap), frames, cameras, self.size)
+        return ScanNetScene(read_pairs(file, min_overlap), frames, cameras)
 
 
 class ScanNetScene:
@@ -125,39 +109,34 @@ class ScanNetScene:
         pairs: (N, 4): scene, sub-scene, frame, frame.
         frames: Folder of the scenes.
         cameras: Camera matrices of depth images by name of the scene.
-        size: Height and width to give out.
     """
 
-    def __init__(
-        self, pairs: Array, frames: Path, cameras: dict[str, Array], size: tuple[int, int]
-    ) -> None:
+    def __init__(self, pairs: Array, frames: Path, cameras: dict[str, Array]) -> None:
         self.pairs = pairs
         self.frames = frames
         self.cameras = cameras
-        self.size = size
 
     def __len__(self) -> int:
         return len(self.pairs)
 
-    def read(self, index: int) -> Batch:
-        scene, part, *frames = self.pairs[index].tolist()
-        name = f"scene{scene:04d}_{part:02d}"
-        if name not in self.cameras or self.cameras[name].size != 9:
-            raise DataError(f"intrinsics.npz has no 3x3 camera of {name}")
-        K = np.asarray(self.cameras[name], float).reshape(3, 3)
-        folder = self.frames / name
-        batch: Batch = {}
-        cameras, poses = [], []
-        height, width = self.size
-        for i, frame in enumerate(frames):
-            image = to_image(folder / "color" / f"{frame}.jpg")
-            batch[f"image{i}"] = resized_image(image, width, height)
-            depth = read_depth(folder / "depth" / f"{frame}.png")
-            batch[f"depth{i}"] = resized_depth(depth, width, height)
-            old = (depth.shape[1], depth.shape[0])
-            cameras.append(resized_camera(K, old, (width, height)))
-            poses.append(read_pose(folder / "pose" / f"{frame}.txt"))
-        return batch | geometry(cameras, poses, f"frames {frames} in {folder}")
+    def images(self, index: int) -> tuple[Image.Image, Image.Image]:
+        folder, frame0, frame1 = self._located(index)
+        colour = folder / "color"
+        return to_image(colour / f"{frame0}.jpg"), to_image(colour / f"{frame1}.jpg")
+
+    def truth(self, index: int) -> PosedTruth:
+        folder, *frames = self._located(index)
+        if folder.name not in self.cameras or self.cameras[folder.name].size != 9:
+            raise DataError(f"intrinsics.npz has no 3x3 camera of {folder.name}")
+        K = np.asarray(self.cameras[folder.name], float).reshape(3, 3)
+        depths = [read_depth(folder / "depth" / f"{frame}.png") for frame in frames]
+        poses = [read_pose(folder / "pose" / f"{frame}.txt") for frame in frames]
+        return posed_truth(depths, [K, K], poses, f"frames {frames} in {folder}")
+
+    def _located(self, index: int) -> tuple[Path, int, int]:
+        """The folder of a pair, and its frames."""
+        scene, part, frame0, frame1 = self.pairs[index].tolist()
+        return self.frames / f"scene{scene:04d}_{part:02d}", frame0, frame1
 
 
 def read_pairs(path: Path, min_overlap: float | None) -> Array:

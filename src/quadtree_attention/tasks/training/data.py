@@ -210,9 +210,10 @@ def read_or_replace(
         DataError: 50 samples in a row, or all, cannot be read; with `strict`, one.
     """
     count = len(source)
-    after = getattr(source, "replacement", lambda index, step: (index + step) % count)
+    own = getattr(source, "replacement", None)  # which may try a sample again
+    after = own or (lambda index, step: (index + step) % count)
     reasons: list[str] = []
-    for step in range(min(ATTEMPTS, count)):
+    for step in range(ATTEMPTS if own else min(ATTEMPTS, count)):
         place = after(index, step)
         try:
             return source.images(place), source.truth(place), place, reasons
@@ -310,6 +311,11 @@ class SyntheticData(TaskData):
     def render(self, textures: Textures, indices: list[int], *, training: bool) -> Batch:
         """The pairs with these numbers."""
         raise NotImplementedError
+
+    @property
+    def classes(self) -> list[str]:
+        """None: pairs have no classes, and no source."""
+        return []
 
     def count(self, split: Split) -> int:
         return self.pairs if split == "train" else self.val_pairs

@@ -8,11 +8,17 @@ pytest.importorskip("cv2", reason="estimators need the extra 'models'")
 pytest.importorskip("poselib", reason="estimators need the extra 'models'")
 
 from quadtree_attention.errors import OptionError, ShapeError
-from quadtree_attention.tasks.match.estimate import homography, relative_pose
 from quadtree_attention.tasks.match.metrics import (
     corner_error,
     pose_error,
     transform,
+)
+from quadtree_attention.tasks.match.pose import (
+    Pose,
+    camera_matrix,
+    homography,
+    read_camera,
+    relative_pose,
 )
 from tests.tasks.match.geometry import K0, K1, POSE, points_of_a_scene
 
@@ -76,12 +82,61 @@ def test_the_same_matches_give_the_same_pose(estimator):
     assert np.array_equal(a.rotation, b.rotation)
 
 
+def test_a_camera_is_a_matrix_or_four_numbers():
+    points0, points1 = points_of_a_scene(40)
+    expected = relative_pose(points0, points1, K0, K1)
+    numbers = (500, 510, 320, 240), [450.0, 450.0, 300.0, 250.0]
+    found = relative_pose(points0, points1, *numbers)
+    assert np.array_equal(found.rotation, expected.rotation)
+    assert np.array_equal(camera_matrix(K1.ravel().tolist()), K1)
+
+
+def test_cameras_as_text(tmp_path):
+    path = tmp_path / "camera.txt"
+    path.write_text("500 0 320\n0 510 240\n0 0 1\n")
+    for given in (
+        "500,510,320,240",
+        "500 510 320 240",
+        "[500, 0, 320; 0 510 240; 0 0 1]",
+        str(path),
+    ):
+        assert read_camera("--K0", given).tolist() == K0.tolist()
+    for given, words in (
+        ("none.txt", "got 'none.txt', which is neither numbers nor a file"),
+        ("", "which is neither numbers nor a file"),
+        ("1,2,3", "got 3 numbers"),
+        ("nan,510,320,240", "K0 must be a camera matrix"),
+        ("500 0 0 0 510 0 320 240 1", r"--K0 must end in 0, 0, 1, got \[320.0, 240.0, 1.0\]"),
+    ):
+        with pytest.raises(OptionError, match=words):
+            read_camera("--K0", given)
+    path.write_bytes(b"\xff\xfe\xff")
+    with pytest.raises(OptionError, match=r"--K0: cannot read .*camera.txt: it is no text"):
+        read_camera("--K0", str(path))
+
+
+@pytest.mark.parametrize(
+    ("inliers", "total", "few"),
+    [(60, 486, True), (29, 40, True), (30, 40, False), (97, 486, True), (98, 486, False)],
+)
+def test_a_pose_that_few_matches_agree_with_gets_a_caution(inliers, total, few):
+    pose = Pose(np.eye(3), np.array([1.0, 0, 0]), np.arange(total) < inliers)
+    told = f"only {inliers} of {total} matches agree with the pose"
+    assert (pose.caution is not None) == few == (told in pose.to_text())
+
+
 def test_wrong_camera():
     points = np.zeros((10, 2))
     with pytest.raises(ShapeError, match=r"K1 must be a camera matrix \(3, 3\)"):
         relative_pose(points, points, K0, np.eye(4))
     with pytest.raises(ShapeError, match="K0 must be a camera matrix"):
         relative_pose(points, points, np.zeros((3, 3)), K1)
+    with pytest.raises(
+        ShapeError, match=r"K0 .*, or fx, fy, cx, cy, in pixels, got \[1., 2., 3.\]"
+    ):
+        relative_pose(points, points, (1, 2, 3), K1)
+    with pytest.raises(ShapeError, match=r"K0 must end in 0, 0, 1, got \[0.0, 0.0, 2.0\]"):
+        relative_pose(points, points, 2 * K0, K1)
 
 
 def test_wrong_points():

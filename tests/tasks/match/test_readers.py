@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Files of pairs: every format, names of pairs, and lines that are wrong."""
 
+import pickle
+
 import numpy as np
 import pytest
+from PIL import Image
 
-from quadtree_attention.errors import DataError
-from quadtree_attention.tasks.match.pairs import PairLine, read_pairs
+from quadtree_attention.errors import DataError, OptionError
+from quadtree_attention.tasks.match.readers import PairLine, open_source, read_pairs
 from tests.conftest import ROOT
 
 CAMERA = "500 0 320 0 510. 240 0 0 1"
@@ -54,6 +57,50 @@ def test_pairs_of_scannet():
     assert np.allclose(pairs[0].K0[0], [1163.45, 0, 653.626])
 
 
+def test_names_with_spaces_are_quoted(read):
+    pairs = read(
+        "\"my desk/1.jpg\" 'your desk/2.jpg'\n"
+        f'"my desk/a b.jpg" c.jpg 0 1 {CAMERA} {CAMERA}\n'
+        '"l\'eau de/3.jpg" C:\\4.jpg 0 1\n'
+        "l'eau.jpg d'or.jpg\n"
+        "'tis.jpg b.jpg 0 2\n"
+    )
+    assert [(p.image0, p.image1, p.rotation1) for p in pairs] == [
+        ("my desk/1.jpg", "your desk/2.jpg", 0),
+        ("my desk/a b.jpg", "c.jpg", 1),
+        ("l'eau de/3.jpg", "C:\\4.jpg", 1),
+        ("l'eau.jpg", "d'or.jpg", 0),  # as ever
+        ("'tis.jpg", "b.jpg", 2),
+    ]
+    assert pairs[0].name == "1__2" and pairs[1].K0[0, 2] == 320
+    with pytest.raises(DataError, match=r"line 1: a quotation is not closed, got \"a b.jpg c.jpg"):
+        read('"a b.jpg c.jpg\n')
+
+
+def test_a_source_of_pairs(read, tmp_path):
+    Image.new("RGB", (6, 4), "red").save(tmp_path / "a.png")
+    Image.new("RGB", (5, 3)).save(tmp_path / "b c.png")
+    line = f'a.png "b c.png" 0 1 {CAMERA} {CAMERA} {MOTION}\n'
+    read(line)
+    source = pickle.loads(pickle.dumps(open_source(tmp_path / "pairs.txt")))
+    assert (len(source), source.name(0), source.classes) == (1, "a__b c", None)
+    assert source.identity(0) == [str(tmp_path / "a.png"), str(tmp_path / "b c.png"), 0, 1]
+    assert [image.size for image in source.images(0)] == [(6, 4), (3, 5)]
+    assert source.truth(0).sizes() == ((6, 4), (5, 3))
+    (tmp_path / "photos").mkdir()
+    elsewhere = open_source(tmp_path / "pairs.txt", images=tmp_path / "photos")
+    with pytest.raises(DataError, match=r"cannot read .*photos/a.png"):
+        elsewhere.images(0)
+    with pytest.raises(DataError, match="there is no folder of images 'nowhere'"):
+        open_source(tmp_path / "pairs.txt", images="nowhere")
+    with pytest.raises(OptionError, match="split must be one of val, got 'train'"):
+        open_source(tmp_path / "pairs.txt", split="train")
+    read(f"{line}x0.png x1.png 0 0 {CAMERA} {CAMERA}\n")
+    with pytest.raises(DataError, match="line 2 of the pairs, x0__x1, has no truth"):
+        open_source(tmp_path / "pairs.txt")
+    assert len(open_source(tmp_path / "pairs.txt", truth=False)) == 2
+
+
 def test_names_are_told_apart(read):
     pairs = read(
         "a/1.jpg a/2.jpg\n"
@@ -86,7 +133,7 @@ def test_names_by_paths_stay_in_the_folder(read):
     ("line", "words"),
     [
         ("a.jpg", "a line must have 2 (image0 image1), 4 (and rotation0"),
-        ("a.jpg b.jpg 0", "got 3; paths must not have spaces"),
+        ("a.jpg b.jpg 0", "got 3; quote paths with spaces"),
         (f"a.jpg b.jpg 0 0 {CAMERA}", "or 38 (and T_0to1) words, got 13;"),
         ("a.jpg b.jpg 0 4", "rotation1 must be 0, 1, 2 or 3 quarter turns, got '4'; write 0"),
         ("a.jpg b.jpg 0.0 1", "rotation0 must be 0, 1, 2 or 3 quarter turns, got '0.0'"),

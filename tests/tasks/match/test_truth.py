@@ -4,7 +4,7 @@
 import numpy as np
 import torch
 
-from quadtree_attention.tasks.match.supervision import (
+from quadtree_attention.tasks.match.truth import (
     View,
     depth_at,
     true_matches,

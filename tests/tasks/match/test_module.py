@@ -12,14 +12,15 @@ pytest.importorskip("poselib", reason="estimators need the extra 'models'")
 
 from quadtree_attention.errors import OptionError
 from quadtree_attention.tasks.match.data import MOTION, MatchData, grey
+from quadtree_attention.tasks.match.metrics import MatchMetric
 from quadtree_attention.tasks.match.module import (
     MatchModule,
+    add_poses,
     correct,
     f_scores,
-    pose_errors,
     views,
 )
-from quadtree_attention.tasks.match.supervision import true_matches, view_from_flow
+from quadtree_attention.tasks.match.truth import true_matches, view_from_flow
 from quadtree_attention.tasks.training.loader import Draw
 from quadtree_attention.tasks.training.run import run_command as train
 from tests.conftest import ROOT
@@ -67,6 +68,12 @@ def test_planes_and_scenes_are_mixed(data):
     assert min(residuals) < 1e-2 < 0.5 < max(residuals)
 
 
+def pose_errors(found, batch):
+    metric = MatchMetric(estimators=("poselib",))
+    add_poses(metric, found | {"confidence": torch.ones(len(found["keypoints0"]))}, batch)
+    return [row["error_poselib"] for row in metric.rows]
+
+
 def projective_residual(flow):
     """How far a flow (H, W, 2) is from the best homography, in pixels."""
     y, x = torch.meshgrid(torch.arange(64.0), torch.arange(80.0), indexing="ij")
@@ -106,7 +113,7 @@ def test_wrong_options_are_named():
         OptionError, match=r"scene must have options out of objects, .* got basline"
     ):
         MatchData(scene={"basline": [0, 1]})
-    with pytest.raises(OptionError, match="planes must be between 0 and 1, got 2"):
+    with pytest.raises(OptionError, match=r"planes must be in \[0, 1\], got 2"):
         MatchData(planes=2)
     with pytest.raises(OptionError, match="3 training pairs do not fill one batch of 4"):
         MatchData(pairs=3).train_dataloader()
@@ -195,7 +202,6 @@ def test_debug_recipe_trains(tmp_path):
 def test_trains_without_estimators(tmp_path, monkeypatch, capsys):
     """The best epoch is told by what needs no estimator; their scores are left out, and said so."""
     monkeypatch.setitem(sys.modules, "poselib", None)  # what an import finds if it is not installed
-    monkeypatch.delitem(sys.modules, "quadtree_attention.tasks.match.estimate")
     recipe = ROOT / "recipes" / "match" / "debug.yaml"
     options = ["--trainer.max_epochs", "1", "--trainer.enable_progress_bar", "false"]
     options += ["--data.pairs", "4"]
@@ -204,4 +210,7 @@ def test_trains_without_estimators(tmp_path, monkeypatch, capsys):
     assert {"val/fscore", "val/matches"} <= set(row) and "val/auc10" not in row
     assert (tmp_path / "run" / "best.safetensors").exists()
     said = capsys.readouterr().err
-    assert said.count("validation leaves out val/auc5") == 1 and "got import of poselib" in said
+    assert (
+        said.count("validation leaves out val/auc5") == 1
+        and "needs poselib, which is not installed" in said
+    )

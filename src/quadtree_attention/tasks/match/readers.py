@@ -10,8 +10,9 @@ The number of words in a line tells what it holds:
     38  as 22, and 16 numbers of the motion from camera 0 to camera 1
 
 Matrices are written row by row. A rotation is the number of quarter turns counter-clockwise that
-make the image upright. Blank lines and lines that begin with # are skipped. The homography is our
-own addition, for the sets of images of planes.
+make the image upright. Names with spaces are quoted as in a shell: "my desk/1.jpg". Blank lines and
+lines that begin with # are skipped. The homography is our own addition, for the sets of images of
+planes.
 
 Example:
     >>> import tempfile
@@ -23,23 +24,27 @@ Example:
 """
 
 import os
+import shlex
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
+from typing import Any
 
 import numpy as np
 from PIL import Image
 
+from quadtree_attention.checks import one_of
 from quadtree_attention.errors import DataError
-from quadtree_attention.images import to_image
-from quadtree_attention.tasks.match.metrics import Array
+from quadtree_attention.files import StrPath
+from quadtree_attention.images import Array, image_size, to_image
 
 TURNS = {
     1: Image.Transpose.ROTATE_90,  # counter-clockwise
     2: Image.Transpose.ROTATE_180,
     3: Image.Transpose.ROTATE_270,
 }
+QUOTES = ('"', "'")
 ROTATIONS = ("0", "1", "2", "3")
 WORDS = (
     "2 (image0 image1), 4 (and rotation0 rotation1), 11 (image0 image1 and a homography), 22 "
@@ -64,6 +69,7 @@ class PairLine:
         T_0to1: True motion (4, 4) from camera 0 to camera 1, as they were held (not turned).
         H_0to1: True homography (3, 3) from pixels of image 0 to those of image 1.
         name: What to call files about the pair, `<stem0>__<stem1>`; see `read_pairs`.
+        folder: Folder of the images.
     """
 
     line: int
@@ -76,28 +82,101 @@ class PairLine:
     T_0to1: Array | None = None
     H_0to1: Array | None = None
     name: str = ""
+    folder: Path = Path()
 
     def __post_init__(self) -> None:
         if not self.name:
             stems = (PurePath(image).stem for image in (self.image0, self.image1))
             object.__setattr__(self, "name", "__".join(stems))
 
-    def read_images(self, folder: Path) -> tuple[Image.Image, Image.Image]:
+    def read_images(self) -> tuple[Image.Image, Image.Image]:
         """Both images, turned as the line asks for.
 
         Raises:
             DataError: One of them cannot be read.
         """
-        image0 = _turned(to_image(folder / self.image0), self.rotation0)
-        return image0, _turned(to_image(folder / self.image1), self.rotation1)
+        image0 = _turned(to_image(self.folder / self.image0), self.rotation0)
+        return image0, _turned(to_image(self.folder / self.image1), self.rotation1)
+
+    def sizes(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Width and height of both images, not turned.
+
+        Raises:
+            DataError: One of them cannot be read.
+        """
+        return image_size(self.folder / self.image0), image_size(self.folder / self.image1)
+
+
+class PairsSource:
+    """The pairs of a file. Lines with the same images, turned alike, share name and prediction."""
+
+    classes: Sequence[str] | None = None
+    skipped: Sequence[str] = ()
+
+    def __init__(self, pairs: Sequence[PairLine]) -> None:
+        self.pairs = pairs
+
+    def __len__(self) -> int:
+        return len(self.pairs)
+
+    def name(self, index: int) -> str:
+        return self.pairs[index].name
+
+    def identity(self, index: int) -> list[Any]:
+        pair = self.pairs[index]
+        folder = pair.folder.absolute()
+        images = [str(folder / pair.image0), str(folder / pair.image1)]
+        return [*images, pair.rotation0, pair.rotation1]
+
+    def images(self, index: int) -> tuple[Image.Image, Image.Image]:
+        return self.pairs[index].read_images()
+
+    def truth(self, index: int) -> PairLine:
+        """The line of a pair, with a pose or a homography."""
+        pair = self.pairs[index]
+        if pair.T_0to1 is None and pair.H_0to1 is None:
+            raise DataError(
+                f"line {pair.line} of the pairs, {pair.name}, has no truth to compare with; write "
+                "K0, K1 and T_0to1 or a homography behind the images"
+            )
+        return pair
+
+
+def open_source(
+    root: StrPath,
+    *,
+    split: str = "val",
+    strict: bool = False,
+    images: StrPath | None = None,
+    truth: bool = True,
+) -> PairsSource:
+    """The pairs that a file lists.
+
+    Args:
+        root: The file of pairs.
+        split: "val": a file of pairs has no splits.
+        strict: Without effect: files are read when their pair is matched.
+        images: Folder of the images; None: that of the file.
+        truth: Refuse pairs without a true pose or homography.
+
+    Raises:
+        DataError: The file cannot be read or lists nothing, a line is wrong or lacks the truth, or
+            there is no folder of images.
+    """
+    one_of(("val",), split=split)
+    source = PairsSource(read_pairs(root, images))
+    if truth:
+        for index in range(len(source)):
+            source.truth(index)
+    return source
 
 
 def _turned(image: Image.Image, rotation: int) -> Image.Image:
     return image.transpose(TURNS[rotation]) if rotation else image
 
 
-def read_pairs(path: str | os.PathLike[str]) -> list[PairLine]:
-    """The pairs that a file lists.
+def read_pairs(path: StrPath, images: StrPath | None = None) -> list[PairLine]:
+    """The pairs that a file lists; None: the images are in its folder.
 
     A pair is called `<stem0>__<stem1>`. Where that would be the name of two different pairs, both
     are named by their whole paths, with "-" for "/" (`desk-1__desk-2`), and if these are the same,
@@ -105,14 +184,18 @@ def read_pairs(path: str | os.PathLike[str]) -> list[PairLine]:
     have one name: their matches are the same.
 
     Raises:
-        DataError: The file cannot be read or lists nothing, or a line is wrong.
+        DataError: The file cannot be read or lists nothing, a line is wrong, or there is no folder
+            of images.
     """
     path = Path(path)
     lines = _read(path).splitlines()
+    folder = path.parent if images is None else Path(images)
+    if not folder.is_dir():
+        raise DataError(f"there is no folder of images {str(folder)!r}; check --images")
     pairs = [
-        _parse(path, number, words)
+        replace(_parse_line(f"{path}, line {number}", number, line), folder=folder)
         for number, line in enumerate(lines, start=1)
-        if (words := line.split()) and not words[0].startswith("#")
+        if line.strip() and not line.strip().startswith("#")
     ]
     if not pairs:
         raise DataError(f"{path} lists no pairs; write one to a line: image0 image1")
@@ -137,11 +220,28 @@ def _read(path: Path) -> str:
         raise DataError(f"cannot read {path}: {reason}; check the path") from error
 
 
-def _parse(path: Path, number: int, words: Sequence[str]) -> PairLine:
-    where = f"{path}, line {number}"
+def _parse_line(where: str, number: int, line: str) -> PairLine:
+    words = line.split()
+    if any(word.startswith(QUOTES) for word in words):
+        reader = shlex.shlex(line, posix=True)
+        reader.whitespace_split, reader.commenters, reader.escape = True, "", ""
+        try:
+            words = list(reader)
+        except ValueError as error:
+            try:
+                return _parse(where, number, words)  # a name that begins with a quote
+            except DataError:
+                raise DataError(
+                    f"{where}: a quotation is not closed, got {line.strip()}; quote a whole name, "
+                    "one with ' by \""
+                ) from error
+    return _parse(where, number, words)
+
+
+def _parse(where: str, number: int, words: Sequence[str]) -> PairLine:
     if len(words) not in (2, 4, 11, 22, 38):
         raise DataError(
-            f"{where}: a line must have {WORDS} words, got {len(words)}; paths must not have spaces"
+            f"{where}: a line must have {WORDS} words, got {len(words)}; quote paths with spaces"
         )
     image0, image1, *rest = words
     if len(words) == 11:

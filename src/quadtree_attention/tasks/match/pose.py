@@ -4,29 +4,28 @@
 The two differ by more than matchers do, so results of both belong side by side.
 """
 
+import os
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
-from quadtree_attention.errors import MissingDependencyError, OptionError, ShapeError
-from quadtree_attention.tasks.match.metrics import Array, normalised
-
-try:
-    import cv2
-    import poselib
-except ModuleNotFoundError as error:
-    raise MissingDependencyError(
-        f"estimating poses needs opencv and poselib, got {error}; "
-        "pip install 'quadtree-attention[models]'"
-    ) from error
+from quadtree_attention.checks import needs
+from quadtree_attention.errors import OptionError, ShapeError
+from quadtree_attention.images import Array
 
 Estimator = Literal["poselib", "opencv"]
+ESTIMATORS: tuple[Estimator, ...] = ("poselib", "opencv")
+Camera: TypeAlias = Array | Sequence[float] | Sequence[Sequence[float]]
 PIXELS = 0.5  # RANSAC's threshold for poses
 HOMOGRAPHY_PIXELS = 3.0
 CONFIDENCE = 0.99999
 ITERATIONS = 10_000
 POSE_POINTS, HOMOGRAPHY_POINTS = 5, 4  # fewer determine nothing
+FEW, FEW_SHARE = 30, 0.2  # inliers, and of the matches: below, poses are often wrong
 
 
 @dataclass(frozen=True)
@@ -42,6 +41,39 @@ class Pose:
     rotation: Array
     translation: Array
     inliers: Array
+
+    @property
+    def degrees(self) -> float:
+        """Angle of the rotation."""
+        cosine = (np.trace(self.rotation) - 1) / 2
+        return float(np.degrees(np.arccos(np.clip(cosine, -1.0, 1.0))))
+
+    @property
+    def caution(self) -> str | None:
+        """A sentence about a pose that few matches agree with; None if enough do."""
+        count, total = int(self.inliers.sum()), len(self.inliers)
+        if count >= FEW and count >= FEW_SHARE * total:
+            return None
+        return (
+            f"only {count:,} of {total:,} matches agree with the pose; it is often wrong with "
+            f"fewer than {FEW} inliers, or than {FEW_SHARE:.0%} of the matches"
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "rotation_degrees": self.degrees,
+            "rotation": self.rotation.tolist(),
+            "translation": self.translation.tolist(),
+            "inliers": int(self.inliers.sum()),
+        }
+
+    def to_text(self) -> str:
+        direction = ", ".join(f"{value:.3f}" for value in self.translation)
+        return (
+            f"rotation {self.degrees:.2f} degrees, translation along ({direction}), "
+            f"{self.inliers.sum():,} of {len(self.inliers):,} inliers"
+            + (f"; caution: {self.caution}" if self.caution else "")
+        )
 
 
 @dataclass(frozen=True)
@@ -60,8 +92,8 @@ class Homography:
 def relative_pose(
     points0: Array,
     points1: Array,
-    K0: Array,
-    K1: Array,
+    K0: Camera,
+    K1: Camera,
     *,
     estimator: Estimator = "poselib",
     threshold: float = PIXELS,
@@ -71,18 +103,18 @@ def relative_pose(
     Args:
         points0: (N, 2) pixels (x, y) of image 0.
         points1: (N, 2) pixels of image 1.
-        K0: Camera matrix (3, 3) of image 0.
-        K1: Camera matrix of image 1.
+        K0: Camera of image 0: a matrix (3, 3), or fx, fy, cx, cy, in pixels.
+        K1: Camera of image 1.
         estimator: "poselib" (LO-RANSAC) or "opencv" (RANSAC, five points).
         threshold: Largest distance of an inlier from its epipolar line, in pixels.
     """
     check_estimator(estimator)
-    K0, K1 = check_camera("K0", K0), check_camera("K1", K1)
+    cameras = camera_matrix(K0, "K0"), camera_matrix(K1, "K1")
     points0, points1 = check_points(points0, points1)
     if len(points0) < POSE_POINTS:
         return None
     solve = _poselib_pose if estimator == "poselib" else _opencv_pose
-    return solve(points0, points1, K0, K1, threshold)
+    return solve(points0, points1, *cameras, threshold)
 
 
 def homography(
@@ -111,9 +143,22 @@ def homography(
     return Homography(found.matrix / found.matrix[2, 2], found.inliers)
 
 
+def libraries() -> tuple[Any, Any]:
+    """OpenCV and poselib, imported when they are needed.
+
+    Raises:
+        MissingDependencyError: One of them is not installed.
+    """
+    with needs("models", "estimating poses"):
+        import cv2
+        import poselib
+    return cv2, poselib
+
+
 def _opencv_pose(
     points0: Array, points1: Array, K0: Array, K1: Array, threshold: float
 ) -> Pose | None:
+    cv2, _ = libraries()
     x0, x1 = (normalised(p, K)[:, :2] for p, K in ((points0, K0), (points1, K1)))
     focal = np.mean([K0[0, 0], K0[1, 1], K1[0, 0], K1[1, 1]])
     essentials, mask = cv2.findEssentialMat(
@@ -135,6 +180,7 @@ def _opencv_pose(
 def _poselib_pose(
     points0: Array, points1: Array, K0: Array, K1: Array, threshold: float
 ) -> Pose | None:
+    _, poselib = libraries()
     found, info = poselib.estimate_relative_pose(
         points0, points1, _camera(K0, points0), _camera(K1, points1),
         {"max_epipolar_error": threshold, "success_prob": CONFIDENCE, "max_iterations": ITERATIONS},
@@ -147,6 +193,7 @@ def _poselib_pose(
 
 
 def _opencv_homography(points0: Array, points1: Array, threshold: float) -> Homography | None:
+    cv2, _ = libraries()
     matrix, mask = cv2.findHomography(
         points0, points1, cv2.RANSAC, threshold, maxIters=ITERATIONS, confidence=CONFIDENCE
     )
@@ -154,6 +201,7 @@ def _opencv_homography(points0: Array, points1: Array, threshold: float) -> Homo
 
 
 def _poselib_homography(points0: Array, points1: Array, threshold: float) -> Homography | None:
+    _, poselib = libraries()
     matrix, info = poselib.estimate_homography(
         points0, points1,
         {"max_reproj_error": threshold, "success_prob": CONFIDENCE, "max_iterations": ITERATIONS},
@@ -173,18 +221,71 @@ def _camera(K: Array, points: Array) -> dict[str, object]:
 
 
 def check_estimator(estimator: str) -> None:
-    if estimator not in get_args(Estimator):
+    if estimator not in ESTIMATORS:
         raise OptionError(f"estimator must be poselib or opencv, got {estimator!r}; take one")
 
 
-def check_camera(name: str, K: Array) -> Array:
-    K = np.asarray(K, float)
-    if K.shape != (3, 3) or not np.isfinite(K).all() or K[0, 0] <= 0 or K[1, 1] <= 0:
+def camera_matrix(K: Camera, name: str = "K") -> Array:
+    """A camera (3, 3) from such a matrix, its nine numbers row by row, or fx, fy, cx, cy.
+
+    Raises:
+        ShapeError: It is none of these; `name` is what the message calls it.
+    """
+    given = np.asarray(K, float)
+    matrix = given.reshape(3, 3) if given.shape == (9,) else given
+    if given.shape == (4,):
+        fx, fy, cx, cy = given
+        matrix = np.array([[fx, 0, cx], [0, fy, cy], [0, 0, 1]])
+    fits = matrix.shape == (3, 3) and np.isfinite(matrix).all()
+    if not fits or matrix[0, 0] <= 0 or matrix[1, 1] <= 0:
         raise ShapeError(
-            f"{name} must be a camera matrix (3, 3), [[fx, 0, cx], [0, fy, cy], [0, 0, 1]] in "
-            f"pixels, got {name}={np.array2string(K, separator=', ')}; pass such"
+            f"{name} must be a camera matrix (3, 3), [[fx, 0, cx], [0, fy, cy], [0, 0, 1]], or "
+            f"fx, fy, cx, cy, in pixels, got {np.array2string(given, separator=', ')}; pass such"
         )
-    return K
+    if matrix[2].tolist() != [0, 0, 1]:
+        raise ShapeError(
+            f"{name} must end in 0, 0, 1, got {matrix[2].tolist()}; pass it row by row"
+        )
+    return matrix
+
+
+def read_camera(name: str, given: str) -> Array:
+    """A camera (3, 3) from the text "fx,fy,cx,cy" or nine numbers, or from a file of either.
+
+    Raises:
+        OptionError: It is none of these; `name` is that of the option.
+    """
+    text = given
+    if os.path.isfile(given):
+        try:
+            text = Path(given).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            reason = getattr(error, "strerror", None) or "it is no text"
+            raise OptionError(f"{name}: cannot read {given}: {reason}; pass a text") from error
+    accepted = "fx,fy,cx,cy in pixels, nine numbers row by row, or a text file with either"
+    try:
+        numbers = [float(word) for word in re.split(r"[\s,;]+", text.strip("[]() \t\r\n,;"))]
+    except ValueError as error:
+        raise OptionError(
+            f"{name} must be {accepted}, got {given!r}, which is neither numbers nor a file; "
+            "pass such"
+        ) from error
+    if len(numbers) not in (4, 9):
+        raise OptionError(f"{name} must be {accepted}, got {len(numbers)} numbers; pass such")
+    try:
+        return camera_matrix(numbers, name)
+    except ShapeError as error:
+        raise OptionError(str(error)) from error
+
+
+def normalised(points: Array, K: Array) -> Array:
+    """Pixels to rays with depth 1: (N, 2) -> (N, 3)."""
+    return homogeneous(points) @ np.linalg.inv(np.asarray(K, float)).T
+
+
+def homogeneous(points: Array) -> Array:
+    points = np.asarray(points, float).reshape(-1, 2)
+    return np.concatenate([points, np.ones((len(points), 1))], axis=1)
 
 
 def check_points(points0: Array, points1: Array) -> tuple[Array, Array]:
