@@ -7,12 +7,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image
 
 pytest.importorskip("cv2", reason="estimators need the extra 'models'")
 pytest.importorskip("poselib", reason="estimators need the extra 'models'")
 typer_testing = pytest.importorskip("typer.testing", reason="the command needs typer")
 
 from quadtree_attention.cli.main import app  # noqa: E402
+from quadtree_attention.tasks import Matches  # noqa: E402
 from tests.cli.test_info import command  # noqa: E402
 from tests.tasks.match.test_metrics import (  # noqa: E402
     homography_line,
@@ -20,8 +22,9 @@ from tests.tasks.match.test_metrics import (  # noqa: E402
     save_scene,
     save_wall,
 )
+from tests.tasks.match.test_predictor import write_weights  # noqa: E402
 
-BASE = ("--pairs", "pairs.txt", "--predictions", "out")
+BASE = ("--data", "pairs.txt", "--predictions", "out")
 
 
 @pytest.fixture(autouse=True)
@@ -41,26 +44,27 @@ def run(*options: str):
 def test_text():
     result = run(*BASE, "--images", "out")
     assert result.exit_code == 0, result.output
-    assert result.stderr == (
-        "quadtree: 1 pair has no predictions and counts as failed: gone0__gone1\n"
+    assert result.stderr == "quadtree: 1 without predictions: gone0__gone1\n"
+    above, table = result.stdout.strip().split("\n\n")
+    found = dict(line.split() for line in above.splitlines())
+    assert (found["pose_pairs"], found["pose_missing"], found["pose_matches"]) == (
+        "2",
+        "1",
+        "100.00",
     )
-    pose, homography = (part.splitlines() for part in result.stdout.strip().split("\n\n"))
-    assert pose[0] == "pose: 2 pairs, 1 of them without predictions"
-    assert pose[1].split() == ["estimator", "AUC@5°", "AUC@10°", "AUC@20°", "median", "failed"]
-    for line, name in zip(pose[2:4], ("OpenCV RANSAC", "poselib LO-RANSAC"), strict=True):
-        cells = line.removeprefix(f"  {name}").split()
-        assert [float(cell) for cell in cells[:3]] == pytest.approx([50, 50, 50], abs=0.2)
-        assert cells[3:] == ["inf°", "1"]
-    assert pose[4].strip() == (
-        "100.0 matches per pair, 50.00 % of them correct (squared epipolar distance below 0.0005)"
-    )
-    assert homography[1].split()[1:4:2] == ["AUC@3", "AUC@5"]
-    assert all("3.75 px" in line for line in homography[2:4])
-    assert homography[4].endswith("0.00 % of them correct (within 3 px at a shorter side of 480)")
+    assert (found["pose_precision"], found["homography_precision"]) == ("50.00", "0.00")
+    for name in ("opencv", "poselib"):
+        areas = [float(found[f"pose_{name}_auc{threshold}"]) for threshold in (5, 10, 20)]
+        assert areas == pytest.approx([50, 50, 50], abs=0.2)
+        assert (found[f"pose_{name}_median"], found[f"pose_{name}_failed"]) == ("inf", "1")
+        assert found[f"homography_{name}_median"] == "3.75"
+    rows = [line.split() for line in table.splitlines()[1:]]
+    assert [row[0] for row in rows] == ["a0__a1", "gone0__gone1", "wall0__wall1"]
+    assert rows[2][1:] == ["homography", "100", "0.00", "3.75", "3.75"]
 
 
 def test_json_is_what_is_written():
-    result = run("--pairs", "poses.txt", "--predictions", "out", "--json", "--out", "scores.json")
+    result = run("--data", "poses.txt", "--predictions", "out", "--json", "--report", "scores.json")
     assert result.exit_code == 0, result.output
     scores = json.loads(result.stdout)
     assert scores == json.loads(Path("scores.json").read_text())
@@ -94,9 +98,9 @@ def test_in_a_process(tmp_path):
     ("options", "message"),
     [
         ([], "cannot read wall0.png: No such file"),
-        (["--pairs", "none.txt"], "none.txt"),
-        (["--pairs", "bad.txt"], "bad.txt, line 2: "),
-        (["--pairs", "untrue.txt"], "line 1 of the pairs, a0__a1, has no truth"),
+        (["--data", "none.txt"], "none.txt"),
+        (["--data", "bad.txt"], "bad.txt, line 2: "),
+        (["--data", "untrue.txt"], "line 1 of the pairs, a0__a1, has no truth"),
         (["--predictions", "nothing"], "there is no folder 'nothing' of predictions"),
         (["--predictions", "empty"], "empty has predictions for none of 3 pairs, such as a0__a1"),
         (["--images", "empty"], "empty/wall0.png"),
@@ -104,9 +108,12 @@ def test_in_a_process(tmp_path):
         (["--images", "out", "--side", "-5"], "side must be"),
         (["--images", "out", "--pose-pixels", "0"], "pose_pixels must be above 0, got 0"),
         (["--images", "out", "--epipolar", "nan"], "epipolar must be above 0, got nan"),
-        (["--images", "out", "--out", "no/scores.json"], "there is no directory 'no' to write to"),
-        (["--images", "out", "--out", "empty"], "'empty' is a directory; write to another"),
-        (["--images", "out", "--out", "pairs.txt"], "'pairs.txt' is an input, it must not be"),
+        (
+            ["--images", "out", "--report", "no/scores.json"],
+            "there is no directory 'no' to wri",
+        ),
+        (["--images", "out", "--report", "empty"], "'empty' is a directory; write to another"),
+        (["--images", "out", "--report", "pairs.txt"], "'pairs.txt' is an input, it must not be"),
     ],
 )
 def test_mistakes(options, message):
@@ -128,7 +135,7 @@ def test_a_file_without_matches(content):
         np.savez(path, keypoints0=np.zeros((3, 2)))
     else:
         path.write_bytes(content)
-    result = run("--pairs", "poses.txt", "--predictions", "out")
+    result = run("--data", "poses.txt", "--predictions", "out")
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr.startswith("quadtree: ") and result.stderr.count("\n") == 1
     assert "a0__a1.npz" in result.stderr
@@ -137,11 +144,25 @@ def test_a_file_without_matches(content):
 def test_many_missing_pairs_are_counted_and_some_named():
     lines = [pose_line(), *(pose_line(f"gone{i}-") for i in range(7))]
     Path("poses.txt").write_text("\n".join(lines))
-    result = run("--pairs", "poses.txt", "--predictions", "out")
-    assert result.stderr.startswith("quadtree: 7 pairs have no predictions and count as failed: ")
-    assert result.stderr.count("gone") == 10 and result.stderr.endswith(", ...\n")
+    result = run("--data", "poses.txt", "--predictions", "out")
+    assert result.stderr.startswith("quadtree: 7 without predictions: ")
+    assert result.stderr.count("gone") == 10 and result.stderr.endswith(", and 2 more\n")
 
 
 def test_what_is_needed():
-    result = run("--pairs", "pairs.txt")
-    assert result.exit_code == 2 and "--predictions" in result.stderr
+    result = run("--predictions", "out")
+    assert result.exit_code == 2 and "got no --data ROOT" in result.stderr
+
+
+def test_without_predictions_the_matcher_runs(tmp_path):
+    weights = write_weights(tmp_path / "tiny.safetensors")
+    options = ("--threshold", "0", "--device", "cpu", "--save", "mine", "--json")
+    noise = np.random.default_rng(0).integers(0, 255, (400, 500), np.uint8)
+    for name in ("wall0.png", "wall1.png"):
+        Image.fromarray(noise).resize((160, 128)).save(name)
+    Path("pairs.txt").write_text(f"{homography_line()}\n")
+    result = run(str(weights), "--data", "pairs.txt", *options)
+    assert result.exit_code == 0, result.output
+    scores = json.loads(result.stdout)
+    assert scores["rows"][0]["matches"] == len(Matches.load("mine/wall0__wall1.npz")) > 0
+    assert scores["settings"]["options"]["threshold"] == 0

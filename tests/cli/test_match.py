@@ -86,9 +86,9 @@ def test_in_a_process(tmp_path, weights, photos):
     assert (done.returncode, done.stderr) == (0, "")
     expected = Matcher.from_pretrained(weights, device="cpu", threshold=0.0)(*photos)
     assert row(done.stdout, "matches").startswith(f"{len(expected)}, mean confidence 0.")
-    assert row(done.stdout, "time").endswith(" s")
+    assert row(done.stdout, "time").endswith(" s") and row(done.stdout, "device") == "cpu"
     assert row(done.stdout, "matched at") == "128x96 and 128x96"
-    assert row(done.stdout, "written") == f"{paths[2]} and {paths[3]}"
+    assert row(done.stdout, "written") == f"{paths[2]}, {paths[3]}"
     for estimator in ("poselib", "opencv"):
         found = row(done.stdout, f"by {estimator}")
         assert found.startswith("rotation ") and f" of {len(expected)} inliers" in found
@@ -206,17 +206,17 @@ def test_images_that_cannot_be_read(refused, content, words):
         (["--out", "m.txt"], "pictures are written as .png, .jpg, .jpeg, .webp, got 'm.txt'"),
         (["--out", "folder.png"], "'folder.png' is a directory; write to another name"),
         (["--out", "./a.png"], "'a.png' is an input, it must not be replaced; write elsewhere"),
-        (["--save", "m.txt"], "matches are written as .npz, got 'm.txt'; name it so"),
+        (["--save", "m.txt"], "results are written as .npz, got 'm.txt'"),
         (["--save", "none/m.npz"], "there is no directory 'none' to write to"),
         (["--size", "8"], "size must be at least 16, got 8"),
         (["--threshold", "1"], "threshold must be from 0 to below 1, got 1.0"),
-        (["--max", "0"], "--max must be at least 1, got 0"),
+        (["--max", "0"], "max must be at least 1, got 0"),
         (["--K0", "1,1,1,1"], "the pose needs both cameras, got no --K1; give both or none"),
         (["--K0", "1,1,1", "--K1", "1,1,1,1"], "--K0 must be fx,fy,cx,cy in pixels, nine numbers"),
         (["--K0", "1,1,1,1", "--K1", "0,1,1,1"], "K1 must be a camera matrix (3, 3), [[fx, 0, cx"),
-        (["--force"], "--pairs FILE matches many; got --force as well; leave out one or the other"),
-        (["--save-dir", "out", "--images", "x"], "got --images, --save-dir as well"),
-        (["--pairs", "p.txt"], "got A, B as well; leave out one or the other"),
+        (["--force"], "--force is for --pairs FILE; leave it out"),
+        (["--save", "m.npz", "--images", "x"], "--images is for --pairs FILE; leave it out"),
+        (["--pairs", "p.txt"], "--pairs excludes A, B; leave out one or the other"),
     ],
 )
 def test_options_that_do_not_do(refused, options, words):
@@ -252,7 +252,7 @@ def test_fewer_images_than_two(refused):
 # ---- many pairs
 
 
-PAIRS = ("--pairs", "pairs.txt", "--save-dir", "out", "--threshold", "0")
+PAIRS = ("--pairs", "pairs.txt", "--save", "out", "--threshold", "0")
 
 
 def test_pairs(run, weights, photos):
@@ -263,12 +263,11 @@ def test_pairs(run, weights, photos):
     Path("pairs.txt").write_text("a.png b.png\n\na.png bad.png\nb.png a.png 0 1\nnone.png a.png\n")
     result = run(*PAIRS, "--images", "images")
     assert result.exit_code == 1
-    assert row(result.stdout, "pairs") == "2 matched, 2 failed"
+    assert row(result.stdout, "pairs") == "2 done, 2 failed"
     assert row(result.stdout, "written") == "out"
-    title, *lines = result.stderr.splitlines()
-    assert title == "quadtree: 2 of 4 pairs could not be matched:"
-    assert lines[0].startswith("  line 3: cannot decode images/bad.png: image file is truncated")
-    assert lines[1].startswith("  line 5: cannot read images/none.png: No such file")
+    lines = result.stderr.splitlines()
+    assert lines[0].startswith("quadtree: a__bad: cannot decode images/bad.png: image file is trun")
+    assert lines[1].startswith("quadtree: none__a: cannot read images/none.png: No such file")
     assert len(lines) == 2
     assert sorted(os.listdir("out")) == ["a__b.npz", "b__a.npz", "settings.json"]
     matcher = Matcher.from_pretrained(weights, threshold=0.0)
@@ -280,7 +279,7 @@ def test_pairs(run, weights, photos):
 
 def test_pairs_that_are_there_are_skipped(run, refused):
     Path("pairs.txt").write_text("a.png b.png\nb.png a.png\na.png b.png\n")
-    assert row(run(*PAIRS).stdout, "pairs").startswith("2 matched, 0 failed, 1 there already")
+    assert row(run(*PAIRS).stdout, "pairs").startswith("2 done, 0 failed, 1 there already")
     os.unlink("out/b__a.npz")
     Path("out/a__b.npz").write_bytes(b"mine")
     result = run(*PAIRS, "--json")
@@ -288,7 +287,7 @@ def test_pairs_that_are_there_are_skipped(run, refused):
     assert found["name"] == "b__a" and found["line"] == 2 and found["matches"] > 0
     assert Path("out/a__b.npz").read_bytes() == b"mine"
     message = refused(*PAIRS, "--size", "64")
-    assert "out holds matches that were made with other weights or options" in message
+    assert "out holds results of other settings: size None there, 64 now" in message
     assert run(*PAIRS, "--size", "64", "--force").exit_code == 0
     assert len(Matches.load("out/a__b.npz")) and "64" in Path("out/settings.json").read_text()
 
@@ -313,14 +312,14 @@ def test_matches_of_other_images_are_not_taken_for_those_asked_for(run, refused)
     Path("turned.txt").write_text("1.png 2.png 0 1\n")
     assert run(*PAIRS, "--images", "x").exit_code == 0
     before = Path("out/1__2.npz").read_bytes()
-    other = "out holds matches of other images as 1__2.npz (settings.json there tells); --force"
+    other = "out holds results of other data as 1__2; write to another name, or replace them"
     assert other in refused(*PAIRS, "--images", "y")
     assert other in refused("--pairs", "turned.txt", *PAIRS[2:], "--images", "x")
     assert run("--pairs", "more.txt", *PAIRS[2:], "--images", "./x").exit_code == 0
     assert Path("out/1__2.npz").read_bytes() == before
     assert run(*PAIRS, "--images", "y", "--force").exit_code == 0
     assert Path("out/1__2.npz").read_bytes() != before
-    assert "2__1.npz" in refused("--pairs", "more.txt", *PAIRS[2:], "--images", "y")  # still of x
+    assert "2__1" in refused("--pairs", "more.txt", *PAIRS[2:], "--images", "y")  # still of x
 
 
 @pytest.mark.parametrize(
@@ -331,13 +330,17 @@ def test_matches_of_other_images_are_not_taken_for_those_asked_for(run, refused)
         ("\n", PAIRS, "pairs.txt lists no pairs"),
         (f"{'a' * 200}.png {'b' * 200}.png", PAIRS, "line 1: the names of the images are too long"),
         ("a.png b.png", [*PAIRS, "--images", "none"], "there is no folder of images 'none'; check"),
-        ("a.png b.png", PAIRS[:2], "--pairs needs --save-dir OUT"),
+        ("a.png b.png", PAIRS[:2], "--pairs needs --save OUT"),
         (
             "a.png b.png",
-            [*PAIRS[:2], "--save-dir", "a.png"],
+            [*PAIRS[:2], "--save", "a.png"],
             "the folder a.png cannot be made: Fil",
         ),
-        ("a.png b.png", [*PAIRS, *CAMERAS], "got --K0, --K1 as well; leave out one or the other"),
+        (
+            "a.png b.png",
+            [*PAIRS, *CAMERAS],
+            "--pairs excludes --K0, --K1; leave out one or the other",
+        ),
         ("a.png b.png", ["--pairs", "none.txt", *PAIRS[2:]], "cannot read none.txt: No such file"),
     ],
 )
@@ -349,5 +352,5 @@ def test_files_of_pairs_that_do_not_do(refused, pairs, options, words):
 
 def test_help():
     result = typer_testing.CliRunner().invoke(app, ["match", "--help"], prog_name="quadtree")
-    for word in ("--K0", "--pairs", "--save-dir", "--threshold", "quarters counter-clockwise"):
+    for word in ("--K0", "--pairs", "--save", "--threshold", "quarters counter-clockwise"):
         assert word in result.stdout

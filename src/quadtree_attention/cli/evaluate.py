@@ -129,7 +129,7 @@ def _evaluate(
 
     imported()
     if o["report"] is not None:
-        check_writable(o["report"])
+        check_writable(o["report"], *(path for path in (data, o["predictions"]) if path))
     options: dict[str, Any] = {}
     if o["predictions"] is None:
         names = ["weights", "save", "batch", "workers", "force", "size", "device", "dtype", *own]

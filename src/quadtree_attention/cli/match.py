@@ -115,21 +115,22 @@ def _match_two(context: typer.Context) -> None:
     if cameras.count(None) == 1:
         missing = "--K0" if o["camera0"] is None else "--K1"
         raise OptionError(f"the pose needs both cameras, got no {missing}; give both or none")
-    if None not in cameras:
+    posed = None not in cameras
+    if posed:
         cameras = [read_camera(f"--K{i}", camera) for i, camera in enumerate(cameras)]
     images = to_image(inputs[0]), to_image(inputs[1])  # before the slow part
     predictor = make_predictor(context, "match", ("threshold", "top"))
     matches: Matches = predictor(*images)
-    if None not in cameras:
+    if posed:
         matches = matches.with_poses(*cameras)
     if save is not None:
         matches.save(save)
     if out is not None:
         matches.draw(out)
-    for sentence in matches.warnings:
-        tell(f"warning: {sentence}")
     files = [str(path) for path in (out, save) if path is not None]
     if o["json"]:
+        for sentence in matches.warnings:  # which the text has in its rows
+            tell(f"warning: {sentence}")
         about: dict[str, Any] = {"image0": inputs[0], "image1": inputs[1], "written": files}
         say_json(about | matches.to_dict())
         return

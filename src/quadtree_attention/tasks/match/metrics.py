@@ -85,7 +85,7 @@ class MatchMetric:
         pose_pixels: float = PIXELS,
         epipolar: float = EPIPOLAR_THRESHOLD,
         side: int = SIDE,
-        estimators: Sequence[Estimator] = ESTIMATORS,
+        estimators: Sequence[Estimator] = ESTIMATORS[::-1],
     ) -> None:
         above(0, pose_pixels=pose_pixels, epipolar=epipolar)
         if side < 0:

@@ -312,11 +312,6 @@ class SyntheticData(TaskData):
         """The pairs with these numbers."""
         raise NotImplementedError
 
-    @property
-    def classes(self) -> list[str]:
-        """None: pairs have no classes, and no source."""
-        return []
-
     def count(self, split: Split) -> int:
         return self.pairs if split == "train" else self.val_pairs
 
