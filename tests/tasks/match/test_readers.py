@@ -84,7 +84,8 @@ def test_a_source_of_pairs(read, tmp_path):
     read(line)
     source = pickle.loads(pickle.dumps(open_source(tmp_path / "pairs.txt")))
     assert (len(source), source.name(0), source.classes) == (1, "a__b c", None)
-    assert source.identity(0) == [str(tmp_path / "a.png"), str(tmp_path / "b c.png"), 0, 1]
+    sizes = [[str(p), p.stat().st_size] for p in (tmp_path / "a.png", tmp_path / "b c.png")]
+    assert source.identity(0) == [*sizes, 0, 1]
     assert [image.size for image in source.images(0)] == [(6, 4), (3, 5)]
     assert source.truth(0).sizes() == ((6, 4), (5, 3))
     (tmp_path / "photos").mkdir()

@@ -38,6 +38,7 @@ from quadtree_attention.checks import one_of
 from quadtree_attention.errors import DataError
 from quadtree_attention.files import StrPath
 from quadtree_attention.images import Array, image_size, to_image
+from quadtree_attention.tasks.contract import file_identity
 
 TURNS = {
     1: Image.Transpose.ROTATE_90,  # counter-clockwise
@@ -124,9 +125,8 @@ class PairsSource:
 
     def identity(self, index: int) -> list[Any]:
         pair = self.pairs[index]
-        folder = pair.folder.absolute()
-        images = [str(folder / pair.image0), str(folder / pair.image1)]
-        return [*images, pair.rotation0, pair.rotation1]
+        files = file_identity(pair.folder / pair.image0, pair.folder / pair.image1)
+        return [*files, pair.rotation0, pair.rotation1]
 
     def images(self, index: int) -> tuple[Image.Image, Image.Image]:
         return self.pairs[index].read_images()

@@ -113,7 +113,7 @@ def _by(size: tuple[int, int]) -> str:
 class MatchesCodec:
     """Matches as npz: `keypoints0` and `keypoints1` (N, 2), `confidence` (N,)."""
 
-    suffixes = (".npz",)
+    suffixes: tuple[str, ...] = (".npz",)
     together = False
 
     def __init__(
