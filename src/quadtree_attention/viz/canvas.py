@@ -14,10 +14,7 @@ from PIL import Image, ImageDraw, ImageFont
 from quadtree_attention.errors import OptionError
 from quadtree_attention.files import write_whole
 from quadtree_attention.images import Array
-from quadtree_attention.viz.palette import BACKGROUND as BACKGROUND
-from quadtree_attention.viz.palette import FAINT as FAINT
-from quadtree_attention.viz.palette import TEXT as TEXT
-from quadtree_attention.viz.palette import Colour, ramp
+from quadtree_attention.viz.palette import BACKGROUND, FAINT, TEXT, Colour, ramp
 
 FORMATS = {".png": "PNG", ".jpg": "JPEG", ".jpeg": "JPEG", ".webp": "WEBP"}
 # Room for one of two images beside and below each other, for one image, for one beside a legend
