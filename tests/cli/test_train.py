@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.conftest import ROOT
 from tests.support.commands import command
 
 pytest.importorskip("pytorch_lightning", reason="training needs the extra 'train'")
@@ -22,6 +23,7 @@ from quadtree_attention.cli.main import app  # noqa: E402
 from quadtree_attention.files import Lock  # noqa: E402
 from tests.tasks.training.test_run import RECIPE  # noqa: E402
 
+DETECT = str(ROOT / "recipes" / "detect" / "debug.yaml")
 LIMITED = """
 import resource
 resource.setrlimit(resource.RLIMIT_FSIZE, (400_000, resource.RLIM_INFINITY))
@@ -174,6 +176,21 @@ def test_values_out_of_range():
     assert told == "batch_size must be at least 1, got 0; pass more"
     told = refused("classify", "--config", "tiny.yaml", "--save_every", "0")
     assert told == "--save_every must be at least 1, got 0; pass more"
+
+
+@pytest.mark.parametrize("option", ["lr", "min_lr", "warmup_epochs", "weight_decay"])
+def test_hyper_parameters_out_of_range(option):
+    told = refused("detect", "--config", DETECT, f"--model.{option}", "-1")
+    assert told.startswith(f"{option} must be ") and "got -1.0; pass a larger one" in told
+
+
+def test_option_without_effect():
+    assert refused("detect", "--config", DETECT, "--data.root", "coco") == (
+        "data.root has no effect with data.source generated; leave it out, or pass --data.source "
+        "files"
+    )
+    told = refused("detect", "--data.generated_count", "8")
+    assert told.startswith("data.generated_count has no effect with data.source files; leave it ")
 
 
 def test_no_data():

@@ -8,8 +8,16 @@ import torch
 
 pytest.importorskip("pytorch_lightning", reason="training needs the extra 'train'")
 
+from jsonargparse import ArgumentError, ArgumentParser
+
 from quadtree_attention.errors import DataError, OptionError
-from quadtree_attention.tasks.training.data import TaskData, listed, no_effect, read_or_replace
+from quadtree_attention.tasks.training.data import (
+    SyntheticData,
+    TaskData,
+    listed,
+    no_effect,
+    read_or_replace,
+)
 
 
 class Numbers:
@@ -195,3 +203,28 @@ def test_option_without_effect_is_refused():
     assert str(caught.value) == (
         "--data.root has no effect with --data.source generated, got 'coco'; leave out one of them"
     )
+
+
+class Scenes(SyntheticData):
+    """Scenes of two colours.
+
+    Args:
+        source: "synthetic".
+        height: Of the images.
+    """
+
+    def __init__(self, source="synthetic", height: int = 32, **common) -> None:
+        super().__init__(size=(height, 2 * height), **common)
+
+
+def test_shared_options_are_offered_and_misspelt_ones_refused():
+    """The parser follows `**common` to the options of the base class."""
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_class_arguments(Scenes, "data")
+    shown = parser.format_help()
+    assert "--data.textures" in shown and "Folder of photographs" in shown
+    assert "--data.height" in shown and "--data.size" not in shown
+    found = parser.instantiate_classes(parser.parse_args(["--data.pairs", "6"])).data
+    assert (found.pairs, found.size) == (6, (32, 64))
+    with pytest.raises(ArgumentError, match="pars"):
+        parser.parse_args(["--data.pars", "6"])

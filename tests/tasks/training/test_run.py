@@ -3,6 +3,8 @@
 
 import csv
 import json
+import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ pl = pytest.importorskip("pytorch_lightning", reason="training needs the extra '
 from quadtree_attention.errors import OptionError  # noqa: E402
 from quadtree_attention.models.registry import load  # noqa: E402
 from quadtree_attention.models.weights import read_card  # noqa: E402
-from quadtree_attention.tasks.training.run import run_command  # noqa: E402
+from quadtree_attention.tasks.training.run import prepare, run_command, train  # noqa: E402
 
 # 2 epochs of 4 steps, in a second
 RECIPE = """\
@@ -157,6 +159,78 @@ def test_command_line_overrides_the_recipe(tmp_path):
     run_command("classify", [*options, "--trainer.max_epochs=1", "--data.generated_classes=3"])
     card = read_card(tmp_path / "run" / "best.safetensors")
     assert card["kwargs"]["num_classes"] == len(card["classes"]) == 3
+
+
+def test_training_from_python(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    variants = (
+        "variants: {short: {trainer: {max_epochs: 1}}, wide: {data: {generated_classes: 3}}}\n"
+    )
+    write_recipe(tmp_path, f"task: classify\n{RECIPE}{variants}")
+    done = train("tiny.yaml")
+    assert (done.folder, done.weights) == (Path("runs/tiny"), Path("runs/tiny/best.safetensors"))
+    assert [row["epoch"] for row in done.history] == [1]
+    assert done.history[0]["val/top1"] == float(rows(done.folder)[0]["val/top1"])
+    done = train("tiny.yaml", ["wide"], run_dir="other", data={"generated_count": 16}, save_every=2)
+    assert len(done.history) == 2 and done.folder == Path("other")
+    stored = yaml.safe_load(Path("other/config.yaml").read_text())
+    assert (stored["data"]["generated_count"], stored["save_every"]) == (16, 2)
+    assert "variants" not in stored and stored["variant"] is None
+    card = read_card(done.weights)
+    assert len(card["classes"]) == 3
+    assert card["command"][2:] == [
+        "classify", "--config", "tiny.yaml", "--variant", "wide", "--run_dir", "other",
+        "--data.generated_count=16", "--save_every=2",
+    ]  # fmt: skip
+    done = train("tiny.yaml", "short,wide", run_dir="other", resume=True, trainer={"max_epochs": 3})
+    assert [row["epoch"] for row in done.history] == [1, 2, 3]
+    assert capfd.readouterr().out == ""  # that is for the command
+
+
+def test_mistakes_in_python(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_recipe(tmp_path)
+    with pytest.raises(OptionError, match="does not say what it trains; add a line"):
+        train("tiny.yaml")
+    write_recipe(tmp_path, f"task: classify\n{RECIPE}")
+    with pytest.raises(OptionError, match=r"did you mean data.batch_size\?$"):
+        train("tiny.yaml", data={"batchsize": 3})
+    assert os.listdir() == ["tiny.yaml"]
+
+
+def test_run_is_named_after_recipe_and_variants(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_recipe(tmp_path, RECIPE + "variants: {b0: {}, b2: {}, 3x: {}}\n")
+    for options, name in (([], "tiny"), (["--variant", "b2,3x"], "tiny-b2-3x")):
+        cli = prepare("classify", ["--config", "tiny.yaml", *options])
+        assert str(cli.run_dir()) == cli.trainer.default_root_dir == f"runs/{name}"
+    cli = prepare("classify", ["--config=tiny.yaml", "--variant=3x", "--run_dir", "there"])
+    assert str(cli.run_dir()) == "there"
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (["--model.options.topk", "2"], {"backend": "reference", "topk": 2}),
+        (["--model.options", "{topk: 2}"], {"topk": 2}),
+        (["--model.options.lepe=false", "--model.options.topk=2"],
+         {"backend": "reference", "lepe": False, "topk": 2}),
+    ],
+)  # fmt: skip
+def test_one_option_of_the_network_or_all(tmp_path, given, expected):
+    """`--model.options.topk 2` sets one entry, `--model.options '{topk: 2}'` replaces all."""
+    cli = prepare("classify", ["--config", str(write_recipe(tmp_path)), *given])
+    assert cli.model.hparams["options"] == expected
+
+
+def test_overrides_set_one_option_of_the_network(tmp_path):
+    recipe = write_recipe(tmp_path, f"task: classify\n{RECIPE}")
+    train(
+        recipe, run_dir=tmp_path / "run", model={"options": {"topk": 2}}, trainer={"max_steps": 1}
+    )
+    stored = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
+    assert stored["model"]["options"] == {"backend": "reference", "topk": 2}
 
 
 def test_loss_that_is_not_finite_stops_the_run(tmp_path):

@@ -1,2 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Image classification."""
+"""Classification: the class of an image."""
+
+from quadtree_attention.tasks.contract import Task
+
+TASK = Task(
+    name="classify",
+    item="image",
+    images=("image",),
+    predictor="predictor:Classifier",
+    codec="result:ClassificationCodec",
+    metric="metrics:ClassifyMetric",
+    module="module:ClassifyModule",
+    open_source="readers:open_source",
+    data=dict.fromkeys(("auto", "folder", "npz", "generated"), "data:ClassifyData"),
+)

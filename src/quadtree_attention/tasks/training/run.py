@@ -2,7 +2,7 @@
 """Training from a recipe: `train()` in Python, and what stands behind `quadtree train`."""
 
 import difflib
-import importlib
+import inspect
 import json
 import logging
 import os
@@ -15,11 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from quadtree_attention.checks import known, needs
+from quadtree_attention.checks import needs
 from quadtree_attention.errors import CheckpointError, OptionError, QuadtreeAttentionError
 from quadtree_attention.files import Lock, StrPath, make_folder
 from quadtree_attention.models.convert import check_fit
 from quadtree_attention.models.weights import save_weights
+from quadtree_attention.tasks.contract import Task, get_task
 
 with needs("train", "training"):
     import pytorch_lightning as pl
@@ -41,24 +42,6 @@ from quadtree_attention.tasks.training.checkpoints import (
 from quadtree_attention.tasks.training.module import TaskModule
 from quadtree_attention.tasks.training.recipe import Recipe, read_recipe
 
-TASKS = {
-    "classify": "ClassifyModule",
-    "match": "MatchModule",
-    "stereo": "StereoModule",
-    "detect": "DetectModule",
-    "segment": "SegmentModule",
-}
-DATA: dict[str, str | dict[str, str]] = {  # by data.source where that decides, the default first
-    "classify": "data.ClassifyData",
-    "match": {
-        "synthetic": "data.MatchData",
-        "scannet": "scannet.ScanNetData",
-        "megadepth": "megadepth.MegaDepthData",
-    },
-    "stereo": {"synthetic": "data.SyntheticStereoData", "files": "data.StereoData"},
-    "detect": {"files": "data.DetectData", "generated": "data.GeneratedDetectData"},
-    "segment": "data.SegmentData",
-}
 LATEST = "latest"  # --resume without a path
 _UNKNOWN = (  # the ways in which the parser speaks of a name it does not know
     re.compile(r"""[Kk]ey ["']?(?P<name>[\w.]+)["']? is not expected"""),
@@ -161,12 +144,10 @@ def prepare(task: str, args: Sequence[str]) -> "TrainCLI":
     Raises:
         OptionError: Something in the recipe or the options is not accepted.
     """
-    known(task, TASKS, "the task")
+    found = get_task(task)
     _quiet()
     expanded, recipes, source = _expanded(task, args)
-    cli = _parse(
-        _named(task, f"module.{TASKS[task]}"), _data_class(task, source), expanded, recipes
-    )
+    cli = _parse(found, source, expanded, recipes)
     trainer = cli.trainer
     if 0 in (trainer.max_epochs, trainer.max_steps):
         raise OptionError(
@@ -185,7 +166,7 @@ def prepare(task: str, args: Sequence[str]) -> "TrainCLI":
 class TrainCLI(LightningCLI):
     """Options and recipe files of a task, and the trainer that runs them."""
 
-    task: type[TaskModule]
+    module: type[TaskModule]
     recipes: Sequence[Recipe]
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
@@ -216,7 +197,7 @@ class TrainCLI(LightningCLI):
         )
         parser.link_arguments("seed_everything", "data.seed")
         parser.link_arguments("seed_everything", "model.seed")
-        for source, (target, compute) in self.task.links.items():
+        for source, (target, compute) in self.module.links.items():
             parser.link_arguments(source, target, compute_fn=compute, apply_on="instantiate")
 
     def run_dir(self) -> Path:
@@ -243,7 +224,7 @@ class TrainCLI(LightningCLI):
         best = ModelCheckpoint(
             dirpath=self.run_dir(),
             filename=Path(BEST).stem,
-            monitor=self.task.monitor,
+            monitor=self.module.monitor,
             mode="max",
             enable_version_counter=False,
         )
@@ -311,25 +292,8 @@ def _expanded(task: str, args: Sequence[str]) -> tuple[list[str], list[Recipe], 
     return expanded, recipes, source
 
 
-def _named(task: str, name: str) -> Any:
-    """A class of a task by `file.Class`."""
-    file, kind = name.split(".")
-    return getattr(importlib.import_module(f"quadtree_attention.tasks.{task}.{file}"), kind)
-
-
-def _data_class(task: str, source: str | None) -> Any:
-    """The data of a task: of some, the recipe says which, and has the options of that class."""
-    choices = DATA[task]
-    if isinstance(choices, str):
-        return _named(task, choices)
-    source = next(iter(choices)) if source is None else str(source)
-    known(source, choices, "data.source")
-    return _named(task, choices[source])
-
-
-def _parse(
-    module: type[TaskModule], data: type, args: list[str], recipes: Sequence[Recipe]
-) -> TrainCLI:
+def _parse(task: Task, source: str | None, args: list[str], recipes: Sequence[Recipe]) -> TrainCLI:
+    """Model, data (whose class `source` selects) and trainer that the options stand for."""
     names: list[str] = []
 
     class TaskCLI(TrainCLI):
@@ -337,11 +301,11 @@ def _parse(
             names.extend(parser.get_defaults().keys())
             self.config = parser.parse_args(args)
 
-    TaskCLI.task, TaskCLI.recipes = module, recipes
+    TaskCLI.module, TaskCLI.recipes = task.load("module"), recipes
     try:
         return TaskCLI(
-            module,
-            data,
+            TaskCLI.module,
+            task.load("data", None if source is None else str(source)),
             args=args,
             run=False,
             auto_configure_optimizers=False,
@@ -353,10 +317,10 @@ def _parse(
     except QuadtreeAttentionError:
         raise
     except (ArgumentError, ValueError, TypeError, MisconfigurationException) as error:
-        raise OptionError(_explain(str(error), names)) from error
+        raise OptionError(_explain(str(error), names, task, source)) from error
 
 
-def _explain(message: str, names: list[str]) -> str:
+def _explain(message: str, names: list[str], task: Task, source: str | None) -> str:
     """One line for what the parser or the trainer said, with the right name for a misspelt one."""
     message = " ".join(message.split())
     found = next((match for rule in _UNKNOWN if (match := rule.search(message))), None)
@@ -364,9 +328,20 @@ def _explain(message: str, names: list[str]) -> str:
         return f"the recipe or an option is not accepted: {message}"
     parts = found.groupdict()
     name = ".".join(part for part in (parts.get("group"), parts["name"]) if part)
+    for other in task.data:
+        if name.startswith("data.") and _takes(task.load("data", other), name.split(".")[1]):
+            return (
+                f"{name} has no effect with data.source {source or next(iter(task.data))}; leave "
+                f"it out, or pass --data.source {other}"
+            )
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     hint = f"did you mean {close[0]}?" if close else "see --help for the names there are"
     return f"there is no option {name}, in the recipe or on the command line; {hint}"
+
+
+def _takes(data: type, option: str) -> bool:
+    """Whether a class of data, or one it is derived from, has an option."""
+    return any(option in inspect.signature(kind).parameters for kind in data.__mro__[:-1])
 
 
 def _checkpoint(resume: str | None, folder: Path) -> str | None:
