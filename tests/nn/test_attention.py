@@ -79,6 +79,15 @@ def test_context_mask_hides_context():
     assert not torch.allclose(module(x, context), module(x, context, context_mask=mask))
 
 
+@pytest.mark.parametrize("kind", ["plain", "variant A", "relu"])
+def test_a_context_with_hidden_columns_is_a_narrower_context(kind):
+    module = build(kind)
+    x, context = torch.randn(2, 1, 6, 9, 16, dtype=torch.float64).unbind()
+    mask = (torch.arange(9) < 5).expand(1, 6, 9)
+    got, expected = module(x, context, context_mask=mask), module(x, context[:, :, :5])
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-10)
+
+
 def test_dropout_drops_in_training_only():
     module = build("plain", proj_drop=0.5)
     x = torch.randn(1, 6, 9, 16, dtype=torch.float64)

@@ -348,6 +348,20 @@ def test_samples_do_not_mix(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_samples_of_several_sizes_keep_their_places(kind):
+    module = build(kind)
+    x, sizes = draw(7, 9, batch=4), [(5, 9), (7, 4), (5, 9), (7, 4)]
+    mask = torch.zeros(4, 7, 9, dtype=torch.bool)
+    for sample, (height, width) in enumerate(sizes):
+        mask[sample, :height, :width] = True
+    out = module(x, mask=mask)
+    for sample, (height, width) in enumerate(sizes):
+        alone = module(x[sample : sample + 1, :height, :width])[0]
+        torch.testing.assert_close(out[sample, :height, :width], alone)
+    assert (out[~mask] == 0).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_dropout_drops_in_training_only(kind):
     module = build(kind, proj_drop=0.5)
     x = draw(7, 9)

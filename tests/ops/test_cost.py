@@ -156,3 +156,15 @@ def test_variant_a_keeps_scores_too():
     a, b = (plan((12, 20), **sizes, variant=variant).quadtree for variant in "AB")
     assert a.memory - b.memory == 2 * (3 * 5 * 3 + 6 * 10 * 2) * 4
     assert a.flops == b.flops
+
+
+def test_variant_a_lists_slots_too(monkeypatch):
+    """With every user of a key comes the number of the key among those it kept."""
+    monkeypatch.setitem(cost.COPIES_FINEST, "cpu", False)
+    sizes = {"heads": 2, "dim": 8, "num_levels": 3, "topk": (3, 2)}
+    a, b = (plan((12, 20), **sizes, variant=variant).quadtree for variant in "AB")
+    saved = 2 * (3 * 5 * 3 + 6 * 10 * 2) * 4  # scores
+    families, queries, kept = 6 * 10, 12 * 20, 2
+    slots = 2 * families * kept * 4
+    statistics = 2 * (families * kept - 2 * queries) * 4  # of families, not of queries
+    assert a.training_memory - b.training_memory == saved + slots + statistics

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The Numba kernels against the reference, and their behaviour in threads, forks and compilers."""
 
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -36,6 +37,12 @@ def test_against_the_reference(case, dtype):
 def test_sizes_that_have_code_of_their_own(variant):
     """Families of four with rows 64 wide; those 32 wide are in the table of cases."""
     check(Case("", 2, (7, 10), (8, 7), 2, 64, 64, 3, 6, variant, 0.0, 0.2), "cpu", torch.float32)
+
+
+@VARIANTS
+def test_more_coarse_queries_than_are_looked_at_together(variant):
+    """Gradients of keys take 64 query families at a time, here 90."""
+    check(Case("", 1, (40, 36), (12, 10), 1, 8, 8, 2, 3, variant), "cpu", torch.float64)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
@@ -406,6 +413,28 @@ def test_forked_workers_after_the_parent_has_used_its_threads():
     for got, wanted in zip(loader, expected, strict=True):
         assert torch.equal(got, wanted)
     assert torch.equal(Attended()[0], expected[0])
+
+
+def _meet(first, last, barrier):
+    """A kernel whose pieces end only if two threads are at work."""
+    barrier.wait(timeout=10)
+
+
+def _run_on_two_threads():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "get_num_threads", lambda: 2)
+        helpers.run(_meet, 2, 10 * helpers.SMALLEST_SHARE, threading.Barrier(2))
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="there is no fork on Windows")
+def test_a_forked_process_starts_threads_of_its_own():
+    """It has none of its parent's, though it has their pool, in which nobody would work."""
+    _run_on_two_threads()
+    assert helpers._pool is not None
+    child = multiprocessing.get_context("fork").Process(target=_run_on_two_threads)
+    child.start()
+    child.join(timeout=60)
+    assert child.exitcode == 0
 
 
 def test_several_python_threads_at_once():

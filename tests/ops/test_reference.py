@@ -165,3 +165,23 @@ def test_inputs_need_not_be_contiguous():
     out = quadtree_attention(*views, num_levels=2, topk=2)
     copies = [x.contiguous() for x in views]
     torch.testing.assert_close(out, quadtree_attention(*copies, num_levels=2, topk=2))
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+@pytest.mark.parametrize("variant", ["A", "B"])
+def test_hidden_cells_come_after_visible_ones_whose_scores_underflow(variant, backend):
+    """Scores of logits hundreds below the best are 0, as are those of hidden cells."""
+    if backend == "cpu":
+        pytest.importorskip("numba", reason="the cpu backend needs numba")
+    q, v = torch.ones(1, 8, 1, 2), torch.randn(1, 10, 1, 2)
+    level = torch.tensor([500.0, 0, -300, -600, 300]).repeat_interleave(2)
+    k = level[None, :, None, None].expand(1, 10, 1, 2)
+    shown = (torch.arange(10) > 3)[None]  # cells 2, 3 and 4 of the coarser level are visible
+    for topk, expected in ((3, [4, 2, 3]), (4, [4, 2, 3, -1])):
+        _, (kept,) = quadtree_attention(
+            q, k, v,
+            num_levels=2, topk=topk, variant=variant, scale=0.5, key_mask=shown,
+            backend=backend, return_selection=True,
+        )  # fmt: skip
+        assert kept.scores[..., 0].eq(1).all() and kept.scores[..., 1:].eq(0).all()
+        assert kept.cells.flatten(0, 2).squeeze(-1).tolist() == [expected] * 4

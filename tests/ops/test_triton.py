@@ -28,13 +28,22 @@ INTERPRETED = (
     Case("interpreted_parts_b", 1, (3, 4), (7, 6), 1, 8, 5, 3, (6, 5), "B", 0.0, 0.3),
     Case("interpreted_parts_a", 1, (3, 4), (7, 6), 1, 8, 5, 3, (6, 5), "A", 0.3, 0.3),
     Case("interpreted_volume_b", 1, (2, 3, 2), (3, 2, 2), 1, 8, 8, 2, 1, "B"),
+    # halved once without a remainder, twice with one
+    Case("interpreted_even_b", 1, (6, 2), (2, 6), 1, 8, 8, 3, 2, "B"),
     Case("interpreted_one_level_b", 1, (3, 4), (2, 5), 1, 8, 8, 1, 1, "B", 0.0, 0.5),
 )
 
 INTERPRET = """
 import sys, torch
 from tests.ops import test_triton
+from quadtree_attention.ops.backends.triton import launch
 torch.use_deterministic_algorithms(sys.argv[1] == "deterministic")
+taken = set()
+def noting(name):
+    function = getattr(launch, name)
+    return lambda *arguments: taken.add(name) or function(*arguments)
+for name in ("sorted_users", "listed_users"):
+    setattr(launch, name, noting(name))
 for case in test_triton.INTERPRETED:
     test_triton.check(case, "triton", torch.float32)
     print(case.name, flush=True)
@@ -42,6 +51,7 @@ test_triton.check_families_are_apart("cpu")
 for name in test_triton.HARD_TO_CHOOSE:
     test_triton.check_choice(name, (16, 18), 2, "cpu")
     print(name, flush=True)
+print(*taken)
 """
 
 
@@ -106,7 +116,8 @@ def test_in_the_interpreter(mode):
         text=True,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    expected = [*(case.name for case in INTERPRETED), *HARD_TO_CHOOSE]
+    users = "sorted_users" if mode == "deterministic" else "listed_users"
+    expected = [*(case.name for case in INTERPRETED), *HARD_TO_CHOOSE, users]
     assert done.stdout.splitlines() == expected
 
 

@@ -106,3 +106,10 @@ def test_bad_shapes():
         depth_to_flow(torch.ones(H, W), eye, eye, torch.eye(4)[None])
     with pytest.raises(ShapeError, match="warp needs"):
         warp(torch.ones(1, 3, H, W), torch.ones(2, H, W, 2))
+
+
+def test_inside_ends_at_the_centres_of_the_outer_pixels():
+    near = [(0, 0), (W - 1, H - 1), (W - 1, 0), (0, H - 1)]
+    off = [(W - 0.99, 2), (2, H - 0.99), (-0.01, 2), (2, -0.01), (W, 2), (2, H)]
+    assert inside(torch.tensor(near, dtype=torch.float64), (H, W)).all()
+    assert not inside(torch.tensor(off, dtype=torch.float64), (H, W)).any()

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from quadtree_attention.errors import OptionError
-from quadtree_attention.synthetic.draws import Draws
+from quadtree_attention.synthetic.draws import Draws, hash_noise
 
 CPU = torch.device("cpu")
 
@@ -43,3 +43,8 @@ def test_ranges():
 def test_bad_numbers(seed, indices):
     with pytest.raises(OptionError, match="seed >= 0 and at least one index >= 0"):
         Draws(seed, indices)
+
+
+def test_noise_of_items_with_neighbouring_keys_is_not_shifted():
+    one, other = hash_noise(torch.tensor([[5], [6]], dtype=torch.int32), 2000)
+    assert abs(torch.corrcoef(torch.stack([one[1:], other[:-1]]))[0, 1]) < 0.1

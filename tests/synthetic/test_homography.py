@@ -68,3 +68,12 @@ def test_the_same_pair_in_any_batch(textures):
     for field in dataclasses.fields(batch):
         many, one = getattr(batch, field.name)[1], getattr(single, field.name)[0]
         assert torch.allclose(many.double(), one.double(), atol=1e-5)
+
+
+@pytest.mark.parametrize("overlap", [(0.2, 0.4), (0.75, 1.0)])
+def test_views_overlap_as_asked_for(textures, overlap):
+    options = HomographyOptions(overlap=overlap, translation=(0.1, 1.0), photometric=0, samples=1)
+    pair = homography_pairs(textures, range(24), size=SIZE, options=options)
+    shared = [x.flatten(1).float().mean(dim=1) for x in (pair.visible0, pair.visible1)]
+    least = torch.minimum(*shared)
+    assert overlap[0] - 0.05 < least.min() and least.median() < overlap[1] + 0.05

@@ -7,7 +7,14 @@ import torch
 from quadtree_attention.errors import OptionError, ShapeError
 from quadtree_attention.synthetic import distort
 from quadtree_attention.synthetic.draws import Draws
-from quadtree_attention.synthetic.photometric import _compress, _cosines, blur
+from quadtree_attention.synthetic.photometric import (
+    _compress,
+    _cosines,
+    _develop,
+    _noise_numbers,
+    _vignette_numbers,
+    blur,
+)
 
 
 @pytest.fixture
@@ -81,3 +88,39 @@ def test_bad_input(image):
         distort(image, range(3))
     with pytest.raises(OptionError, match="strength must lie between 0 and 2, got 3"):
         distort(image, range(4), strength=3)
+
+
+NEUTRAL = (1.0, 1.0, 1.0, 1.0, 0.0, 1.0, 0.5)  # exposure, gamma, grey, contrast, lift
+
+
+def developed(image, *, vignette=(0.0, 0.0, 0.0), noise=(0.0, 0.0)):
+    numbers = torch.tensor([*vignette, *NEUTRAL, *noise]).expand(len(image), -1).contiguous()
+    return _develop(image, numbers, Draws(0, range(len(image))).keys())
+
+
+def test_light_falls_off_around_the_centre_of_the_vignette():
+    taken = developed(torch.full((1, 3, 20, 60), 0.9), vignette=(36.0, 9.0, 0.4))[0, 0]
+    assert (taken == taken.max()).nonzero().tolist() == [[9, 36]]
+    assert taken[9, 36] == pytest.approx(0.9) and taken[19, 0] < 0.7
+    assert taken[9, 26] == pytest.approx(taken[9, 46].item())
+
+
+def test_vignettes_are_around_the_middle_of_wide_images():
+    numbers = _vignette_numbers(Draws(0, range(50)), torch.zeros(50, 3, 20, 60), 1.0)
+    assert ((numbers[:, 0] / 30 - 1).abs() <= 0.15).all()
+    assert ((numbers[:, 1] / 10 - 1).abs() <= 0.15).all()
+    assert 10 < (numbers[:, 2] > 0).sum() < 40 and numbers[:, 2].max() <= 0.4
+
+
+def test_noise_of_reading_is_the_same_everywhere_and_that_of_light_grows_with_it():
+    image = torch.full((1, 3, 64, 128), 0.2)
+    image[..., 64:] = 0.8
+    for noise, deviations in (((0.0009, 0.0), (0.03, 0.03)), ((0.0, 0.002), (0.02, 0.04))):
+        added = developed(image, noise=noise) - image
+        for half, deviation in zip((added[..., :64], added[..., 64:]), deviations, strict=True):
+            assert half.std() == pytest.approx(deviation, rel=0.05)
+
+
+def test_variances_of_noise():
+    reading, light = _noise_numbers(Draws(0, range(200)), 1.0).unbind(1)
+    assert 0.0001 < reading.max() <= 0.015**2 and 0.001 < light.max() <= 0.0012
