@@ -17,7 +17,7 @@ from quadtree_attention import use_backend
 from tests.interpreter import Interpreter
 
 ROOT = Path(__file__).parents[1]
-GOLDEN = ROOT.parent / "shared" / "golden"
+GOLDEN = (ROOT / "tests" / "golden", ROOT.parent / "shared" / "golden")  # a selection, and all
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -50,11 +50,21 @@ class Golden:
 
 def golden_files(*patterns: str) -> list[object]:
     """Parameters for `pytest.mark.parametrize`; one skipped entry where the files are absent."""
-    paths = sorted(path for pattern in patterns for path in GOLDEN.glob(pattern))
-    if not paths:
+    found = {
+        path.relative_to(place): path
+        for place in reversed(GOLDEN)  # those of the repository replace those beside it
+        for pattern in patterns
+        for path in place.glob(pattern)
+    }
+    if not found:
         reason = f"golden files {patterns} are not at ../shared/golden beside the checkout"
         return [pytest.param(None, marks=pytest.mark.skip(reason=reason))]
-    return [pytest.param(path, id=path.stem) for path in paths]
+    return [pytest.param(found[name], id=name.stem) for name in sorted(found)]
+
+
+def golden_path(name: str) -> Path:
+    """A golden file by its path in `tests/golden` or `../shared/golden`."""
+    return next(path for place in GOLDEN if (path := place / name).exists())
 
 
 def _largest(dtype: torch.dtype) -> int:

@@ -14,7 +14,7 @@ import quadtree_attention
 from quadtree_attention.models.convert import convert_backbone, load_official
 from quadtree_attention.models.matcher_convert import convert_matcher
 from tests.cli.test_info import command
-from tests.conftest import GOLDEN, Golden, golden_files
+from tests.conftest import Golden, golden_files, golden_path
 from tests.models.test_backbone import golden_image, recipe_state
 
 timm = pytest.importorskip("timm", reason="the command needs timm")
@@ -24,12 +24,7 @@ from quadtree_attention.cli.main import app  # noqa: E402
 from quadtree_attention.models.registry import complete, load  # noqa: E402
 from quadtree_attention.models.weights import read_card, read_checkpoint  # noqa: E402
 
-pytestmark = [
-    pytest.mark.usefixtures("only_reference"),
-    pytest.mark.skipif(
-        not GOLDEN.is_dir(), reason="golden files are not at ../shared/golden beside the checkout"
-    ),
-]
+pytestmark = pytest.mark.usefixtures("only_reference")
 
 PARAMETERS = 3_589_468  # of the classifier b0, from its manifest
 
@@ -377,7 +372,7 @@ def loftr() -> dict[str, torch.Tensor]:
 
 def matcher_state(name: str) -> dict[str, torch.Tensor]:
     """Small numbers in the shapes of an official matcher."""
-    shapes = json.loads((GOLDEN / "manifests" / f"{name}.json").read_text())["state_dict"]
+    shapes = json.loads(golden_path(f"manifests/{name}.json").read_text())["state_dict"]
     generator = torch.Generator().manual_seed(0)
     return {
         key: torch.zeros(shape, dtype=torch.int64)

@@ -16,16 +16,13 @@ from torch import nn
 from quadtree_attention import CheckpointError, OptionError, QuadtreeAttention, ShapeError
 from quadtree_attention.models.convert import check_fit, convert_backbone, load_official
 from quadtree_attention.nn import BASELINES
-from tests.conftest import GOLDEN, Golden, golden_files
+from tests.conftest import Golden, golden_files, golden_path
 
 timm = pytest.importorskip("timm", reason="the backbones need timm (extra 'models')")
 pytestmark = pytest.mark.usefixtures("only_reference", "one_thread")
 
 NAMES = [f"quadtree_{letter}_b{i}" for letter in "ab" for i in range(5)]
 NAMES += ["swin_tiny_quadtree_b", "test_quadtree"]
-needs_golden = pytest.mark.skipif(
-    not GOLDEN.is_dir(), reason="golden files are not at ../shared/golden beside the checkout"
-)
 
 
 def tiny(**options) -> nn.Module:
@@ -37,7 +34,7 @@ def image(*size: int, dtype: torch.dtype = torch.float32, channels: int = 3) -> 
 
 
 def manifest(name: str) -> dict:
-    return json.loads((GOLDEN / "manifests" / f"{name}.json").read_text())
+    return json.loads(golden_path(f"manifests/{name}.json").read_text())
 
 
 def recipe(key: str, shape: list[int]) -> torch.Tensor:
@@ -160,7 +157,6 @@ def test_manifest_converts_with_nothing_left_over(path: Path):
     check_fit(model, converted)
 
 
-@needs_golden
 def test_backbone_is_taken_out_of_a_detector():
     state = recipe_state("detection_quadtree_b0")
     inside = {f"backbone.{key}": tensor for key, tensor in state.items()}
@@ -173,7 +169,6 @@ def test_backbone_is_taken_out_of_a_detector():
     assert all(torch.equal(alone[key], taken[key]) for key in alone)
 
 
-@needs_golden
 def test_timm_loads_official_weights(tmp_path):
     state = recipe_state("classification_quadtree_b0")
     torch.save(state, tmp_path / "official.pth")
@@ -197,7 +192,6 @@ def test_names_that_are_not_official_are_refused():
         convert_backbone(state)
 
 
-@needs_golden
 @pytest.mark.parametrize(
     ("checkpoint", "parts"),
     [

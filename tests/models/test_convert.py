@@ -17,6 +17,7 @@ from quadtree_attention.models.convert import (
     is_official_backbone,
     split_backbone,
 )
+from quadtree_attention.models.registry import create
 from tests.conftest import Golden, golden_files
 
 FILES = golden_files("modules/*_attn_*.npz", "modules/*_block_*.npz")
@@ -111,9 +112,9 @@ def test_name_and_options_of_every_manifest(path):
 @pytest.mark.parametrize("letter", ["a", "b"])
 @pytest.mark.parametrize("size", ["b0", "b1", "b2", "b3", "b4"])
 def test_name_of_every_registered_model(letter, size):
-    timm = pytest.importorskip("timm", reason="the backbones need timm (extra 'models')")
+    pytest.importorskip("timm", reason="the backbones need timm (extra 'models')")
     name = f"quadtree_{letter}_{size}"
-    assert infer_name(timm.create_model(name, device="meta").state_dict()) == name
+    assert infer_name(create(name, device="meta").state_dict()) == name
 
 
 @pytest.mark.parametrize("path", golden_files("manifests/detection_quadtree_b0.json"))

@@ -19,7 +19,7 @@ from quadtree_attention.models.matcher_convert import (
 )
 from quadtree_attention.models.parts.coarse_matching import CoarseMatches, matches_for_training
 from quadtree_attention.models.registry import create, names
-from tests.conftest import GOLDEN, Golden, golden_files
+from tests.conftest import Golden, golden_files, golden_path
 from tests.models.test_backbone import recipe
 
 pytestmark = pytest.mark.usefixtures("only_reference", "one_thread")
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("only_reference", "one_thread")
 
 
 def manifest(name: str) -> dict:
-    return json.loads((GOLDEN / "manifests" / f"{name}.json").read_text())
+    return json.loads(golden_path(f"manifests/{name}.json").read_text())
 
 
 def official_state(golden: Golden) -> dict[str, torch.Tensor]:
@@ -64,7 +64,7 @@ def official_model(golden: Golden, **options) -> LoFTR:
 
 
 def golden_pair(golden: Golden) -> dict[str, torch.Tensor]:
-    with np.load(GOLDEN / "models" / "images.npz") as arrays:
+    with np.load(golden_path("models/images.npz")) as arrays:
         texture = arrays["texture"]
     height, width = golden.meta["image_hw"]
     data = {}
