@@ -42,7 +42,7 @@ def to_image(image: ImageLike) -> Image.Image:
         DTypeError: It holds other numbers.
     """
     if isinstance(image, str | os.PathLike):
-        return decode(_read(Path(image)), str(image))
+        return decode(read_bytes(image), str(image))
     if isinstance(image, bytes):
         return decode(image, f"the {len(image)} bytes")
     if isinstance(image, Image.Image):
@@ -64,8 +64,7 @@ def image_size(path: str | os.PathLike[str]) -> tuple[int, int]:
     Raises:
         DataError: The file cannot be read as an image.
     """
-    data = _read(Path(path))
-    with _failures_named(str(path)), Image.open(io.BytesIO(data)) as image:
+    with opened(read_bytes(path), str(path)) as image:
         turned = image.getexif().get(ExifTags.Base.Orientation, 1) in (5, 6, 7, 8)
         return (image.height, image.width) if turned else image.size
 
@@ -88,9 +87,10 @@ def images_inside(folder: Path) -> list[str]:
     return inside
 
 
-def _read(path: Path) -> bytes:
+def read_bytes(path: str | os.PathLike[str]) -> bytes:
+    """The bytes of a file; raises `DataError` that names it."""
     try:
-        return path.read_bytes()
+        return Path(path).read_bytes()
     except (OSError, ValueError) as error:  # ValueError: a zero byte in the path
         reason = getattr(error, "strerror", None) or error
         raise DataError(f"cannot read {path}: {reason}; check the path") from error
@@ -98,12 +98,19 @@ def _read(path: Path) -> bytes:
 
 def decode(data: bytes, name: str) -> Image.Image:
     """An upright RGB image from the bytes of a file; `name` is for messages."""
+    with opened(data, name) as image:
+        return _rgb(ImageOps.exif_transpose(image))
+
+
+@contextmanager
+def opened(data: bytes, name: str) -> Iterator[Image.Image]:
+    """The image in the bytes of a file, as it is stored; errors become a `DataError`."""
     if not data:
         raise DataError(f"cannot decode {name}: it is empty; get it again")
     with _failures_named(name), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of large images and damaged tags, which do no harm
         with Image.open(io.BytesIO(data)) as image:
-            return _rgb(ImageOps.exif_transpose(image))
+            yield image
 
 
 @contextmanager

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 pytest.importorskip("timm", reason="models need timm")
 
-from quadtree_attention.errors import CheckpointError, DataError, OptionError
+from quadtree_attention.errors import CheckpointError, OptionError
 from quadtree_attention.tasks.segment import predictor
 from quadtree_attention.tasks.segment.predictor import Segmenter, best_classes
 from quadtree_attention.viz.palette import distinct
@@ -112,18 +112,9 @@ def test_a_card_without_names(tmp_path):
     assert found.names == ["0", "1", "2"] and found.palette == distinct(3)
 
 
-def test_what_is_no_image(segmenter, tmp_path):
-    with pytest.raises(DataError, match=r"cannot read .*none\.png"):
-        segmenter(tmp_path / "none.png")
-
-
 @pytest.mark.parametrize(
     ("card", "message"),
     [
-        (
-            {"model": "test_quadtree", "kwargs": {"num_classes": 3}},
-            "for the task classify, not for segment",
-        ),
         ({"classes": ["a"]}, "must name the 3 classes of the model, got 1 names"),
         ({"palette": [[1, 2, 3]]}, "a colour of three bytes for each of 3 classes"),
         ({"palette": [[1, 2], [3], []]}, "a colour of three bytes for each of 3 classes"),
@@ -136,11 +127,7 @@ def test_weights_that_do_not_do(tmp_path, card, message):
         load(path)
 
 
-def test_weights_that_answer_nothing(weights, tmp_path):
-    with pytest.raises(CheckpointError, match=r"must be a \.safetensors file"):
-        load(__file__)
-    with pytest.raises(CheckpointError, match="there is no file"):
-        load(tmp_path / "none.safetensors")
+def test_weights_that_answer_nothing(weights):
     broken = load(weights)
     torch.nn.init.constant_(broken.network.classifier.bias, torch.nan)
     with pytest.raises(CheckpointError, match="answers nan"):

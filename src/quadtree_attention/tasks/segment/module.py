@@ -73,13 +73,8 @@ class SegmentModule(TaskModule):
             grad_checkpointing="--model.grad_checkpointing",
         )
         self.save_hyperparameters()
-        self.build(
-            model,
-            options,
-            num_classes=num_classes,
-            backbone_weights=backbone_weights,
-            drop_path_rate=drop_path,
-        )
+        start: dict[str, Any] = {"backbone_weights": backbone_weights, "drop_path_rate": drop_path}
+        self.build(model, options, num_classes=num_classes, **start)
         self.pretrained = _origin(backbone_weights)
 
     def forward(self, images: Tensor) -> Tensor:

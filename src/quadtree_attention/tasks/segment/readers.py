@@ -6,22 +6,19 @@ number of its class. Here they become int16, `IGNORE` where a pixel has no class
 """
 
 import colorsys
-import io
 import json
-import warnings
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import numpy as np
-from PIL import Image, ImageDraw, UnidentifiedImageError
+from PIL import Image, ImageDraw
 
 from quadtree_attention.checks import one_of
 from quadtree_attention.errors import DataError, OptionError
 from quadtree_attention.files import StrPath
-from quadtree_attention.images import SUFFIXES, Array, to_image
+from quadtree_attention.images import SUFFIXES, Array, opened, read_bytes, to_image
 from quadtree_attention.tasks.contract import file_identity
 from quadtree_attention.tasks.readers import summary
 from quadtree_attention.tasks.segment.metrics import IGNORE
@@ -179,9 +176,9 @@ class FolderSource:
         _, path, label_path = self._items[index]
         image = to_image(path)
         try:
-            with _opened(label_path) as label_map:
+            with opened(read_bytes(label_path), str(label_path)) as label_map:
                 size = label_map.size
-        except Exception:  # damaged files fail in every possible way; `truth` reports it
+        except DataError:  # `truth` reports it
             return (image,)
         if image.size != size:
             raise DataError(
@@ -295,19 +292,8 @@ def read_label_map(path: str | Path) -> Array:
         DataError: The file cannot be read, or has other than one channel, or values that 16 bits
             do not hold.
     """
-    if not (data := _bytes(Path(path))):
-        raise DataError(f"cannot decode {path}: it is empty; get it again")
-    try:
-        with _opened(io.BytesIO(data)) as image:
-            image.load()
-            mode, values = image.mode, np.asarray(image)
-    except Exception as error:  # damaged files fail in every possible way
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        if isinstance(error, UnidentifiedImageError):
-            reason = "it is not an image"
-        raise DataError(
-            f"cannot decode {path}: {reason}; the file is damaged, get it again"
-        ) from error
+    with opened(read_bytes(path), str(path)) as image:
+        mode, values = image.mode, np.asarray(image)
     if values.ndim != 2 or mode == "F":
         raise DataError(
             f"{path} must be a label map of one channel, of 8 or 16 bits or with a palette, got "
@@ -352,22 +338,6 @@ def _folder(path: Path) -> Path:
             "labels/<split> (of ADE20K: annotations/<split>)"
         )
     return path
-
-
-@contextmanager
-def _opened(file: Path | io.BytesIO) -> Iterator[Image.Image]:
-    """An image file whose pixels are not read yet."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of large images and damaged tags, which do no harm
-        with Image.open(file) as image:
-            yield image
-
-
-def _bytes(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror or error}; check the path") from error
 
 
 def _drawn_shapes(rng: np.random.Generator, size: tuple[int, int]) -> Array:
