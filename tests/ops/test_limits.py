@@ -263,9 +263,7 @@ def attend(batch, grid, key_grid, heads, dim, topk, variant="B", deterministic=F
     lists = [q], [k], [k], [], [], None
     with launches.record() as recorded:
         results = backend._run(*lists, list(problem.topk), 1.0, variant, variant == "A", True)
-        backend._backward._init_fn(
-            q, *lists, results, list(problem.topk), 1.0, variant, deterministic
-        )
+        backend._run_backward(q, *lists, results, list(problem.topk), 1.0, variant, deterministic)
     fits(recorded)
     return recorded
 

@@ -6,7 +6,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from quadtree_attention.nn.attention import QuadtreeAttention
 from quadtree_attention.nn.norm import TokenNorm
@@ -67,15 +66,24 @@ class ConvMlp(nn.Module):
 
 
 class _GeluLinear(torch.autograd.Function):
-    """`linear(gelu(x))` that keeps x alone for backward: the widest map of a block, but once."""
+    """`linear(gelu(x))` that keeps x alone for backward: the widest map of a block, but once.
+
+    Made of what torch can differentiate, in every way: twice, forward, and by `torch.func`.
+    """
+
+    generate_vmap_rule = True
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
+    def forward(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         return F.linear(F.gelu(x), weight, bias)
 
     @staticmethod
-    @once_differentiable
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
+        x, weight, _ = inputs
+        ctx.save_for_backward(x, weight)
+        ctx.save_for_forward(x, weight)
+
+    @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         x, weight = ctx.saved_tensors
         flat = dy.flatten(0, -2)
@@ -83,6 +91,16 @@ class _GeluLinear(torch.autograd.Function):
         dx = torch.ops.aten.gelu_backward(dy @ weight.to(dy.dtype), x.to(dy.dtype))
         dbias = flat.sum(dim=0)
         return dx.to(x.dtype), dweight.to(weight.dtype), dbias.to(weight.dtype)
+
+    @staticmethod
+    def jvp(ctx: Any, dx: Tensor | None, dweight: Tensor | None, dbias: Tensor | None) -> Tensor:
+        x, weight = ctx.saved_tensors
+        dy = x.new_zeros(()) if dbias is None else dbias
+        if dx is not None:
+            dy = dy + F.linear(torch.ops.aten.gelu_backward(dx, x), weight)
+        if dweight is not None:
+            dy = dy + F.linear(F.gelu(x), dweight)
+        return dy.expand(*x.shape[:-1], weight.shape[0])
 
 
 class DropPath(nn.Module):

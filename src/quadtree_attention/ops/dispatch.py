@@ -26,15 +26,6 @@ def autocast_dtype(device: str) -> torch.dtype | None:
     return torch.get_autocast_dtype(device) if on else None
 
 
-def nobody_listens(*tensors: Tensor) -> bool:
-    """Whether a torch operator on these tensors comes to nothing but running its kernels.
-
-    Then it is quicker to run them at once: handing a call through the dispatcher to an operator
-    written in Python takes longer than a kernel does.
-    """
-    return is_plain(*tensors) and not is_profiled()
-
-
 def is_profiled() -> bool:
     return profiler._is_profiler_enabled
 

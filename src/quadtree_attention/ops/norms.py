@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quadtree_attention.ops.autograd import apply, backward_pass, operator
 from quadtree_attention.ops.backends.triton.limits import map_reasons, token_reasons
-from quadtree_attention.ops.dispatch import nobody_listens
 from quadtree_attention.ops.fused import runs_kernels
 from quadtree_attention.ops.tree import rows_by_parent
 
@@ -35,8 +35,7 @@ def activation_code(activation: str) -> int:
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
     """Layer norm over the last axis, statistics in float32, the result in `dtype`."""
-    run = _run_layer_norm if nobody_listens(x, weight, bias) else _layer_norm
-    return run(x.contiguous(), weight, bias, eps, dtype)
+    return apply(WHAT, _LayerNorm, x.contiguous(), weight, bias, eps, dtype)
 
 
 def map_norm(
@@ -59,32 +58,31 @@ def map_norm(
     columns = grid[1] if by_parent else 0
     flat = x.reshape(batch, -1, channels).contiguous()
     act = activation_code(activation)
-    run = _run_map_norm if nobody_listens(x, weight, bias) else _map_norm
-    out, _ = run(flat, weight, bias, eps, act, columns)
+    out = apply(WHAT, _MapNorm, flat, weight, bias, eps, act, columns)
     if not by_parent:
         return out.view(x.shape)
     return out.view(batch, *((size + 1) // 2 for size in grid), 4 * channels)
 
 
-def _run_layer_norm(
-    x: Tensor, weight: Tensor, bias: Tensor, eps: float, dtype: torch.dtype
-) -> Tensor:
+WHAT = "the fused norm"
+
+
+def _fake_layer_norm(x, weight, bias, eps, dtype):  # type: ignore[no-untyped-def]
+    return torch.empty_like(x, dtype=dtype)
+
+
+@operator("layer_norm", _fake_layer_norm)
+def _layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
     from quadtree_attention.ops.backends.triton import norms
 
     return norms.layer_norm(x, weight, bias, eps, dtype)
 
 
-_layer_norm = torch.library.custom_op(
-    "quadtree_attention::layer_norm", _run_layer_norm, mutates_args=()
-)
+def _fake_gradients(dy, x, *_):  # type: ignore[no-untyped-def]
+    return torch.empty_like(x), x.new_empty(2, x.shape[-1], dtype=torch.float32)
 
 
-@_layer_norm.register_fake
-def _(x, weight, bias, eps, dtype):  # type: ignore[no-untyped-def]
-    return torch.empty_like(x, dtype=dtype)
-
-
-@torch.library.custom_op("quadtree_attention::layer_norm_backward", mutates_args=())
+@operator("layer_norm_backward", _fake_gradients)
 def _layer_norm_backward(
     dy: Tensor, x: Tensor, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
@@ -93,27 +91,30 @@ def _layer_norm_backward(
     return norms.layer_norm_backward(dy, x, weight, eps)
 
 
-@_layer_norm_backward.register_fake
-def _(dy, x, weight, eps):  # type: ignore[no-untyped-def]
-    return torch.empty_like(x), x.new_empty(2, x.shape[-1], dtype=torch.float32)
+class _LayerNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float, dtype: torch.dtype
+    ) -> Tensor:
+        ctx.eps, ctx.bias_dtype = eps, bias.dtype
+        ctx.save_for_backward(x, weight)
+        return _layer_norm(x, weight, bias, eps, dtype)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        dx, dboth = backward_pass(WHAT, _layer_norm_backward, dy.contiguous(), x, weight, ctx.eps)
+        return dx, dboth[0].to(weight.dtype), dboth[1].to(ctx.bias_dtype), None, None
 
 
-def _save_layer_norm(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, weight, bias, ctx.eps, _ = inputs
-    ctx.bias_dtype = bias.dtype
-    ctx.save_for_backward(x, weight)
+def _fake_map_norm(x, weight, bias, eps, act, columns):  # type: ignore[no-untyped-def]
+    batch, rows, channels = x.shape
+    rows = rows_by_parent(rows, columns)
+    return x.new_empty(batch, rows, channels), x.new_empty(batch, 2, dtype=torch.float32)
 
 
-def _layer_norm_gradient(ctx: Any, dy: Tensor) -> Any:
-    x, weight = ctx.saved_tensors
-    dx, (dweight, dbias) = _layer_norm_backward(dy.contiguous(), x, weight, ctx.eps)
-    return dx, dweight.to(weight.dtype), dbias.to(ctx.bias_dtype), None, None
-
-
-_layer_norm.register_autograd(_layer_norm_gradient, setup_context=_save_layer_norm)
-
-
-def _run_map_norm(
+@operator("map_norm", _fake_map_norm)
+def _map_norm(
     x: Tensor, weight: Tensor, bias: Tensor, eps: float, act: int, columns: int
 ) -> tuple[Tensor, Tensor]:
     from quadtree_attention.ops.backends.triton import norms
@@ -121,17 +122,7 @@ def _run_map_norm(
     return norms.map_norm(x, weight, bias, eps, act, columns)
 
 
-_map_norm = torch.library.custom_op("quadtree_attention::map_norm", _run_map_norm, mutates_args=())
-
-
-@_map_norm.register_fake
-def _(x, weight, bias, eps, act, columns):  # type: ignore[no-untyped-def]
-    batch, rows, channels = x.shape
-    rows = rows_by_parent(rows, columns)
-    return x.new_empty(batch, rows, channels), x.new_empty(batch, 2, dtype=torch.float32)
-
-
-@torch.library.custom_op("quadtree_attention::map_norm_backward", mutates_args=())
+@operator("map_norm_backward", _fake_gradients)
 def _map_norm_backward(
     dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor, stats: Tensor, act: int, columns: int
 ) -> tuple[Tensor, Tensor]:
@@ -140,23 +131,19 @@ def _map_norm_backward(
     return norms.map_norm_backward(dy, x, weight, bias, stats, act, columns)
 
 
-@_map_norm_backward.register_fake
-def _(dy, x, weight, bias, stats, act, columns):  # type: ignore[no-untyped-def]
-    return torch.empty_like(x), x.new_empty(2, x.shape[-1], dtype=torch.float32)
+class _MapNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float, act: int, columns: int
+    ) -> Tensor:
+        out, stats = _map_norm(x, weight, bias, eps, act, columns)
+        ctx.options = act, columns
+        ctx.save_for_backward(x, weight, bias, stats)
+        return out
 
-
-def _save_map_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    x, weight, bias, _, ctx.act, ctx.columns = inputs
-    ctx.save_for_backward(x, weight, bias, output[1])
-    ctx.mark_non_differentiable(output[1])
-
-
-def _map_norm_gradient(ctx: Any, dy: Tensor, _: Any) -> Any:
-    x, weight, bias, stats = ctx.saved_tensors
-    dx, (dweight, dbias) = _map_norm_backward(
-        dy.contiguous(), x, weight, bias, stats, ctx.act, ctx.columns
-    )
-    return dx, dweight.to(weight.dtype), dbias.to(bias.dtype), None, None, None
-
-
-_map_norm.register_autograd(_map_norm_gradient, setup_context=_save_map_norm)
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        saved = ctx.saved_tensors
+        dx, dboth = backward_pass(WHAT, _map_norm_backward, dy.contiguous(), *saved, *ctx.options)
+        _, weight, bias, _ = saved
+        return dx, dboth[0].to(weight.dtype), dboth[1].to(bias.dtype), None, None, None

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from quadtree_attention.ops.autograd import apply, backward_pass
 from quadtree_attention.ops.backends import default_backend
 from quadtree_attention.ops.backends.triton.limits import transport_reasons
 from quadtree_attention.ops.fused import runs_kernels
@@ -34,7 +34,7 @@ def sinkhorn(scores: Tensor, bin_score: Tensor, iterations: int) -> tuple[Tensor
         left (R, S), right (R, T) and right_bin (R, 1).
     """
     if can_fuse(scores, iterations):
-        return _FusedSinkhorn.apply(scores.contiguous(), bin_score.to(scores), iterations)
+        return apply(WHAT, _Sinkhorn, scores.contiguous(), bin_score.to(scores), iterations)
     if default_backend() == "reference" or not can_scale(scores, iterations):
         return plain_sinkhorn(scores, bin_score, iterations)
     return scaled_sinkhorn(scores, bin_score, iterations)
@@ -107,7 +107,10 @@ def with_bin(potentials: Tensor, of_bin: Tensor) -> Tensor:
     return torch.cat([potentials, of_bin], dim=1).logsumexp(dim=1, keepdim=True)
 
 
-class _FusedSinkhorn(torch.autograd.Function):
+WHAT = "the fused Sinkhorn iteration"
+
+
+class _Sinkhorn(torch.autograd.Function):
     """Keeps the scores and the potentials of every iteration, and nothing else of their size."""
 
     @staticmethod
@@ -122,10 +125,15 @@ class _FusedSinkhorn(torch.autograd.Function):
         return left.cells[-1].clone(), right.cells[-1].clone(), right.bin[-1, :, None].clone()
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *dlast: Tensor) -> tuple[Tensor, Tensor, None]:
-        from quadtree_attention.ops.backends.triton import transport
+        dscores, dbin = backward_pass(WHAT, _gradients, *dlast, *ctx.saved_tensors)
+        return dscores, dbin, None
 
-        scores, bin_score, *potentials = ctx.saved_tensors
-        left, right = transport.Side(*potentials[:2]), transport.Side(*potentials[2:])
-        return *transport.sinkhorn_backward(scores, bin_score, left, right, dlast), None
+
+def _gradients(*arguments: Tensor) -> tuple[Tensor, Tensor]:
+    """Of scores and bin_score, from those of the results and what forward saved."""
+    from quadtree_attention.ops.backends.triton import transport
+
+    dlast, (scores, bin_score, *potentials) = arguments[:3], arguments[3:]
+    left, right = transport.Side(*potentials[:2]), transport.Side(*potentials[2:])
+    return transport.sinkhorn_backward(scores, bin_score, left, right, dlast)

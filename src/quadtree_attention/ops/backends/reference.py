@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The specification: quadtree attention of one level in plain PyTorch.
 
-Every dtype, every device, differentiable, exportable. It works in chunks of query cells and
-recomputes them in backward, so that its working memory stays near `WORKSPACE_BYTES` however large
-the map is; nothing of the size (queries x candidates) is ever kept.
+Every dtype, every device, differentiable in every way torch knows (twice, forward, `torch.func`),
+exportable. It works in chunks of query cells and recomputes them in backward, so that its working
+memory stays near `WORKSPACE_BYTES` a level however large the map is.
 
 Letters: R query cells of a chunk, S key cells, C candidates of a query (K kept cells x F children).
 """
@@ -51,13 +51,12 @@ def attend_coarse(
     bytes_per_query = keys * _BYTES_PER_SCORE
     rows_each = _chunk(rows, bytes_per_query + keys * (dim + v.shape[-1]) * 4)
     cells_each = _chunk(cells, bytes_per_query * rows_each)
+    row_slices, cell_slices = _slices(rows, rows_each), _slices(cells, cells_each)
+    run = _run_of(len(row_slices) * len(cell_slices))
     results = []
-    for row in _slices(rows, rows_each):
+    for row in row_slices:
         mask = None if shown is None else shown[row]
-        parts = [
-            _recompute(step, q[row, cell], k[row], v[row], mask)
-            for cell in _slices(cells, cells_each)
-        ]
+        parts = [run(step, q[row, cell], k[row], v[row], mask) for cell in cell_slices]
         results.append(_concatenate(parts, dim=1))
     return _level(_concatenate(results, dim=0), (batch, heads, cells), None, weight, dtype)
 
@@ -96,12 +95,14 @@ def attend_fine(
     first = first.expand(batch * heads, above).reshape(rows, 1)
     step = partial(_fine_step, scale=scale, topk=topk, variant=variant, with_scores=with_scores)
     per_candidate = (dim + v.shape[-1]) * _BYTES_PER_VALUE + children * _BYTES_PER_SCORE
+    slices = _slices(rows, _chunk(rows, kept * children * per_candidate))
+    run = _run_of(len(slices))
     parts = [
-        _recompute(
+        run(
             step, q[row], k, v, visible, parents[row], first[row],
             None if parent_scores is None else parent_scores[row],
         )
-        for row in _slices(rows, _chunk(rows, kept * children * per_candidate))
+        for row in slices
     ]  # fmt: skip
     return _level(_concatenate(parts, dim=0), (batch, heads, cells), inherited, weight, dtype)
 
@@ -233,11 +234,33 @@ def _slices(count: int, step: int) -> list[slice]:
     return [slice(start, min(start + step, count)) for start in range(0, count, step)]
 
 
+def _run_of(chunks: int) -> Callable[..., Result]:
+    """How to run the steps of a level: those of many chunks keep only their inputs for backward."""
+    recompute = torch.is_grad_enabled() and chunks > 1 and _are_hooks_allowed()
+    return _recompute if recompute else _call
+
+
+def _call(step: Callable[..., Result], *args: Tensor | None) -> Result:
+    return step(*args)
+
+
 def _recompute(step: Callable[..., Result], *args: Tensor | None) -> Result:
-    """Runs a step that keeps only its inputs for backward."""
-    if not torch.is_grad_enabled():
-        return step(*args)
     return checkpoint(step, *args, use_reentrant=False, preserve_rng_state=False)
+
+
+def _are_hooks_allowed() -> bool:
+    """Whether saved tensors can have hooks, as `checkpoint` needs; in `torch.func.grad`, not."""
+    if torch.compiler.is_compiling():
+        return True
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(_itself, _itself):
+            return True
+    except RuntimeError:
+        return False
+
+
+def _itself(x: Tensor) -> Tensor:
+    return x
 
 
 def _concatenate(chunks: list[Result], dim: int) -> Result:

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from quadtree_attention.ops.autograd import apply, backward_pass, operator
 from quadtree_attention.ops.backends.base import Level
 from quadtree_attention.ops.backends.cpu.arrays import Array, crop, flat, flat_rows, number
 from quadtree_attention.ops.backends.cpu.shape import BLOCK, LANES, Shape
@@ -162,8 +163,16 @@ def _result_dtype(q: Tensor, topk: int) -> torch.dtype:
     return accumulation_dtype(q.dtype) if topk else q.dtype
 
 
-@torch.library.custom_op("quadtree_attention::cpu_attend", mutates_args=())
-def attend(
+def _fake_attend(  # type: ignore[no-untyped-def]
+    q, k, v, visible, weight, parents, parent_scores, inherited, scale, topk, is_a, with_scores
+):
+    with_lse = parent_scores is None
+    outputs = _outputs(q, q.shape[2], topk, v.shape[3], is_a, with_scores, with_lse)
+    return (outputs[0].to(_result_dtype(q, topk)), *outputs[1:])
+
+
+@operator("cpu_attend", _fake_attend)
+def _attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -196,20 +205,24 @@ def attend(
     return (total, *(x.contiguous() for x in others))  # type: ignore[return-value]
 
 
-@attend.register_fake
-def _(  # type: ignore[no-untyped-def]
-    q, k, v, visible, weight, parents, parent_scores, inherited, scale, topk, is_a, with_scores
-):
-    with_lse = parent_scores is None
-    outputs = _outputs(q, q.shape[2], topk, v.shape[3], is_a, with_scores, with_lse)
-    return (outputs[0].to(_result_dtype(q, topk)), *outputs[1:])
-
-
 # ---- backward ------------------------------------------------------------------------------------
 
 
-@torch.library.custom_op("quadtree_attention::cpu_attend_backward", mutates_args=())
-def attend_backward(
+def _fake_backward(  # type: ignore[no-untyped-def]
+    grad, grad_scores, q, k, v, visible, weight, parents, parent_scores, *_
+):
+    dtype = accumulation_dtype(q.dtype)
+    inherited = (0,) if parents is None else (*parents.shape[:3], v.shape[3])
+    return (
+        *(x.new_empty(x.shape) for x in (q, k, v)),
+        q.new_empty(0, dtype=dtype) if weight is None else weight.new_empty(()),
+        q.new_empty((0,) if parent_scores is None else parent_scores.shape, dtype=dtype),
+        q.new_empty(inherited, dtype=dtype),
+    )
+
+
+@operator("cpu_attend_backward", _fake_backward)
+def _attend_backward(
     grad: Tensor,
     grad_scores: Tensor | None,
     q: Tensor,
@@ -295,43 +308,42 @@ def _inverse(selection: Tensor | None, cells: int) -> tuple[Array, Array]:
     return offsets, entries
 
 
-@attend_backward.register_fake
-def _(grad, grad_scores, q, k, v, visible, weight, parents, parent_scores, *_):  # type: ignore[no-untyped-def]
-    dtype = accumulation_dtype(q.dtype)
-    inherited = (0,) if parents is None else (*parents.shape[:3], v.shape[3])
-    return (
-        *(x.new_empty(x.shape) for x in (q, k, v)),
-        q.new_empty(0, dtype=dtype) if weight is None else weight.new_empty(()),
-        q.new_empty((0,) if parent_scores is None else parent_scores.shape, dtype=dtype),
-        q.new_empty(inherited, dtype=dtype),
-    )
+# ---- both ----------------------------------------------------------------------------------------
+
+WHAT = "the cpu backend of quadtree attention"
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: Outputs) -> None:
-    *tensors, _, scale, topk, is_a, _ = inputs
-    _, selection, scores, positions, lse = output
-    ctx.save_for_backward(*tensors, selection, positions, lse)
-    ctx.options = (scale, topk, is_a)
-    constant = (selection, positions, lse) if is_a else (selection, scores, positions, lse)
-    ctx.mark_non_differentiable(*constant)
-    ctx.set_materialize_grads(False)
+def attend(*arguments: Any) -> Outputs:
+    """The operator `cpu_attend` with its gradient."""
+    return apply(WHAT, _Attend, *arguments)
 
 
-def _backward(ctx: Any, grad: Any, _0: Any, grad_scores: Any, *_: Any) -> tuple[Any, ...]:
-    if grad is None and grad_scores is None:
-        return (None,) * 12
-    q, _, v, _, weight, parents, scores = ctx.saved_tensors[:7]
-    if grad is None:
-        dtype = _result_dtype(q, ctx.options[1])
-        grad = q.new_zeros(*q.shape[:3], v.shape[3], dtype=dtype)
-    dq, dk, dv, dweight, dscores, dinherited = attend_backward(
-        grad, grad_scores, *ctx.saved_tensors, *ctx.options
-    )
-    return (
-        dq, dk, dv, None, None if weight is None else dweight, None,
-        None if scores is None else dscores, None if parents is None else dinherited,
-        None, None, None, None,
-    )  # fmt: skip
+class _Attend(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> Outputs:
+        *tensors, _, scale, topk, is_a, _ = arguments
+        outputs = _attend(*arguments)
+        _, selection, scores, positions, lse = outputs
+        ctx.save_for_backward(*tensors, selection, positions, lse)
+        ctx.options = (scale, topk, is_a)
+        constant = (selection, positions, lse) if is_a else (selection, scores, positions, lse)
+        ctx.mark_non_differentiable(*constant)
+        ctx.set_materialize_grads(False)
+        return outputs
 
-
-attend.register_autograd(_backward, setup_context=_save)
+    @staticmethod
+    def backward(ctx: Any, grad: Any, _0: Any, grad_scores: Any, *_: Any) -> tuple[Any, ...]:
+        if grad is None and grad_scores is None:
+            return (None,) * 12
+        q, _1, v, _2, weight, parents, scores = ctx.saved_tensors[:7]
+        if grad is None:
+            dtype = _result_dtype(q, ctx.options[1])
+            grad = q.new_zeros(*q.shape[:3], v.shape[3], dtype=dtype)
+        dq, dk, dv, dweight, dscores, dinherited = backward_pass(
+            WHAT, _attend_backward, grad, grad_scores, *ctx.saved_tensors, *ctx.options
+        )
+        return (
+            dq, dk, dv, None, None if weight is None else dweight, None,
+            None if scores is None else dscores, None if parents is None else dinherited,
+            None, None, None, None,
+        )  # fmt: skip

@@ -12,7 +12,9 @@ from torch import Tensor
 
 from quadtree_attention.errors import ShapeError
 from quadtree_attention.ops import tree as plain
+from quadtree_attention.ops.autograd import apply, backward_pass, operator
 from quadtree_attention.ops.backends.cpu.arrays import Array, flat
+from quadtree_attention.ops.backends.cpu.operators import WHAT
 from quadtree_attention.ops.backends.cpu.shape import LANES
 from quadtree_attention.ops.backends.cpu.threads import run
 from quadtree_attention.ops.tree import Tree, accumulation_dtype
@@ -23,14 +25,14 @@ def pyramid(tree: Tree, x: Tensor, visible: Sequence[Tensor | None]) -> list[Ten
     if not _has_kernels(tree, x):
         return plain.pyramid(tree, x, visible)
     shown = [level for level in visible if level is not None]
-    return list(reversed(build_pyramid(x, shown, list(tree.grid), tree.num_levels)))
+    return list(reversed(apply(WHAT, _Pyramid, tree, x, *shown)))
 
 
 def to_grid(tree: Tree, x: Tensor) -> Tensor:
     """As `tree.to_grid`."""
     if not _has_kernels(tree, x):
         return plain.to_grid(tree, x)
-    return finest_to_grid(x, list(tree.grid), tree.num_levels)
+    return apply(WHAT, _ToGrid, tree, x)
 
 
 def _has_kernels(tree: Tree, x: Tensor) -> bool:
@@ -81,7 +83,18 @@ def _grid_to_tree(tree: Tree, x: Tensor, out: Tensor) -> None:
     )  # fmt: skip
 
 
-@torch.library.custom_op("quadtree_attention::cpu_pyramid", mutates_args=())
+def _fake_levels(x: Tensor, tree: Tree) -> list[Tensor]:
+    batch, heads, width = x.shape[0], *x.shape[-2:]
+    levels = reversed(range(tree.num_levels))
+    return [x.new_empty(batch, heads, tree.num_cells(i), width) for i in levels]
+
+
+def _fake_map(x: Tensor, grid: list[int]) -> Tensor:
+    """(B, N, T, D) -> (B, *grid, N, D)"""
+    return x.new_empty(x.shape[0], *grid, x.shape[1], x.shape[3])
+
+
+@operator("cpu_pyramid", lambda x, _, grid, levels: _fake_levels(x, Tree(tuple(grid), levels)))
 def build_pyramid(x: Tensor, shown: list[Tensor], grid: list[int], num_levels: int) -> list[Tensor]:
     """Levels (B, N, T_l, D), fine -> coarse, of a map (B, *grid, N, D)."""
     from quadtree_attention.ops.backends.cpu.kernels.trees import pool
@@ -99,7 +112,7 @@ def build_pyramid(x: Tensor, shown: list[Tensor], grid: list[int], num_levels: i
     return levels
 
 
-@torch.library.custom_op("quadtree_attention::cpu_pyramid_backward", mutates_args=())
+@operator("cpu_pyramid_backward", lambda grads, _, grid, levels: _fake_map(grads[0], grid))
 def build_pyramid_backward(
     grads: list[Tensor], shown: list[Tensor], grid: list[int], num_levels: int
 ) -> Tensor:
@@ -122,41 +135,26 @@ def build_pyramid_backward(
     return out
 
 
-def _fake_levels(x: Tensor, tree: Tree) -> list[Tensor]:
-    batch, heads, width = x.shape[0], *x.shape[-2:]
-    levels = reversed(range(tree.num_levels))
-    return [x.new_empty(batch, heads, tree.num_cells(i), width) for i in levels]
+class _Pyramid(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tree: Tree, x: Tensor, *shown: Tensor) -> tuple[Tensor, ...]:
+        ctx.tree = tree
+        ctx.save_for_backward(*shown)
+        return tuple(build_pyramid(x, list(shown), list(tree.grid), tree.num_levels))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        shown, tree = ctx.saved_tensors, ctx.tree
+
+        def run(*grads: Tensor) -> Tensor:
+            return build_pyramid_backward(
+                list(grads), list(shown), list(tree.grid), tree.num_levels
+            )
+
+        return None, backward_pass(WHAT, run, *grads), *[None] * len(shown)
 
 
-def _fake_map(x: Tensor, grid: list[int]) -> Tensor:
-    """(B, N, T, D) -> (B, *grid, N, D)"""
-    return x.new_empty(x.shape[0], *grid, x.shape[1], x.shape[3])
-
-
-@build_pyramid.register_fake
-def _(x, shown, grid, num_levels):  # type: ignore[no-untyped-def]
-    return _fake_levels(x, Tree(tuple(grid), num_levels))
-
-
-@build_pyramid_backward.register_fake
-def _(grads, shown, grid, num_levels):  # type: ignore[no-untyped-def]
-    return _fake_map(grads[0], grid)
-
-
-def _save_pyramid(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    _, shown, *ctx.options = inputs
-    ctx.save_for_backward(*shown)
-
-
-def _backward_pyramid(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
-    shown = list(ctx.saved_tensors)
-    return build_pyramid_backward(grads, shown, *ctx.options), [None] * len(shown), None, None
-
-
-build_pyramid.register_autograd(_backward_pyramid, setup_context=_save_pyramid)
-
-
-@torch.library.custom_op("quadtree_attention::cpu_to_grid", mutates_args=())
+@operator("cpu_to_grid", lambda x, grid, _: _fake_map(x, grid))
 def finest_to_grid(x: Tensor, grid: list[int], num_levels: int) -> Tensor:
     """The finest level (B, N, T, D) as a map (B, *grid, N, D)."""
     out = _fake_map(x, grid)
@@ -164,7 +162,10 @@ def finest_to_grid(x: Tensor, grid: list[int], num_levels: int) -> Tensor:
     return out
 
 
-@torch.library.custom_op("quadtree_attention::cpu_to_grid_backward", mutates_args=())
+@operator(
+    "cpu_to_grid_backward",
+    lambda grad, grid, levels: _fake_levels(grad, Tree(tuple(grid), levels))[0],
+)
 def finest_to_grid_backward(grad: Tensor, grid: list[int], num_levels: int) -> Tensor:
     tree = Tree(tuple(grid), num_levels)
     out = grad.new_empty(grad.shape[0], grad.shape[-2], tree.num_cells(tree.finest), grad.shape[-1])
@@ -172,22 +173,15 @@ def finest_to_grid_backward(grad: Tensor, grid: list[int], num_levels: int) -> T
     return out
 
 
-@finest_to_grid.register_fake
-def _(x, grid, num_levels):  # type: ignore[no-untyped-def]
-    return _fake_map(x, grid)
+class _ToGrid(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tree: Tree, x: Tensor) -> Tensor:
+        ctx.tree = tree
+        return finest_to_grid(x, list(tree.grid), tree.num_levels)
 
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
+        def run(grad: Tensor) -> Tensor:
+            return finest_to_grid_backward(grad, list(ctx.tree.grid), ctx.tree.num_levels)
 
-@finest_to_grid_backward.register_fake
-def _(grad, grid, num_levels):  # type: ignore[no-untyped-def]
-    return _fake_levels(grad, Tree(tuple(grid), num_levels))[0]
-
-
-def _save_to_grid(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, *ctx.options = inputs
-
-
-def _backward_to_grid(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    return finest_to_grid_backward(grad, *ctx.options), None, None
-
-
-finest_to_grid.register_autograd(_backward_to_grid, setup_context=_save_to_grid)
+        return None, backward_pass(WHAT, run, grad)

@@ -7,15 +7,15 @@ Triton itself is imported when an operator first runs, not before.
 import os
 from collections.abc import Callable, Hashable, Sequence
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from quadtree_attention.ops.autograd import apply, backward_pass, operator
 from quadtree_attention.ops.backends.base import Backend, Kept, installed, level_shares
 from quadtree_attention.ops.backends.flop_counter import register_formulas
 from quadtree_attention.ops.backends.triton import limits
-from quadtree_attention.ops.dispatch import nobody_listens
 from quadtree_attention.ops.flops import attention_flops, backward_flops
 from quadtree_attention.ops.problem import Problem, needs_grad
 from quadtree_attention.ops.tree import Tree, is_exporting
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from quadtree_attention.ops.backends.triton.walk import Results
 
 TRITON_INSTALLED = installed("triton")
+WHAT = "the triton backend of quadtree attention"
 
 
 def _run(
@@ -54,11 +55,7 @@ def _run(
     return _replayed(run, (q, k, v), others, options)
 
 
-_forward = torch.library.custom_op("quadtree_attention::triton", _run, mutates_args=())
-
-
-@_forward.register_fake
-def _(  # type: ignore[no-untyped-def]
+def _fake(  # type: ignore[no-untyped-def]
     q, k, v, query_shown, key_shown, weights, topk, scale, variant, with_scores, with_rest
 ):
     finest, num_levels = q[-1], len(topk) + 1
@@ -89,8 +86,10 @@ def _(  # type: ignore[no-untyped-def]
     ]
 
 
-@torch.library.custom_op("quadtree_attention::triton_backward", mutates_args=())
-def _backward(
+_forward = operator("triton", _fake)(_run)
+
+
+def _run_backward(
     dout: Tensor,
     q: list[Tensor],
     k: list[Tensor],
@@ -126,8 +125,7 @@ def _backward(
     return [*grads[:count], torch.stack([part.sum() for part in dweights])]
 
 
-@_backward.register_fake
-def _(  # type: ignore[no-untyped-def]
+def _fake_backward(  # type: ignore[no-untyped-def]
     dout, q, k, v, query_shown, key_shown, weights, results, topk, scale, variant, deterministic
 ):
     count = 0 if weights is None else len(topk) + 1
@@ -135,6 +133,9 @@ def _(  # type: ignore[no-untyped-def]
         *(x.new_empty(x.shape) for x in (*q, *k, *v)),
         dout.new_empty(count, dtype=torch.float32),
     ]
+
+
+_backward = operator("triton_backward", _fake_backward)(_run_backward)
 
 
 def _replayed(
@@ -168,37 +169,66 @@ def _unpacked(tensors: list[Tensor]) -> "Results":
     return Results(out, message, lse, pooled, tensors[6 : 6 + selecting], tensors[6 + selecting :])
 
 
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    *lists, weights, ctx.topk, ctx.scale, ctx.variant, _, _ = inputs
-    ctx.counts = [len(part) for part in lists]
-    ctx.save_for_backward(weights, *output, *(x for part in lists for x in part))
-    ctx.num_results = len(output)
-    ctx.mark_non_differentiable(*output[1:])
-    ctx.set_materialize_grads(False)
+class _Call(NamedTuple):
+    """What a call of the operator takes but tensors; those are handed over one after the other.
+
+    Attributes:
+        counts: How many tensors each of q, k, v, query_shown and key_shown has; weights come last.
+        others: From `topk` on.
+    """
+
+    counts: tuple[int, ...]
+    topk: tuple[int, ...]
+    scale: float
+    variant: str
+    with_scores: bool
+    with_rest: bool
+
+    def lists(self, tensors: Sequence[Tensor]) -> tuple[list[list[Tensor]], Tensor | None]:
+        """The five lists, and the weights."""
+        parts, rest = [], list(tensors)
+        for count in self.counts:
+            parts.append(rest[:count])
+            rest = rest[count:]
+        return parts, rest[0] if rest else None
 
 
-def _gradient(ctx: Any, grads: list[Tensor | None]) -> Any:
-    weights, *rest = ctx.saved_tensors
-    results, rest = rest[: ctx.num_results], rest[ctx.num_results :]
-    lists = []
-    for count in ctx.counts:
-        lists.append(rest[:count])
-        rest = rest[count:]
-    dout = grads[0]
-    if dout is None:
-        return (None,) * 11
-    *dmaps, dweights = _backward(
-        dout, *lists, weights, results, ctx.topk, ctx.scale, ctx.variant,
-        torch.are_deterministic_algorithms_enabled(),
-    )  # fmt: skip
-    dq, dk, dv = (dmaps[sum(ctx.counts[:i]) : sum(ctx.counts[: i + 1])] for i in range(3))
-    nothing = [[None] * count for count in ctx.counts[3:]]
-    dweights = None if weights is None else dweights.to(weights.dtype)
-    no_topk: list[None] | None = None if ctx.topk else []  # an empty list is answered by one
-    return dq, dk, dv, *nothing, dweights, no_topk, None, None, None, None
+class _Attention(torch.autograd.Function):
+    """Result, and with the rest what `_packed` gives, which has no gradient."""
 
+    @staticmethod
+    def forward(ctx: Any, call: _Call, *tensors: Tensor) -> tuple[Tensor, ...]:
+        lists, weights = call.lists(tensors)
+        out, *rest = _forward(*lists, weights, list(call.topk), *call[2:])
+        if call.with_rest:
+            # a single level recomputes from its result, others have their own messages
+            own = out.new_empty(0) if call.topk else out
+            ctx.call, ctx.num_rest = call, len(rest)
+            ctx.save_for_backward(own, *rest, *tensors)
+            ctx.mark_non_differentiable(*rest)
+        ctx.set_materialize_grads(False)
+        return out, *rest
 
-_forward.register_autograd(_gradient, setup_context=_setup)
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, *_: Any) -> tuple[Any, ...]:
+        call, count = ctx.call, ctx.num_rest + 1
+        if dout is None:
+            return (None,) * (1 + len(ctx.saved_tensors) - count)
+        deterministic = torch.are_deterministic_algorithms_enabled()
+
+        def run(dout: Tensor, *saved: Tensor) -> tuple[Tensor, ...]:
+            lists, weights = call.lists(saved[count:])
+            grads = _backward(
+                dout, *lists, weights, list(saved[:count]), list(call.topk), call.scale,
+                call.variant, deterministic,
+            )  # fmt: skip
+            return tuple(grads)
+
+        *dmaps, dweights = backward_pass(WHAT, run, dout, *ctx.saved_tensors)
+        masks = [None] * sum(call.counts[3:])
+        if len(ctx.saved_tensors) == count + sum(call.counts):
+            return None, *dmaps, *masks
+        return None, *dmaps, *masks, dweights.to(ctx.saved_tensors[-1].dtype)
 
 
 def _forward_flops(
@@ -242,13 +272,13 @@ def attend(
         register_formulas({"triton": _forward_flops, "triton_backward": _backward_flops})
     query_tree, key_tree = problem.query_tree, problem.key_tree
     weights = None if level_weights is None else level_shares(problem, level_weights)
-    tensors = [*q, *k, *v, *(x for x in (weights, query_mask, key_mask) if x is not None)]
-    run = _run if nobody_listens(*tensors) else _forward
-    out, *rest = run(
-        list(q), list(k), list(v), _shown(query_tree, query_mask), _shown(key_tree, key_mask),
-        weights, list(problem.topk), problem.scale, problem.variant,
+    lists = q, k, v, _shown(query_tree, query_mask), _shown(key_tree, key_mask)
+    tensors = [x for part in lists for x in part] + ([] if weights is None else [weights])
+    call = _Call(
+        tuple(len(part) for part in lists), problem.topk, problem.scale, problem.variant,
         with_selection or problem.variant == "A", with_selection or needs_grad(*tensors),
     )  # fmt: skip
+    out, *rest = apply(WHAT, _Attention, call, *tensors)
     if not with_selection:
         return out, []
     results = _unpacked([out, *rest])
