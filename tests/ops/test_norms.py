@@ -1,10 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The fused norms against torch's, in Triton's interpreter here and for real on a GPU."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,19 +10,10 @@ from quadtree_attention.nn import QuadtreeBlock
 from quadtree_attention.nn.norm import TokenNorm
 from quadtree_attention.nn.value_pyramid import by_parent
 from quadtree_attention.ops.norms import can_fuse, layer_norm, map_norm
-from tests.conftest import ROOT
 
 SHAPES = ((2, 5, 6, 24), (1, 3, 7, 8), (3, 1, 1, 5))
 LARGE_SHAPES = ((64, 56, 56, 64), (1, 201, 335, 32), (2, 14, 14, 512), (2, 25, 42, 1000))
 ACTIVATIONS = {"gelu": F.gelu, "relu": F.relu}
-INTERPRET = """
-from tests.ops import test_norms
-for shape in test_norms.SHAPES:
-    test_norms.check_layer_norm(shape, "cpu")
-    test_norms.check_map_norm(shape, "cpu")
-test_norms.check_block("cpu")
-print("all right")
-"""
 
 
 def numbers(shape, device, offset=5.0):
@@ -98,12 +85,14 @@ def check_block(device):
         same(grad, true, 1e-4)
 
 
-def test_kernels_in_the_interpreter():
-    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-c", INTERPRET], env=environment, capture_output=True, text=True
-    )
-    assert done.stdout.strip() == "all right", done.stderr
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("check", [check_layer_norm, check_map_norm])
+def test_kernels_in_the_interpreter(check, shape, interpreter):
+    interpreter(check, shape, "cpu")
+
+
+def test_block_in_the_interpreter(interpreter):
+    interpreter(check_block, "cpu")
 
 
 def test_a_cpu_does_without():

@@ -1,14 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The kernel of position encodings against convolutions, in Triton's interpreter and on a GPU."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
-
-from tests.conftest import ROOT
 
 pytest.importorskip("triton", reason="triton comes with the CUDA builds of torch for Linux")
 
@@ -17,12 +11,6 @@ from quadtree_attention.ops.backends.triton.position import add_positions
 # batch, grid, channels, levels
 CASES = ((1, (4, 6), 8, 2), (2, (5, 3), 12, 3), (1, (1, 1), 5, 1), (1, (3, 4), 136, 2))
 LARGE_CASES = (*CASES, (2, (201, 335), 32, 4), (1, (100, 167), 64, 3), (8, (14, 14), 320, 2))
-INTERPRET = """
-from tests.ops import test_position
-for case in test_position.CASES:
-    test_position.check(*case, "cpu")
-print("all right")
-"""
 
 
 def numbers(batch, grid, channels, levels, device):
@@ -69,12 +57,9 @@ def check(batch, grid, channels, levels, device):
     )
 
 
-def test_kernel_in_the_interpreter():
-    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-c", INTERPRET], env=environment, capture_output=True, text=True
-    )
-    assert done.stdout.strip() == "all right", done.stderr
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_kernel_in_the_interpreter(case, interpreter):
+    interpreter(check, *case, "cpu")
 
 
 @pytest.mark.gpu

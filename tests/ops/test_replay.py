@@ -2,10 +2,7 @@
 """Launches that are repeated give what launching anew gives: in the interpreter, and on a GPU."""
 
 import gc
-import os
 import random
-import subprocess
-import sys
 import weakref
 from functools import lru_cache, partial
 from itertools import combinations
@@ -16,7 +13,6 @@ import torch
 from quadtree_attention import OptionError, quadtree_attention, quadtree_attention_pyramid
 from quadtree_attention.nn import QuadtreeAttention
 from quadtree_attention.ops.norms import layer_norm, map_norm
-from tests.conftest import ROOT
 
 pytest.importorskip("triton", reason="triton comes with the CUDA builds of torch for Linux")
 
@@ -188,19 +184,19 @@ def check_too_many(device: str) -> None:
 CHECKS = (check_replays, check_what_is_not_repeated, check_too_many)
 
 
-def test_in_the_interpreter():
-    names = ", ".join(check.__name__ for check in CHECKS)
-    script = f"from tests.ops.test_replay import replay, {names}\nassert replay.SWITCHED_ON\n"
-    script += f"for f in {names}: f('cpu'); print('ok')"
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        cwd=ROOT,
-        env=os.environ | {"TRITON_INTERPRET": "1", "QUADTREE_REPLAY": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.split() == ["ok"] * len(CHECKS)
+def check_apart(check):
+    """With plans and switches that go when it ends."""
+    assert replay.SWITCHED_ON
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in (("MOST_PLANS", replay.MOST_PLANS), ("_plans", {})):
+            patch.setattr(replay, name, value)
+        patch.setattr(replay, "SWITCHED_ON", True)
+        check("cpu")
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_in_the_interpreter(check, interpreter):
+    interpreter(check_apart, check)
 
 
 @pytest.fixture

@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fast Sinkhorn iterations against plain ones; kernels in Triton's interpreter and on a GPU."""
 
-import os
-import subprocess
-import sys
 from dataclasses import dataclass
 
 import pytest
@@ -13,7 +10,6 @@ from torch.utils.checkpoint import checkpoint
 from quadtree_attention import use_backend
 from quadtree_attention.models.parts.assignment import HIDDEN, RowAssignment, possible
 from quadtree_attention.ops.transport import can_fuse, can_scale, plain_sinkhorn, sinkhorn
-from tests.conftest import ROOT
 
 
 @dataclass(frozen=True)
@@ -56,14 +52,6 @@ LARGE_CASES = (
     Case((2, 700, 1000), hides=False, iterations=3),
     Case((70000, 16, 16)),  # more than a second axis of programs would take
 )
-INTERPRET = """
-from tests.ops import test_transport
-for case in test_transport.CASES:
-    test_transport.check(case, "cpu")
-test_transport.check_modes("cpu")
-test_transport.check_module("cpu")
-print("all right")
-"""
 
 
 def inputs_of(case, device):
@@ -153,16 +141,14 @@ def check_module(device):
         assert (x - true).abs().max() < 1e-4 * true.abs().max()
 
 
-def test_kernels_in_the_interpreter():
-    pytest.importorskip("triton", reason="triton comes with the CUDA builds of torch for Linux")
-    done = subprocess.run(
-        [sys.executable, "-c", INTERPRET],
-        cwd=ROOT,
-        env=os.environ | {"TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.stdout.strip() == "all right", done.stderr[-3000:]
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_kernels_in_the_interpreter(case, interpreter):
+    interpreter(check, case, "cpu")
+
+
+@pytest.mark.parametrize("check", [check_modes, check_module])
+def test_checks_in_the_interpreter(check, interpreter):
+    interpreter(check, "cpu")
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -1,10 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The Triton kernels against the reference: in Triton's interpreter here, for real on a GPU."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -12,7 +8,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from quadtree_attention import BackendUnsupportedError, quadtree_attention
 from quadtree_attention.ops.backends import TRITON
 from quadtree_attention.ops.problem import make_problem
-from tests.conftest import ROOT
 from tests.ops.cases import CASES, Case, as_sets, check, every_case
 
 # Tiny: the interpreter runs one program after the other, in Python.
@@ -32,27 +27,6 @@ INTERPRETED = (
     Case("interpreted_even_b", 1, (6, 2), (2, 6), 1, 8, 8, 3, 2, "B"),
     Case("interpreted_one_level_b", 1, (3, 4), (2, 5), 1, 8, 8, 1, 1, "B", 0.0, 0.5),
 )
-
-INTERPRET = """
-import sys, torch
-from tests.ops import test_triton
-from quadtree_attention.ops.backends.triton import launch
-torch.use_deterministic_algorithms(sys.argv[1] == "deterministic")
-taken = set()
-def noting(name):
-    function = getattr(launch, name)
-    return lambda *arguments: taken.add(name) or function(*arguments)
-for name in ("sorted_users", "listed_users"):
-    setattr(launch, name, noting(name))
-for case in test_triton.INTERPRETED:
-    test_triton.check(case, "triton", torch.float32)
-    print(case.name, flush=True)
-test_triton.check_families_are_apart("cpu")
-for name in test_triton.HARD_TO_CHOOSE:
-    test_triton.check_choice(name, (16, 18), 2, "cpu")
-    print(name, flush=True)
-print(*taken)
-"""
 
 
 def _all_the_same(q, k):
@@ -105,20 +79,36 @@ def check_choice(name: str, grid: tuple[int, ...], topk: int, device: str) -> No
     assert torch.equal(kept["triton"], kept["reference"])
 
 
-@pytest.mark.parametrize("mode", ["fast", "deterministic"])
-def test_in_the_interpreter(mode):
-    pytest.importorskip("triton", reason="triton comes with the CUDA builds of torch for Linux")
-    done = subprocess.run(
-        [sys.executable, "-c", INTERPRET, mode],
-        cwd=ROOT,
-        env=os.environ | {"TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    users = "sorted_users" if mode == "deterministic" else "listed_users"
-    expected = [*(case.name for case in INTERPRETED), *HARD_TO_CHOOSE, users]
-    assert done.stdout.splitlines() == expected
+def check_mode(case, deterministic):
+    from quadtree_attention.ops.backends.triton import launch
+
+    taken = set()
+
+    def noting(name, function):
+        return lambda *arguments: taken.add(name) or function(*arguments)
+
+    torch.use_deterministic_algorithms(deterministic)
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("sorted_users", "listed_users"):
+            patch.setattr(launch, name, noting(name, getattr(launch, name)))
+        check(case, "triton", torch.float32)
+    if case.num_levels > 1:
+        assert taken == {"sorted_users" if deterministic else "listed_users"}
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("case", INTERPRETED, ids=lambda case: case.name)
+def test_in_the_interpreter(case, deterministic, interpreter):
+    interpreter(check_mode, case, deterministic)
+
+
+@pytest.mark.parametrize("name", HARD_TO_CHOOSE)
+def test_choice_in_the_interpreter(name, interpreter):
+    interpreter(check_choice, name, (16, 18), 2, "cpu")
+
+
+def test_families_are_apart_in_the_interpreter(interpreter):
+    interpreter(check_families_are_apart, "cpu")
 
 
 def test_reasons_are_all_given():

@@ -1,10 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """All of an attention in one operator against the same step by step, and when it is taken."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 from torch import nn
@@ -13,7 +9,6 @@ import quadtree_attention.nn.attention as attention_module
 from quadtree_attention import use_backend
 from quadtree_attention.nn import QuadtreeAttention
 from quadtree_attention.nn.value_pyramid import VisibleNorm
-from tests.conftest import ROOT
 
 pytest.importorskip("triton", reason="triton comes with the CUDA builds of torch for Linux")
 
@@ -35,15 +30,6 @@ LARGE_CASES = (
     (8, (14, 14), 320, 5, 2, "gelu"),
     (1, (25, 42), 256, 8, 2, "relu"),
 )
-INTERPRET = """
-from tests.ops import test_whole
-for case in test_whole.CASES:
-    test_whole.check(*case, "cpu")
-test_whole.check(*test_whole.CASES[1], "cpu", lepe=False)
-for check in test_whole.CHECKS:
-    check("cpu")
-print("all right")
-"""
 
 
 def module(channels, heads, levels, activation, device, **options):
@@ -91,6 +77,10 @@ def check(batch, grid, channels, heads, levels, activation, device, *, lepe=True
         assert taken.count == 1
         torch.testing.assert_close(got.double(), truth(built, x), rtol=1e-4, atol=1e-4)
     assert all(isinstance(plan, replay.Plan) for plan in replay._plans.values())
+
+
+def check_without_positions(device):
+    check(*CASES[1], device, lepe=False)
 
 
 def check_context(device):
@@ -387,15 +377,18 @@ CHECKS = (
 )
 
 
-def test_in_the_interpreter():
-    done = subprocess.run(
-        [sys.executable, "-c", INTERPRET],
-        cwd=ROOT,
-        env=os.environ | {"TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.stdout.strip() == "all right", done.stderr[-3000:]
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_in_the_interpreter(case, interpreter):
+    interpreter(check, *case, "cpu")
+
+
+def test_without_positions_in_the_interpreter(interpreter):
+    interpreter(check_without_positions, "cpu")
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_checks_in_the_interpreter(check, interpreter):
+    interpreter(check, "cpu")
 
 
 def test_somebody_who_watches_all_layers():
