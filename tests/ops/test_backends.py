@@ -14,7 +14,7 @@ from quadtree_attention import (
     use_backend,
 )
 from quadtree_attention.ops import backends
-from quadtree_attention.ops.backends import REFERENCE, choose_backend, explain_backends
+from quadtree_attention.ops.backends import REFERENCE, choose, explain_backends
 from quadtree_attention.ops.problem import make_problem
 
 PROBLEM = make_problem(*torch.randn(3, 1, 4, 6, 2, 8).unbind(), num_levels=2, topk=3)
@@ -30,13 +30,13 @@ def picky(monkeypatch):
 
 
 def test_auto_takes_the_first_without_reasons(picky):
-    assert choose_backend("auto", PROBLEM) is REFERENCE
+    assert choose("auto", PROBLEM) is REFERENCE
     assert explain_backends(PROBLEM) == {"picky": ["too early", "too small"], "reference": []}
 
 
 def test_named_backend_never_falls_back(picky):
     with pytest.raises(BackendUnsupportedError) as caught:
-        choose_backend("picky", PROBLEM)
+        choose("picky", PROBLEM)
     assert caught.value.reasons == ["picky: too early", "picky: too small"]
     assert str(caught.value) == (
         "backend 'picky' cannot run this problem (variant B, batch 1, query grid (4, 6), key grid "
@@ -50,32 +50,32 @@ def test_named_backend_never_falls_back(picky):
 def test_no_backend_at_all(picky, monkeypatch):
     monkeypatch.setattr(backends, "BACKENDS", (picky,))
     with pytest.raises(BackendUnsupportedError, match="no backend can run this problem"):
-        choose_backend("auto", PROBLEM)
+        choose("auto", PROBLEM)
 
 
 def test_environment_replaces_auto_only(picky, monkeypatch):
     monkeypatch.setenv("QUADTREE_BACKEND", "picky")
     with pytest.raises(BackendUnsupportedError):
-        choose_backend("auto", PROBLEM)
-    assert choose_backend("reference", PROBLEM) is REFERENCE
+        choose("auto", PROBLEM)
+    assert choose("reference", PROBLEM) is REFERENCE
     monkeypatch.setenv("QUADTREE_BACKEND", "")
-    assert choose_backend("auto", PROBLEM) is REFERENCE
+    assert choose("auto", PROBLEM) is REFERENCE
     monkeypatch.setenv("QUADTREE_BACKEND", "nonsense")
     with pytest.raises(OptionError, match="environment variable QUADTREE_BACKEND must be one of"):
-        choose_backend("auto", PROBLEM)
+        choose("auto", PROBLEM)
 
 
 def test_context_replaces_auto_and_wins_over_the_environment(picky, monkeypatch):
     monkeypatch.setenv("QUADTREE_BACKEND", "picky")
     with use_backend("reference"):
-        assert choose_backend("auto", PROBLEM) is REFERENCE
+        assert choose("auto", PROBLEM) is REFERENCE
         with pytest.raises(BackendUnsupportedError):
-            choose_backend("picky", PROBLEM)
+            choose("picky", PROBLEM)
         with use_backend("picky"), pytest.raises(BackendUnsupportedError):
-            choose_backend("auto", PROBLEM)
-        assert choose_backend("auto", PROBLEM) is REFERENCE
+            choose("auto", PROBLEM)
+        assert choose("auto", PROBLEM) is REFERENCE
     with pytest.raises(BackendUnsupportedError):
-        choose_backend("auto", PROBLEM)
+        choose("auto", PROBLEM)
 
 
 def test_unknown_names_list_the_known():

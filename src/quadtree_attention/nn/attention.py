@@ -19,6 +19,7 @@ from quadtree_attention.nn.value_pyramid import (
     visible_levels,
 )
 from quadtree_attention.ops.attend import attend
+from quadtree_attention.ops.backends import choose
 from quadtree_attention.ops.problem import (
     Problem,
     Variant,
@@ -163,13 +164,15 @@ class QuadtreeAttention(nn.Module):
             context = hide(context, context_mask)
         q, k = self._heads(self.q_proj(x)), self._heads(self.k_proj(context))
         v = self.v_proj(context)
-        problem = self._problem(x, context, q.dtype, with_grad=needs_grad(q))
+        problem = self._problem(x, context, q.dtype)
+        backend = choose(self.backend, problem)
         values = [v]
         shown: list[Tensor | None] = []
         if self.value_pyramid != "mean" or self.lepe:  # plain means are left to the backend
             shown = visible_levels(problem.key_tree, context_mask)
-            values = self._value_levels(v, problem.key_tree, shown)
+            values = self._value_levels(v, problem.key_tree, shown, backend.name)
         out, _ = attend(
+            backend,
             problem,
             [q],
             [k],
@@ -177,7 +180,6 @@ class QuadtreeAttention(nn.Module):
             query_mask=mask,
             key_mask=context_mask,
             level_weights=self.level_logits,
-            backend=self.backend,
             with_selection=False,
         )
         out = out.flatten(-2)
@@ -194,7 +196,7 @@ class QuadtreeAttention(nn.Module):
         activations: set[Any] = {branch.activation for branch in self.value_branches}
         if len(activations) > 1:
             return None
-        problem = self._problem(x, maps[-1], dtype_of_layers(x), with_grad=False)
+        problem = self._problem(x, maps[-1], dtype_of_layers(x))
         if not can_attend_whole(problem, self.backend, maps, parameters):
             return None
         activation = activations.pop() if activations else None
@@ -239,7 +241,9 @@ class QuadtreeAttention(nn.Module):
         """(..., C) -> (..., N, D)."""
         return x.unflatten(-1, (self.num_heads, self.dim // self.num_heads))
 
-    def _value_levels(self, v: Tensor, tree: Tree, shown: list[Tensor | None]) -> list[Tensor]:
+    def _value_levels(
+        self, v: Tensor, tree: Tree, shown: list[Tensor | None], backend: str
+    ) -> list[Tensor]:
         """Value maps (B, *grid_at(level), C), coarse -> fine."""
         levels = [v]
         for i in reversed(range(self.num_levels - 1)):
@@ -248,7 +252,7 @@ class QuadtreeAttention(nn.Module):
                 levels.append(mean_over_children(levels[-1], shown[i + 1], parents))
             else:
                 branch = self.value_branches[i]
-                levels.append(branch(levels[-1], parents, shown[i + 1], shown[i]))
+                levels.append(branch(levels[-1], parents, shown[i + 1], shown[i], backend))
         return list(reversed(levels))
 
     def _plus_position(
@@ -264,9 +268,7 @@ class QuadtreeAttention(nn.Module):
         assert total is not None
         return out + total
 
-    def _problem(
-        self, x: Tensor, context: Tensor, dtype: torch.dtype, *, with_grad: bool
-    ) -> Problem:
+    def _problem(self, x: Tensor, context: Tensor, dtype: torch.dtype) -> Problem:
         query_grid, key_grid = grid_of(x.shape[1:-1]), grid_of(context.shape[1:-1])
         check_depth(self.num_levels, query_grid, key_grid)
         key_tree = Tree(key_grid, self.num_levels)
@@ -283,7 +285,6 @@ class QuadtreeAttention(nn.Module):
             scale=self.scale,
             dtype=dtype,
             device=x.device,
-            needs_grad=with_grad,
         )
 
     def _check_inputs(

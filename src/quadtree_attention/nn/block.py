@@ -150,10 +150,15 @@ class Block(nn.Module):
         dtype: Any = None,
     ) -> None:
         super().__init__()
-        dd = {"device": device, "dtype": dtype}
-        self.norm1 = TokenNorm(dim, norm_eps, before_linear=True, **dd)
+        options = {
+            "before_linear": True,
+            "backend": getattr(attn, "backend", "auto"),
+            "device": device,
+            "dtype": dtype,
+        }
+        self.norm1 = TokenNorm(dim, norm_eps, **options)
         self.attn = attn
-        self.norm2 = TokenNorm(dim, norm_eps, before_linear=True, **dd)
+        self.norm2 = TokenNorm(dim, norm_eps, **options)
         self.mlp = mlp
         self.drop_path = DropPath(drop_path)
 

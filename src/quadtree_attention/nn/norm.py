@@ -19,6 +19,7 @@ class TokenNorm(nn.LayerNorm):
         dim: Channels.
         eps: Added to the variance.
         before_linear: Under autocast, give out its dtype at once: a linear layer would cast to it.
+        backend: "auto" or the name of a backend; only "triton" has a kernel.
     """
 
     def __init__(
@@ -27,15 +28,17 @@ class TokenNorm(nn.LayerNorm):
         eps: float = 1e-5,
         *,
         before_linear: bool = False,
+        backend: str = "auto",
         device: Any = None,
         dtype: Any = None,
     ) -> None:
         super().__init__(dim, eps=eps, device=device, dtype=dtype)
         self.before_linear = before_linear
+        self.backend = backend
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., C) -> (..., C)"""
-        if not can_fuse(x):
+        if not can_fuse(x, self.backend):
             return super().forward(x)
         dtype = autocast_dtype(x.device.type)
         if dtype is not None and not self.before_linear:

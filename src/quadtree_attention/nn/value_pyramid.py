@@ -146,10 +146,11 @@ class ValueBranch(nn.Module):
         parents: Sequence[int],
         visible: Tensor | None,
         visible_above: Tensor | None,
+        backend: str = "auto",
     ) -> Tensor:
         """(B, *grid, C) -> (B, *parents, C); the masks are those of x and of the result."""
         plain = self._are_norms_plain() and not is_everything_watched() and x.shape[-1] == self.dim
-        if plain and visible is None and len(parents) == 2 and can_fuse_map(x):
+        if plain and visible is None and len(parents) == 2 and can_fuse_map(x, backend):
             x = self.reduce(self._fused(self.norm1, x, by_parent=True))
             return self.mix(self._fused(self.norm2, x, by_parent=False))
         x = hide(self.act(self.norm1(x, visible)), visible)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where every call of the package ends: the choice of a backend, and its run."""
+"""Where every call of the package ends: the run of the backend that was chosen."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -7,12 +7,13 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
-from quadtree_attention.ops.backends import Kept, choose_backend
+from quadtree_attention.ops.backends import Backend, Kept
 from quadtree_attention.ops.dispatch import autocast_dtype
 from quadtree_attention.ops.problem import Problem
 
 
 def attend(
+    backend: Backend,
     problem: Problem,
     q: Sequence[Tensor],
     k: Sequence[Tensor],
@@ -21,13 +22,11 @@ def attend(
     query_mask: Tensor | None,
     key_mask: Tensor | None,
     level_weights: Tensor | None,
-    backend: str,
     with_selection: bool,
 ) -> tuple[Tensor, list[Kept]]:
-    """Runs `problem` with the backend named "auto" or otherwise; the rest is as in `Attend`."""
-    chosen = choose_backend(backend, problem)
+    """Runs `problem` with a backend, see `backends.choose`; the rest is as in `Attend`."""
     with _without_autocast(problem.device.type):
-        return chosen.attend(
+        return backend.attend(
             problem,
             q,
             k,

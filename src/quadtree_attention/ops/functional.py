@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from quadtree_attention.ops.attend import attend
-from quadtree_attention.ops.backends import Kept, explain_backends
+from quadtree_attention.ops.backends import Kept, choose, explain_backends
 from quadtree_attention.ops.dispatch import autocast_dtype
 from quadtree_attention.ops.problem import (
     Variant,
@@ -136,6 +136,7 @@ def quadtree_attention(
         scale=scale, query_mask=query_mask, key_mask=key_mask,
     )  # fmt: skip
     out, kept = attend(
+        choose(backend, problem),
         problem,
         [q],
         [k],
@@ -143,7 +144,6 @@ def quadtree_attention(
         query_mask=query_mask,
         key_mask=key_mask,
         level_weights=level_weights,
-        backend=backend,
         with_selection=return_selection,
     )
     return (out, _best_first(kept)) if return_selection else out
@@ -210,6 +210,7 @@ def quadtree_attention_pyramid(
         scale=scale, query_mask=None, key_mask=key_mask,
     )  # fmt: skip
     out, kept = attend(
+        choose(backend, problem),
         problem,
         qs,
         ks,
@@ -217,7 +218,6 @@ def quadtree_attention_pyramid(
         query_mask=None,
         key_mask=key_mask,
         level_weights=level_weights,
-        backend=backend,
         with_selection=return_selection,
     )
     return (out, _best_first(kept)) if return_selection else out

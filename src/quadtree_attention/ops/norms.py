@@ -10,22 +10,22 @@ import torch
 from torch import Tensor
 
 from quadtree_attention.ops.autograd import apply, backward_pass, operator
+from quadtree_attention.ops.backends import fuses
 from quadtree_attention.ops.backends.triton.limits import map_reasons, token_reasons
-from quadtree_attention.ops.fused import runs_kernels
 from quadtree_attention.ops.tree import rows_by_parent
 
 ACTIVATIONS = ("gelu", "relu")
 KERNEL_DTYPES = frozenset([torch.float32, torch.float16, torch.bfloat16])
 
 
-def can_fuse(x: Tensor) -> bool:
-    """Whether the fused layer norm takes these tokens (..., C)."""
-    return x.dtype in KERNEL_DTYPES and runs_kernels(x) and not token_reasons(x.shape)
+def can_fuse(x: Tensor, backend: str = "auto") -> bool:
+    """Whether the fused layer norm takes these tokens (..., C) in a call of this backend."""
+    return x.dtype in KERNEL_DTYPES and fuses(x, backend) and not token_reasons(x.shape)
 
 
-def can_fuse_map(x: Tensor) -> bool:
-    """Whether the fused norm of maps takes these maps (B, Y, X, C)."""
-    return x.dtype in KERNEL_DTYPES and runs_kernels(x) and not map_reasons(x.shape)
+def can_fuse_map(x: Tensor, backend: str = "auto") -> bool:
+    """Whether the fused norm of maps takes these maps (B, Y, X, C) in a call of this backend."""
+    return x.dtype in KERNEL_DTYPES and fuses(x, backend) and not map_reasons(x.shape)
 
 
 def activation_code(activation: str) -> int:

@@ -33,7 +33,6 @@ class Problem:
     scale: float
     dtype: torch.dtype
     device: torch.device
-    needs_grad: bool
 
     @property
     def num_levels(self) -> int:
@@ -87,7 +86,6 @@ def make_problem(
         scale=check_scale(scale, q.shape[-1]),
         dtype=q.dtype,
         device=q.device,
-        needs_grad=needs_grad(q, k, v, level_weights),
     )
 
 

@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 from quadtree_attention.ops.autograd import apply, backward_pass
-from quadtree_attention.ops.backends import default_backend
+from quadtree_attention.ops.backends import default_backend, fuses
 from quadtree_attention.ops.backends.triton.limits import transport_reasons
-from quadtree_attention.ops.fused import runs_kernels
 
 
-def sinkhorn(scores: Tensor, bin_score: Tensor, iterations: int) -> tuple[Tensor, Tensor, Tensor]:
+def sinkhorn(
+    scores: Tensor, bin_score: Tensor, iterations: int, *, backend: str = "auto"
+) -> tuple[Tensor, Tensor, Tensor]:
     """Potentials that make an assignment of scores, in the log domain.
 
     Every cell has the mass 1, the dustbin of a side that of all cells of the other side. The
@@ -29,20 +30,22 @@ def sinkhorn(scores: Tensor, bin_score: Tensor, iterations: int) -> tuple[Tensor
         scores: (R, S, T).
         bin_score: Score of having no partner, a scalar.
         iterations: How many.
+        backend: "auto" or the name of a backend; "reference" computes word by word.
 
     Returns:
         left (R, S), right (R, T) and right_bin (R, 1).
     """
-    if can_fuse(scores, iterations):
+    backend = default_backend() if backend == "auto" else backend
+    if can_fuse(scores, iterations, backend):
         return apply(WHAT, _Sinkhorn, scores.contiguous(), bin_score.to(scores), iterations)
-    if default_backend() == "reference" or not can_scale(scores, iterations):
+    if backend == "reference" or not can_scale(scores, iterations):
         return plain_sinkhorn(scores, bin_score, iterations)
     return scaled_sinkhorn(scores, bin_score, iterations)
 
 
-def can_fuse(scores: Tensor, iterations: int) -> bool:
-    """Whether the kernels take these scores."""
-    fits = scores.numel() > 0 and scores.dtype == torch.float32 and runs_kernels(scores)
+def can_fuse(scores: Tensor, iterations: int, backend: str = "auto") -> bool:
+    """Whether the kernels take these scores in a call of this backend."""
+    fits = scores.numel() > 0 and scores.dtype == torch.float32 and fuses(scores, backend)
     return fits and not transport_reasons(scores.shape, iterations)
 
 

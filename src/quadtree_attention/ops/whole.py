@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from quadtree_attention.ops.backends import choose_backend
+from quadtree_attention.ops.backends import choose
 from quadtree_attention.ops.backends.triton.limits import map_reasons
 from quadtree_attention.ops.dispatch import (
     are_plain_tensors,
@@ -73,7 +73,7 @@ def can_attend_whole(
         and problem.query_tree.ndim == 2
         and problem.batch > 0
         and not any(map_reasons(x.shape) for x in maps)
-        and choose_backend(backend, problem).name == "triton"
+        and choose(backend, problem).name == "triton"
     )
 
 

@@ -2,7 +2,8 @@
 """The table of backends and the choice among them.
 
 "auto" takes the first backend of the table that has no reason against a problem. A backend asked
-for by name never falls back to another one: it raises with its reasons.
+for by name never falls back to another one: it raises with its reasons. A call asks once, and all
+that belongs to it (norms, value pyramids) runs accordingly, see `fuses`.
 """
 
 import os
@@ -10,12 +11,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
+import torch
+from torch import Tensor
+
 from quadtree_attention.errors import BackendUnsupportedError, OptionError
 from quadtree_attention.ops.backends.base import Backend, Kept
 from quadtree_attention.ops.backends.cpu import CPU
 from quadtree_attention.ops.backends.reference import REFERENCE
 from quadtree_attention.ops.backends.triton import TRITON
+from quadtree_attention.ops.backends.triton.backend import TRITON_INSTALLED
 from quadtree_attention.ops.problem import Problem
+from quadtree_attention.ops.tree import is_exporting
 
 __all__ = [
     "BACKENDS",
@@ -24,9 +30,10 @@ __all__ = [
     "TRITON",
     "Backend",
     "Kept",
-    "choose_backend",
+    "choose",
     "default_backend",
     "explain_backends",
+    "fuses",
     "use_backend",
 ]
 
@@ -55,7 +62,7 @@ def use_backend(name: str) -> Iterator[None]:
         _scoped.reset(token)
 
 
-def choose_backend(name: str, problem: Problem) -> Backend:
+def choose(name: str, problem: Problem) -> Backend:
     """The backend that runs `problem`.
 
     Raises:
@@ -74,6 +81,26 @@ def choose_backend(name: str, problem: Problem) -> Backend:
         f"{backend.name}: {reason}" for backend in candidates for reason in backend.reasons(problem)
     ]
     raise BackendUnsupportedError(_unsupported(name, problem, reasons), reasons)
+
+
+def fuses(x: Tensor, name: str) -> bool:
+    """Whether norms and other pieces beside the attention run by Triton's kernels.
+
+    A compiled model does without: the compiler knows what comes before and after.
+
+    Args:
+        x: A tensor they run on.
+        name: The backend of the call, or "auto" where nothing was chosen yet.
+    """
+    if name == "auto":
+        name = default_backend()
+    return (
+        name in ("auto", TRITON.name)
+        and TRITON_INSTALLED
+        and (x.is_cuda or os.environ.get("TRITON_INTERPRET", "0") == "1")
+        and not torch.compiler.is_compiling()
+        and not is_exporting()
+    )
 
 
 def default_backend() -> str:
