@@ -173,7 +173,7 @@ def score(
         DataError: There are no results of these samples, or one is damaged.
     """
     metric = task.load("metric")(source, classes=store.classes, **(thresholds or {}))
-    skipped, missing = list(skipped), []
+    skipped, missing, no_truth = list(skipped), list[str](), list[str]()
     for index in _progress(range(len(source)), len(source), task.item):
         name = source.name(index)
         found = store.get(name)
@@ -182,7 +182,7 @@ def score(
         try:
             truth = source.truth(index)
         except DataError as error:
-            skipped.append(refuse_if(strict, error))
+            no_truth.append(refuse_if(strict, error))
             continue
         metric.update(name, truth, found)
     if len(missing) == len(source):
@@ -196,8 +196,12 @@ def score(
             f"{store.path} lacks {len(missing)} of {len(source)} {task.item}s: {summary(missing)}; "
             "predict them, or leave out --strict"
         )
+    if len(no_truth) == len(source):
+        raise DataError(
+            f"none of {len(source)} {task.item}s can be scored, the first because: {no_truth[0]}"
+        )
     scores: Scores = metric.compute()
-    skipped += scores.skipped
+    skipped += [*no_truth, *scores.skipped]
     return scores.with_context(skipped=skipped, missing=missing, settings=store.settings)
 
 

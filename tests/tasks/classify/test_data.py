@@ -12,7 +12,7 @@ from PIL import Image  # noqa: E402
 
 from quadtree_attention.errors import DataError, OptionError  # noqa: E402
 from quadtree_attention.tasks.classify.data import MEAN, STD, ClassifyData  # noqa: E402
-from tests.tasks.classify.test_sources import (  # noqa: E402
+from tests.tasks.classify.test_readers import (  # noqa: E402
     encoded,
     make_folder,
     make_npz,
@@ -136,7 +136,7 @@ def test_images_in_memory_are_normalised_like_those_of_timm(tmp_path):
     by_timm = fit(tmp_path, generated(augment="none", **same_size))["val"][0]
     in_memory = fit(tmp_path, generated(augment="batch", **same_size))["val"][0]
     torch.testing.assert_close(in_memory["images"], by_timm["images"], rtol=0, atol=1e-5)
-    pixels = generated()._source("val").read(0)
+    (pixels,) = generated().source("val").images(0)
     expected = (np.asarray(pixels) / 255 - np.array(MEAN)) / np.array(STD)
     got = by_timm["images"][0].permute(1, 2, 0).double()
     torch.testing.assert_close(got, torch.from_numpy(expected), rtol=0, atol=1e-5)
@@ -147,7 +147,7 @@ def test_images_in_memory_are_the_middle_of_wide_ones(tmp_path):
     data.setup("fit")
     stored = data._stored["train"].images
     assert (stored.shape, stored.dtype) == ((6, 3, 12, 12), torch.uint8)
-    middle = np.asarray(data._source("train").read(0))[:, 4:16]  # of 20 x 12
+    middle = np.asarray(data.source("train").images(0)[0])[:, 4:16]  # of 20 x 12
     assert np.array_equal(stored[0].permute(1, 2, 0), middle)
 
 
@@ -179,7 +179,7 @@ def test_strict_fails_at_a_bad_file_and_names_it(tmp_path, augment):
     with pytest.raises(DataError) as caught:
         read_everything(data)
     assert f"cannot decode {bad}: " in str(caught.value)
-    assert str(caught.value).endswith("; remove it, or leave out --data.strict")
+    assert str(caught.value).endswith("; mend it, or leave out --data.strict")
 
 
 def test_files_that_are_no_images_are_reported(tmp_path, capfd):
@@ -197,7 +197,9 @@ def test_files_that_are_no_images_are_reported(tmp_path, capfd):
 def test_no_readable_image_at_all(tmp_path):
     for path in make_folder(tmp_path).rglob("*.jpg"):
         path.write_bytes(b"no image")
-    with pytest.raises(DataError, match=r"no image can be read: cannot decode .*, and 1 more"):
+    with pytest.raises(
+        DataError, match=r"6 images in a row cannot be read: cannot decode .*, and 1 more"
+    ):
         from_folder(tmp_path, augment="batch").setup("fit")
 
 
@@ -236,6 +238,11 @@ def test_evaluation_needs_no_training_images(tmp_path):
     assert sum(len(batch["labels"]) for batch in data.val_dataloader()) == 4
 
 
+def test_options_without_effect(tmp_path):
+    with pytest.raises(OptionError, match=r"--data\.root has no effect with .*generated"):
+        generated(root=str(tmp_path))
+
+
 def test_limit_images():
     data = generated(limit_images=8, augment="none")
     seen = torch.cat([batch["indices"] for batch in data.train_dataloader()])
@@ -254,7 +261,7 @@ def test_too_few_images_for_a_batch():
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ({"augment": "all"}, "augment must be timm, batch or none, got 'all'"),
+        ({"augment": "all"}, "augment must be one of timm, batch, none, got 'all'"),
         ({"image_size": 0}, "image_size must be at least 1, got 0"),
         ({"batch_size": -2}, "batch_size must be at least 1, got -2"),
         ({"workers": -1}, "workers must be at least 0, got -1"),

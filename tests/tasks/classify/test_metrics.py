@@ -2,11 +2,16 @@
 """Accuracies against numbers worked out by hand, ties and NaN among them."""
 
 import math
+import pickle
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
-from quadtree_attention.tasks.classify.metrics import per_class_accuracy, ranks, topk_accuracy
+from quadtree_attention.errors import CheckpointError
+from quadtree_attention.tasks.classify.metrics import ClassifyMetric, per_class, percent, ranks
+from quadtree_attention.tasks.classify.result import Classification
 
 NAN = float("nan")
 
@@ -32,25 +37,52 @@ def test_place_of_the_true_class(scores, label, place):
 @pytest.mark.parametrize("k", [1, 5, 1000])
 def test_nan_is_never_right(k):
     logits = torch.full((2, 3), NAN)
-    assert topk_accuracy(logits, torch.tensor([0, 2]), k) == 0.0
+    assert percent(ranks(logits, torch.tensor([0, 2])) < k) == 0.0
 
 
 def test_topk():
     logits = torch.tensor([[3.0, 2, 1, 0], [0, 1, 2, 3], [1, 1, 0, 0], [0, 5, 4, 3]])
-    labels = torch.tensor([0, 2, 1, 3])  # places 0, 1, 1 (tie), 2
-    assert [topk_accuracy(logits, labels, k) for k in (1, 2, 3, 4)] == [25.0, 75.0, 100.0, 100.0]
-    assert topk_accuracy(logits, labels) == 25.0
+    places = ranks(logits, torch.tensor([0, 2, 1, 3]))  # 0, 1, 1 (tie), 2
+    assert [percent(places < k) for k in (1, 2, 3, 4)] == [25.0, 75.0, 100.0, 100.0]
 
 
 def test_of_nothing_is_nan():
-    assert math.isnan(topk_accuracy(torch.zeros(0, 3), torch.zeros(0, dtype=torch.long)))
+    assert math.isnan(percent(torch.zeros(0, dtype=torch.bool)))
 
 
 def test_per_class():
     logits = torch.tensor([[2.0, 1, 0, 0], [2, 1, 0, 0], [0, 1, 0, 0], [1, 1, 0, 0], [0, 0, 0, 7]])
     labels = torch.tensor([0, 1, 1, 1, 3])  # class 1: wrong, right, a tie
-    counts, accuracies = zip(*per_class_accuracy(logits, labels), strict=True)
+    counts, accuracies = zip(*per_class(labels, ranks(logits, labels) < 1, 4), strict=True)
     assert counts == (1, 3, 0, 1)
     assert accuracies[0] == accuracies[3] == 100.0
     assert accuracies[1] == pytest.approx(100 / 3)
     assert math.isnan(accuracies[2])
+
+
+def result(logits, classes):
+    return Classification(logits=np.array(logits, np.float32), classes=classes)
+
+
+def test_labels_stand_for_the_classes_of_the_data():
+    """Whatever the order of those of the network; samples without a prediction do not count."""
+    source = SimpleNamespace(classes=["cat", "ant"])
+    metric = ClassifyMetric(source)
+    ours = ["ant", "bee", "cat"]
+    metric.update("a", 0, result([0, 1, 9], ours))
+    metric.update("b", 1, result([1, 2, 0], ours))
+    metric.update("c", 1, None)
+    scores = metric.compute()
+    assert scores.mean == {"top1": 50.0, "top5": 100.0} and scores.facts == {"images": 2}
+    assert scores.rows[:2] == [  # worst first
+        {"label": 0, "name": "ant", "images": 1, "accuracy": 0.0},
+        {"label": 2, "name": "cat", "images": 1, "accuracy": 100.0},
+    ]
+    assert scores.rows[2]["images"] == 0 and scores.to_dict()["rows"][2]["accuracy"] is None
+    other = ClassifyMetric(source)
+    other.update("d", 1, result([5, 0, 0], ours))
+    together = ClassifyMetric(source)
+    together.merge(pickle.loads(pickle.dumps([metric.state(), other.state()])))
+    assert together.compute().mean["top1"] == pytest.approx(200 / 3)
+    with pytest.raises(CheckpointError, match="does not know ant"):
+        metric.update("e", 0, result([0, 1], ["bee", "cat"]))

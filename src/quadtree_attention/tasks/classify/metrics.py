@@ -1,35 +1,90 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How good predictions are; pure functions."""
+"""Accuracy of classifications."""
+
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from quadtree_attention.tasks.classify.result import Classification
+from quadtree_attention.tasks.contract import Column, Scores, Source
+from quadtree_attention.tasks.readers import match_classes
+
+COLUMNS = (
+    Column("name", "class", None),
+    Column("images", "images", None),
+    Column("accuracy", "top-1 %"),
+)
+LISTED = 10  # classes in the table, those of the lowest accuracy
+State = tuple[Sequence[str], list[tuple[int, int]]]
+
+
+class ClassifyMetric:
+    """Top-1 and top-5 accuracy in percent, and the former by class; without images that have no
+    prediction.
+
+    Args:
+        source: Has the classes that true labels stand for.
+        classes: Classes of the predictions; each of them has its own, too.
+    """
+
+    def __init__(self, source: Source[int], classes: Sequence[str] | None = None) -> None:
+        self.theirs = list(source.classes or ())
+        self.classes: Sequence[str] = self.theirs if classes is None else classes
+        self.places = match_classes(self.theirs, self.classes)
+        self.found: list[tuple[int, int]] = []  # true label and its rank
+
+    def update(self, name: str, truth: int, found: Classification | None) -> None:
+        if found is None:
+            return
+        if found.classes is not self.classes:
+            self.classes = found.classes
+            self.places = match_classes(self.theirs, self.classes)
+        label = self.places[truth]
+        rank = ranks(torch.from_numpy(found.logits)[None], torch.tensor([label]))
+        self.found.append((label, int(rank)))
+
+    def state(self) -> State:
+        return self.classes, self.found
+
+    def merge(self, states: Sequence[State]) -> None:
+        self.classes = states[0][0]
+        self.found = [one for _, found in states for one in found]
+
+    def compute(self) -> Scores:
+        labels, places = torch.tensor(self.found, dtype=torch.int64).view(-1, 2).unbind(1)
+        mean = {"top1": percent(places < 1), "top5": percent(places < 5)}
+        by_class = per_class(labels, places < 1, len(self.classes))
+        rows: list[dict[str, Any]] = [
+            {"label": label, "name": name, "images": images, "accuracy": accuracy}
+            for label, (name, (images, accuracy)) in enumerate(
+                zip(self.classes, by_class, strict=True)
+            )
+        ]
+        rows.sort(key=lambda row: (row["images"] == 0, row["accuracy"]))
+        facts = {"images": len(labels)}
+        return Scores("classify", mean, rows, COLUMNS, facts, listed=LISTED)
 
 
 def ranks(logits: Tensor, labels: Tensor) -> Tensor:
     """Place of the true class, 0 for the best: (N, classes), (N,) -> (N,).
 
-    Equal scores count against the prediction: a model that answers nothing gets nothing. So do
-    scores that are no numbers; where the true class has one, no place is good enough.
+    Equal scores count against the prediction, so that constant scores are wrong. So do scores that
+    are NaN; where the score of the true class is NaN, the place is the last.
     """
     true = logits.gather(1, labels[:, None])  # (N, 1)
     ahead = (~(logits < true)).sum(dim=1) - 1
     return torch.where(true[:, 0].isnan(), torch.iinfo(ahead.dtype).max, ahead)
 
 
-def topk_accuracy(logits: Tensor, labels: Tensor, k: int = 1) -> float:
-    """Share of samples whose true class is among the `k` best, in percent."""
-    return _percent(ranks(logits, labels) < k)
-
-
-def per_class_accuracy(logits: Tensor, labels: Tensor) -> list[tuple[int, float]]:
-    """For every class how many samples it has, and their top-1 accuracy in percent, NaN for 0."""
-    right = ranks(logits, labels) < 1
-    count = logits.shape[1]
-    samples = labels.bincount(minlength=count)
-    hits = labels[right].bincount(minlength=count)
+def per_class(labels: Tensor, right: Tensor, count: int) -> list[tuple[int, float]]:
+    """For every class the number of its samples and their accuracy in percent, NaN for 0."""
+    samples, hits = (x.bincount(minlength=count) for x in (labels, labels[right]))
     accuracies = hits.double() / samples * 100
     return list(zip(samples.tolist(), accuracies.tolist(), strict=True))
 
 
-def _percent(right: Tensor) -> float:
+def percent(right: Tensor) -> float:
+    """Share of True, in percent; NaN of nothing."""
     return right.double().mean().item() * 100 if len(right) else float("nan")

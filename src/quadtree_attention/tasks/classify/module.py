@@ -7,13 +7,12 @@ import torch
 import torch.nn.functional as F
 from timm.data import Mixup
 from timm.loss import SoftTargetCrossEntropy
-from torch import Tensor, nn
+from torch import Tensor
 
 from quadtree_attention.errors import OptionError
-from quadtree_attention.models.registry import create
+from quadtree_attention.tasks.classify import TASK
 from quadtree_attention.tasks.classify.metrics import ranks
-from quadtree_attention.tasks.training.loader import seed_from, set_seed
-from quadtree_attention.tasks.training.module import TaskModule, check_options
+from quadtree_attention.tasks.training.module import Batch, TaskModule, check_options
 
 
 class ClassifyModule(TaskModule):
@@ -38,6 +37,7 @@ class ClassifyModule(TaskModule):
         seed: Decides weights, dropout and mixing.
     """
 
+    task = TASK
     monitor = "val/top1"
     batch_of_lr = 1024
     links: ClassVar = {"data.classes": ("model.num_classes", len)}
@@ -63,13 +63,7 @@ class ClassifyModule(TaskModule):
         super().__init__()
         check_options(options, drop_path_rate="--model.drop_path", num_classes="the data")
         self.save_hyperparameters()
-        set_seed(seed_from(seed))  # the same first weights on every process
-        self.kwargs = {"num_classes": num_classes, **(options or {})}
-        self.model: nn.Module = create(model, drop_path_rate=drop_path, **self.kwargs)
-        if grad_checkpointing:
-            cast(Any, self.model).set_grad_checkpointing(True)
-        if compile:
-            self.model.compile()  # in place: the names of the weights stay
+        self.build(model, options, num_classes=num_classes, drop_path_rate=drop_path)
         self.is_recorded = False
         self.mix = None
         if mixup > 0 or cutmix > 0:
@@ -81,27 +75,19 @@ class ClassifyModule(TaskModule):
             )
         self.soft_loss = SoftTargetCrossEntropy()
 
-    def forward(self, images: Tensor) -> Tensor:
-        """(B, 3, H, W) -> (B, num_classes)"""
-        return self.model(images)
-
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if self.hparams["cuda_graph"] and not self.is_recorded and batch["images"].is_cuda:
             self._record(batch["images"])
         super().on_train_batch_start(batch, batch_idx)
 
-    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
+    def losses(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         images, labels = batch["images"], batch["labels"]
         if self.mix is not None and len(labels) % 2 == 0:
             images, targets = self.mix(images, labels)
-            loss: Tensor = self.soft_loss(self(images).float(), targets)
-        else:
-            smoothing = self.hparams["label_smoothing"]
-            loss = F.cross_entropy(self(images).float(), labels, label_smoothing=smoothing)
-        self.check_loss(loss, batch_idx)
-        self.log_mean("train/loss", loss.detach(), len(labels), prog_bar=True)
-        self.note_skipped(batch)
-        return loss
+            return self.soft_loss(self.model(images).float(), targets), {}
+        smoothing = self.hparams["label_smoothing"]
+        logits = self.model(images).float()
+        return F.cross_entropy(logits, labels, label_smoothing=smoothing), {}
 
     def _record(self, images: Tensor) -> None:
         """Makes the model replay a CUDA graph in training; evaluation runs as before."""
@@ -119,24 +105,15 @@ class ClassifyModule(TaskModule):
                 torch.cuda.make_graphed_callables(self.model, (torch.zeros_like(images),))
         self.is_recorded = True
 
-    def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
+    def validate(self, batch: Batch) -> None:
         labels = batch["labels"]
-        logits = self(batch["images"]).float()
+        logits = self.model(batch["images"]).float()
         place = ranks(logits, labels)
         count = len(labels)
         self.log_mean("val/loss", F.cross_entropy(logits, labels), count)
         self.log_mean("val/top1", (place < 1).float().mean() * 100, count, prog_bar=True)
         self.log_mean("val/top5", (place < 5).float().mean() * 100, count)
-        self.note_skipped(batch)
 
     def card(self) -> dict[str, Any]:
-        """What the weights need beside them to be used."""
         data = cast(Any, self.trainer).datamodule
-        return {
-            "model": self.hparams["model"],
-            "kwargs": self.kwargs,
-            "task": "classify",
-            "classes": data.classes,
-            "image_size": data.image_size,
-            "eval_crop": data.eval_crop,
-        }
+        return super().card() | {"image_size": data.image_size, "eval_crop": data.eval_crop}

@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pictures of classifications: the image, and beside it its best classes as bars."""
+
+from PIL import Image, ImageDraw, ImageFont
+
+from quadtree_attention.errors import OptionError
+from quadtree_attention.tasks.classify.result import Classification
+from quadtree_attention.viz.canvas import (
+    HEADER,
+    LEGEND,
+    MARGIN,
+    Canvas,
+    cut,
+    lay_out,
+    percent,
+    resized,
+)
+from quadtree_attention.viz.palette import FAINT, TEXT, vivid
+
+ROW, BAR = 40, 10  # pixels of an answer, and of its bar
+TRACK = (52, 55, 62)  # of the rest of a bar
+
+
+def draw(found: Classification, *, title: str | None = None) -> Image.Image:
+    """The image, small ones enlarged, and to the right its best classes with their probabilities.
+
+    Args:
+        found: What to draw.
+        title: Heading; None: the best class.
+
+    Raises:
+        OptionError: There is no image to draw.
+    """
+    if not found.images:
+        raise OptionError(
+            "classifications of a file have no image; draw those that a classifier returns"
+        )
+    (image,) = found.images
+    panels = lay_out([image.size], legend=True)
+    canvas = Canvas(panels, legend=True)
+    canvas.paste(0, resized(image, panels[0].size))
+    facts = [f"{len(found.classes)} classes", f"{found.seconds:.2f} s"]
+    canvas.header(found.names[0] if title is None else title, facts)
+    pen, font = ImageDraw.Draw(canvas.picture), ImageFont.load_default(15)
+    left, right = canvas.picture.width - LEGEND + MARGIN, canvas.picture.width - MARGIN
+    rows = (canvas.picture.height - HEADER) // ROW
+    answers = list(zip(found.labels.tolist(), found.names, found.scores.tolist(), strict=True))
+    for i, (label, name, score) in enumerate(answers[:rows]):
+        top = HEADER + i * ROW
+        share = percent(score)
+        pen.text((right, top + 12), share, fill=FAINT, font=font, anchor="rm")
+        room = right - left - 8 - pen.textlength(share, font=font)
+        pen.text((left, top + 12), cut(name, room, font), fill=TEXT, font=font, anchor="lm")
+        pen.rectangle([left, top + 24, right, top + 24 + BAR], fill=TRACK)
+        end = left + round(score * (right - left))
+        pen.rectangle([left, top + 24, end, top + 24 + BAR], fill=vivid(label))
+    return canvas.picture

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The classes of an image, and the npz files that hold them."""
+
+import io
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+
+from quadtree_attention.errors import DataError
+from quadtree_attention.images import Array
+from quadtree_attention.tasks.classify.readers import read_predictions
+from quadtree_attention.tasks.contract import Result, Source, share_lines
+from quadtree_attention.tasks.readers import match_classes
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Classification(Result):
+    """The most probable classes of an image, best first; of equal ones the lower label.
+
+    Attributes:
+        logits: (classes,) of all classes, float32.
+        classes: Names of all classes.
+        top: Number of classes in `labels`, `names` and `scores`.
+    """
+
+    task: ClassVar[str] = "classify"
+
+    logits: Array
+    classes: Sequence[str] = field(repr=False)
+    top: int = 5
+
+    @cached_property
+    def _ordered(self) -> Any:
+        # Stable, so that the order of equal scores is the same on every machine
+        scores = torch.from_numpy(self.logits)[None].softmax(dim=1)
+        return scores.sort(dim=1, descending=True, stable=True)
+
+    @property
+    def labels(self) -> Array:
+        """(top,) class numbers, int64."""
+        found: Array = self._ordered.indices[0, : self.top].numpy()
+        return found
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of these classes."""
+        return tuple(self.classes[label] for label in self.labels)
+
+    @property
+    def scores(self) -> Array:
+        """(top,) probabilities, float32."""
+        found: Array = self._ordered.values[0, : self.top].numpy()
+        return found
+
+    def to_dict(self) -> dict[str, Any]:
+        answers = zip(self.labels.tolist(), self.names, self.scores.tolist(), strict=True)
+        keys = ("label", "name", "probability")
+        return {"predictions": [dict(zip(keys, answer, strict=True)) for answer in answers]}
+
+    def to_text(self) -> str:
+        lines = (share_lines({n: s}) for n, s in zip(self.names, self.scores, strict=True))
+        return "\n".join(line for found in lines for line in found)
+
+
+class ClassificationCodec:
+    """One npz file for all images: `logits`, true `labels` (-1 if unknown), `names` and `info`.
+
+    `info` is JSON with the names of the classes. The true labels are in it so that a file can be
+    scored without the data.
+    """
+
+    suffixes: tuple[str, ...] = (".npz",)
+    together = True
+
+    def __init__(
+        self, source: Source[int] | None = None, classes: Sequence[str] | None = None
+    ) -> None:
+        self.source = source
+
+    def encode(self, found: Mapping[str, Classification], suffix: str) -> bytes:
+        first = next(iter(found.values()))
+        arrays: dict[str, Any] = {
+            "logits": np.stack([result.logits for result in found.values()]),
+            "labels": np.array(self._labels(list(found), first.classes), dtype=np.int64),
+            "names": np.array(list(found)),
+            "info": np.array(json.dumps({"classes": list(first.classes), "top": first.top})),
+        }
+        content = io.BytesIO()
+        np.savez(content, **arrays)
+        return content.getvalue()
+
+    def decode(self, path: Path) -> dict[str, Classification]:
+        read = read_predictions(path)
+        return {
+            name: Classification(logits=logits, classes=read.classes, top=read.top)
+            for name, logits in zip(read.names, read.logits, strict=True)
+        }
+
+    @cached_property
+    def _index(self) -> dict[str, int]:
+        source = self.source
+        return {} if source is None else {source.name(i): i for i in range(len(source))}
+
+    def _labels(self, names: Sequence[str], classes: Sequence[str]) -> list[int]:
+        """True labels among the classes of the network."""
+        source = self.source
+        if source is None or source.classes is None:
+            return [-1] * len(names)
+        places, labels = match_classes(source.classes, classes), []
+        for name in names:
+            try:
+                labels.append(places[source.truth(self._index[name])])
+            except DataError:
+                labels.append(-1)
+        return labels

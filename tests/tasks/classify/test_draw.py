@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pictures: the image, and the best classes as bars."""
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from quadtree_attention.errors import OptionError
+from quadtree_attention.tasks.classify.draw import draw
+from quadtree_attention.tasks.classify.result import Classification
+from quadtree_attention.viz.canvas import HEADER, LEGEND, MARGIN
+from quadtree_attention.viz.palette import vivid
+
+
+def found(*probabilities, size=(200, 120)):
+    logits = np.log(np.array(probabilities, np.float32))
+    names = [f"class {i}" for i in range(len(logits))]
+    image = Image.new("RGB", size, "grey")
+    return Classification(logits=logits, classes=names, top=3, images=(image,))
+
+
+def test_bars_are_as_long_as_their_probability():
+    picture = np.array(draw(found(0.25, 0.5, 0.2, 0.05)))
+    assert (picture[HEADER : HEADER + 360, :600] == 128).all()  # the image, three times as large
+    beside = picture[HEADER:, 600:]
+    widths = {}
+    for label in range(4):
+        bar = (beside == vivid(label)).all(-1)
+        widths[label] = bar.sum(1).max()
+    room = LEGEND - 2 * MARGIN
+    assert [widths[i] / room for i in (1, 0, 2)] == pytest.approx([0.5, 0.25, 0.2], abs=0.02)
+    assert widths[3] == 0  # not among the best three
+    first = [np.argmax((beside == vivid(label)).all(-1).any(1)) for label in (1, 0, 2)]
+    assert first == sorted(first)  # best above
+
+
+def test_files_and_results_without_image(tmp_path):
+    result = found(0.9, 0.1)
+    assert result.draw(tmp_path / "a.png", title="cat.jpg").size == (600 + LEGEND, HEADER + 360)
+    result.save(tmp_path / "a.npz")
+    with pytest.raises(OptionError, match="classifications of a file have no image"):
+        Classification.load(tmp_path / "a.npz").draw()
+    small = np.array(found(0.5, 0.3, 0.2, size=(9, 9)).draw())
+    assert len(small) >= HEADER + 3 * 40  # room for all answers

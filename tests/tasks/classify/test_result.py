@@ -1,0 +1,235 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files of predictions: what is written, what they score without the data, what is refused."""
+
+import io
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("timm", reason="models need timm")
+
+from PIL import Image
+
+from quadtree_attention.errors import CheckpointError, DataError, OptionError
+from quadtree_attention.files import file_sha256
+from quadtree_attention.tasks import Classification, Classifier, evaluate
+from tests.conftest import ROOT
+from tests.tasks.classify.test_predictor import CLASSES, jpeg, pixels, random_model, write_weights
+from tests.tasks.classify.test_readers import make_npz
+
+pytestmark = pytest.mark.usefixtures("only_reference")
+
+TINY = ROOT.parent / "shared" / "data" / "tiny_imagenet_20"
+
+
+def write_images(root: Path, per_class: int = 3, classes: list[str] = CLASSES) -> Path:
+    """A split of PNG files, `root/val/<class>/<i>.png`."""
+    for label, name in enumerate(classes):
+        (root / "val" / name).mkdir(parents=True)
+        for i in range(per_class):
+            image = Image.fromarray(pixels(50 + label, 40 + i, seed=label * 100 + i))
+            image.save(root / "val" / name / f"{i}.png")
+    return root
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory) -> Path:
+    return write_weights(tmp_path_factory.mktemp("weights") / "best.safetensors")
+
+
+@pytest.fixture
+def images(tmp_path) -> Path:
+    return write_images(tmp_path / "pets")
+
+
+def run(weights: Path, root: Path, out: Path, **options: object):
+    return evaluate("classify", weights, data=root, save=out, device="cpu", **options)
+
+
+def read(path: Path) -> dict[str, np.ndarray]:
+    with np.load(path) as arrays:
+        return dict(arrays)
+
+
+def alone(path: Path):
+    """Scores of a file without the data."""
+    return evaluate("classify", data=path, predictions=path)
+
+
+# ---- the file
+
+
+def test_what_is_written(tmp_path, weights, images):
+    out = tmp_path / "out.npz"
+    scores = run(weights, images, out, batch=5)
+    found = read(out)
+    assert found["logits"].dtype == np.float32 and found["logits"].shape == (12, 4)
+    assert found["labels"].tolist() == [0] * 3 + [1] * 3 + [2] * 3 + [3] * 3
+    assert found["names"].tolist()[:4] == ["ant/0.png", "ant/1.png", "ant/2.png", "bee/0.png"]
+    assert json.loads(str(found["info"])) == {"classes": CLASSES, "top": 5}
+    classifier = Classifier.from_pretrained(weights, device="cpu")
+    for logits, name in zip(found["logits"], found["names"], strict=True):
+        direct = classifier(images / "val" / str(name)).logits
+        np.testing.assert_allclose(logits, direct, rtol=0, atol=1e-5)
+    assert scores.settings["weights_sha256"] == file_sha256(weights)
+    assert scores.settings["model"] == "test_quadtree"
+    assert alone(out).to_dict() == scores.to_dict()
+
+
+def test_unreadable_images_do_not_count(tmp_path, weights, images):
+    bad = images / "val" / "bee" / "1.png"
+    bad.write_bytes(jpeg()[:600])
+    scores = run(weights, images, tmp_path / "out.npz", batch=5)
+    assert len(scores.skipped) == 1 and str(bad) in scores.skipped[0]
+    assert "bee/1.png" not in read(tmp_path / "out.npz")["names"]
+    by_name = {row["name"]: row["images"] for row in scores.rows}
+    assert scores.facts["images"] == 11 and by_name["bee"] == 2
+
+
+def test_labels_are_those_of_the_network(tmp_path, weights):
+    root = write_images(tmp_path / "some", classes=["dog", "bee"])  # folders are sorted: bee, dog
+    scores = run(weights, root, tmp_path / "out.npz")
+    assert read(tmp_path / "out.npz")["labels"].tolist() == [1] * 3 + [3] * 3
+    assert alone(tmp_path / "out.npz").mean == scores.mean
+    Path(tmp_path / "out.settings.json").unlink()  # the file has the classes, too
+    again = evaluate("classify", data=root, predictions=tmp_path / "out.npz")
+    assert again.mean == scores.mean and again.settings is None
+    other = write_images(tmp_path / "cars", classes=["bus", "van"])
+    with pytest.raises(CheckpointError, match="it does not know bus, van"):
+        run(weights, other, tmp_path / "cars.npz")
+
+
+def test_images_of_npz_files(tmp_path, weights):
+    files = [io.BytesIO() for _ in range(6)]
+    for i, file in enumerate(files):
+        Image.fromarray(pixels(40, 50, seed=i)).save(file, "JPEG")
+    data = [file.getvalue() for file in files]
+    arrays = {
+        "data": np.frombuffer(b"".join(data), np.uint8),
+        "offsets": np.cumsum([0, *map(len, data)]),
+        "labels": np.array([0, 1, 2, 0, -1, 2]),  # one without a label
+        "names": None,
+    }
+    scores = run(weights, make_npz(tmp_path, "val", **arrays), tmp_path / "out.npz")
+    assert read(tmp_path / "out.npz")["labels"].tolist() == [0, 1, 2, 0, -1, 2]
+    assert scores.facts["images"] == 5 and "has no label" in scores.skipped[0]
+    assert alone(tmp_path / "out.npz").mean == scores.mean
+    with pytest.raises(OptionError, match=r"exists, and no val\.settings\.json beside it"):
+        run(weights, tmp_path, tmp_path / "val.npz", force=True)  # the data themselves
+
+
+def test_a_single_result(tmp_path, weights):
+    found = Classifier.from_pretrained(weights, device="cpu", top=2)(pixels())
+    found.save(tmp_path / "a.npz")
+    loaded = Classification.load(tmp_path / "a.npz")
+    assert loaded.logits.tobytes() == found.logits.tobytes()
+    assert (loaded.names, loaded.labels.tolist()) == (found.names, found.labels.tolist())
+    with pytest.raises(DataError, match=r"none of 1 images can be scored.* has no true label of a"):
+        alone(tmp_path / "a.npz")
+
+
+# ---- scores of a file
+
+
+def write_predictions(path: Path, **changes: object) -> Path:
+    """Six answers among three classes, two of them wrong and one a tie; as earlier versions did."""
+    info = {"model": "test_quadtree", "classes": ["x", "y", "z"], "skipped": 2, "crop": 0.9}
+    arrays = {
+        "logits": np.array(
+            [[3, 2, 1], [3, 2, 1], [0, 5, 1], [1, 1, 0], [0, 9, 1], [4, 5, 6]], np.float32
+        ),
+        "labels": np.array([0, 1, 1, 0, 1, 2]),
+        "names": np.array(list("abcdef")),
+        "info": np.array(json.dumps(info)),
+    }
+    np.savez(path, **(arrays | changes))
+    return path
+
+
+def test_scores_by_hand(tmp_path):
+    scores = alone(write_predictions(tmp_path / "p.npz"))
+    assert scores.mean == {"top1": pytest.approx(100 * 4 / 6), "top5": 100.0}
+    assert scores.facts == {"images": 6} and scores.settings is None
+    assert scores.rows == [
+        {"label": 0, "name": "x", "images": 2, "accuracy": 50.0},
+        {"label": 1, "name": "y", "images": 3, "accuracy": pytest.approx(200 / 3)},
+        {"label": 2, "name": "z", "images": 1, "accuracy": 100.0},
+    ]
+
+
+def test_top5_by_hand(tmp_path):
+    logits = np.tile(np.arange(8, dtype=np.float32), (8, 1))  # the best is 7, then 6, ...
+    letters = list("abcdefgh")
+    info = np.array(json.dumps({"classes": letters}))
+    changes = {"logits": logits, "labels": np.arange(8), "names": np.array(letters)}
+    path = write_predictions(tmp_path / "p.npz", info=info, **changes)
+    assert alone(path).mean == {"top1": 12.5, "top5": 62.5}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"labels": np.array([0, 1])}, "do not fit"),
+        ({"labels": np.array([0, 1, 1, 0, 1, 3])}, "some outside -1 to 2"),
+        ({"labels": np.array([0, 1, 1, 0, 1, -2])}, "some outside -1 to 2"),
+        ({"logits": np.zeros((6, 3))}, "logits are float64"),
+        ({"info": np.array("{}")}, "holds no predictions"),
+        ({"info": np.array('{"classes": ["x", "y", "z"], "top": 0}')}, "top must be an integer"),
+        ({"info": np.array("[1]")}, "holds no predictions"),
+        ({"info": np.array("no JSON")}, "holds no predictions"),
+        ({"info": np.array([object()])}, "cannot read"),
+    ],
+)
+def test_files_that_are_no_predictions(tmp_path, changes, message):
+    path = write_predictions(tmp_path / "p.npz", **changes)
+    with pytest.raises(DataError, match=message):
+        alone(path)
+
+
+def test_other_files(tmp_path):
+    with pytest.raises(DataError, match="there is no file"):
+        alone(tmp_path / "none.npz")
+    whole = write_predictions(tmp_path / "p.npz").read_bytes()
+    for content in (b"hello, no numbers\n", whole[: len(whole) // 2], b""):
+        (tmp_path / "bad.npz").write_bytes(content)
+        with pytest.raises(DataError, match="cannot read"):
+            alone(tmp_path / "bad.npz")
+
+
+# ---- real images
+
+
+@pytest.mark.skipif(
+    not TINY.is_dir(), reason="images are not at ../shared/data/tiny_imagenet_20 of the checkout"
+)
+def test_real_images(tmp_path):
+    with np.load(TINY / "val.npz") as arrays:
+        at = np.arange(40) * 25
+        files = [
+            arrays["data"][arrays["offsets"][i] : arrays["offsets"][i + 1]].tobytes() for i in at
+        ]
+        labels, names = arrays["labels"][at], arrays["names"][at]
+    np.savez(
+        tmp_path / "val.npz",
+        data=np.frombuffer(b"".join(files), np.uint8),
+        offsets=np.cumsum([0, *map(len, files)]),
+        labels=labels,
+        names=names,
+    )
+    (tmp_path / "classes.json").write_bytes((TINY / "classes.json").read_bytes())
+    classes = [entry["name"] for entry in json.loads((TINY / "classes.json").read_text())]
+    path = write_weights(tmp_path / "w.safetensors", random_model(20), classes=classes)
+    scores = run(path, tmp_path, tmp_path / "out.npz", batch=16)
+    found = read(tmp_path / "out.npz")
+    assert found["labels"].tolist() == labels.tolist()
+    assert found["names"].tolist() == names.tolist()
+    # By sorting, which in metrics.py nothing does
+    order = np.argsort(-found["logits"], axis=1, kind="stable")
+    hits = order == found["labels"][:, None]
+    assert scores.facts["images"] == 40
+    assert scores.mean["top1"] == pytest.approx(hits[:, 0].mean() * 100)
+    assert scores.mean["top5"] == pytest.approx(hits[:, :5].any(axis=1).mean() * 100)
+    classifier = Classifier.from_pretrained(path, device="cpu", top=1)
+    assert [classifier(data).labels[0] for data in files] == order[:, 0].tolist()
