@@ -316,10 +316,17 @@ class SyntheticData(TaskData):
         return self.pairs if split == "train" else self.val_pairs
 
     def setup(self, stage: str | None = None) -> None:
-        if self._textures is None:
-            device = self.trainer.strategy.root_device if self.trainer else torch.device("cpu")
-            given = self.folder, self.procedural, self.texture_size
-            self._textures = make_textures(*given, device)
+        """Make textures where they are used: a GPU takes seconds, a CPU minutes."""
+        if self._textures is not None:
+            return
+        device = self.trainer.strategy.root_device if self.trainer else torch.device("cpu")
+        made = partial(ProceduralTextures, size=self.texture_size, device=device)
+        if self.folder is None:
+            self._textures = made(PROCEDURAL if self.procedural is None else self.procedural)
+            return
+        photos = PhotoTextures(self.folder, size=self.texture_size).to(device)
+        count = min(PROCEDURAL, len(photos)) if self.procedural is None else self.procedural
+        self._textures = MixedTextures(photos, made(count)) if count else photos
 
     def loader(self, split: Split) -> ResumableLoader:
         numbers = PairNumbers(self.count(split), training=split == "train")
@@ -363,27 +370,6 @@ class PairNumbers(Dataset[Batch]):
 def as_it_is(batch: Batch) -> Batch:
     """Collates what is a batch already."""
     return batch
-
-
-def make_textures(
-    folder: str | None, procedural: int | None, size: int, device: torch.device
-) -> Textures:
-    """Photographs of a folder, if there is one, and procedural textures.
-
-    Made where they are used: a GPU takes seconds for what a CPU takes minutes for.
-
-    Args:
-        folder: Of photographs.
-        procedural: Procedural textures; None: 96, but no more than photographs if those are there.
-        size: Pixels on a side of a texture.
-        device: Where they are used.
-    """
-    made = partial(ProceduralTextures, size=size, device=device)
-    if folder is None:
-        return made(PROCEDURAL if procedural is None else procedural)
-    photos = PhotoTextures(folder, size=size).to(device)
-    count = min(PROCEDURAL, len(photos)) if procedural is None else procedural
-    return MixedTextures(photos, made(count)) if count else photos
 
 
 def options_of(kind: Any, name: str, given: dict[str, Any] | None) -> Any:

@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -29,7 +30,6 @@ with needs("train", "training"):
     from pytorch_lightning.accelerators import CPUAccelerator
     from pytorch_lightning.callbacks import Callback, ModelCheckpoint
     from pytorch_lightning.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
-    from pytorch_lightning.utilities import rank_zero_only
 
 from quadtree_attention.tasks.training.callbacks import History, Progress, Row
 from quadtree_attention.tasks.training.checkpoints import (
@@ -113,13 +113,10 @@ def run_command(task: str, args: Sequence[str]) -> None:
         CheckpointError: A checkpoint cannot be read or written.
         KeyboardInterrupt: With how to continue.
     """
-    run = _run(task, args)
-    if run.weights and rank_zero_only.rank == 0:
-        print(f"weights  {run.weights}")
-        print(f"history  {run.folder / 'history.csv'}, {run.folder / 'curves.png'}")
+    _run(task, args, tell=True)
 
 
-def _run(task: str, args: Sequence[str]) -> Run:
+def _run(task: str, args: Sequence[str], *, tell: bool = False) -> Run:
     cli = prepare(task, args)
     folder = cli.run_dir()
     checkpoint = _checkpoint(cli.config.resume, folder)
@@ -131,19 +128,15 @@ def _run(task: str, args: Sequence[str]) -> Run:
             stack.enter_context(Lock(folder, "a training run"))
         with _interrupts(cli.trainer, folder):
             cli.trainer.fit(cli.model, datamodule=cli.datamodule, ckpt_path=checkpoint)
-        command = ["quadtree", "train", task, *args]
-        return _finish(cli.trainer, cli.model, folder, command)
+        run = _finish(cli.trainer, cli.model, folder, ["quadtree", "train", task, *args])
+    if tell and run.weights and cli.trainer.is_global_zero:
+        print(f"weights  {run.weights}")
+        print(f"history  {folder / 'history.csv'}, {folder / 'curves.png'}")
+    return run
 
 
 def prepare(task: str, args: Sequence[str]) -> "TrainCLI":
-    """Model, data and trainer of a recipe; nothing has run yet.
-
-    Args:
-        task, args: As for `run_command`.
-
-    Raises:
-        OptionError: Something in the recipe or the options is not accepted.
-    """
+    """Model, data and trainer of a recipe; nothing has run yet. Arguments as for `run_command`."""
     found = get_task(task)
     _quiet()
     expanded, recipes, source = _expanded(task, args)
@@ -170,31 +163,15 @@ class TrainCLI(LightningCLI):
     recipes: Sequence[Recipe]
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        parser.add_argument(
-            "--variant",
-            type=str | None,
-            default=None,
-            help="Variants of the recipe, separated by commas (default: its first).",
-        )
-        parser.add_argument(
-            "--run_dir",
-            type=str | None,
-            default=None,
-            help="Folder for checkpoints, history.csv and curves.png (default: "
-            "runs/<recipe>[-variant]).",
-        )
-        parser.add_argument(
-            "--resume",
-            type=str | None,
-            nargs="?",
-            const=LATEST,
-            default=None,
-            help=f"Go on with the run in the folder, or with a given checkpoint. The run's "
-            f"{LAST} is as new as --save_every steps.",
-        )
-        parser.add_argument(
-            "--save_every", type=int, default=500, help="Steps between checkpoints in an epoch."
-        )
+        add = partial(parser.add_argument, type=str | None, default=None)
+        add("--variant", help="Variants of the recipe, separated by commas (default: its first).")
+        folder = "Folder for checkpoints, history.csv and curves.png"
+        add("--run_dir", help=f"{folder} (default: runs/<recipe>[-variant]).")
+        last = f"The run's {LAST} is as new as --save_every steps."
+        resume = f"Continue the run in the folder, or from a given checkpoint. {last}"
+        add("--resume", nargs="?", const=LATEST, help=resume)
+        steps = "Steps between checkpoints in an epoch."
+        parser.add_argument("--save_every", type=int, default=500, help=steps)
         parser.link_arguments("seed_everything", "data.seed")
         parser.link_arguments("seed_everything", "model.seed")
         for source, (target, compute) in self.module.links.items():
@@ -263,30 +240,27 @@ def _expanded(task: str, args: Sequence[str]) -> tuple[list[str], list[Recipe], 
     rest = iter(args)
     for arg in rest:
         name, equals, value = arg.partition("=")
-        if name in ("-c", "--config", "--variant", "--data.source"):
-            options.append((name, value if equals else next(rest, None)))
-        else:
-            options.append((arg, None))
-    variant = next((value for name, value in reversed(options) if name == "--variant"), None)
+        takes = name in ("-c", "--config", "--variant", "--data.source")
+        options.append((name, value if equals else next(rest, None)) if takes else (arg, None))
+    variant = dict(options).get("--variant")
     expanded: list[str] = []
     recipes: list[Recipe] = []
     source = None
-    for name, value in options:
-        if name in ("-c", "--config") and value is not None:
-            own = read_recipe(value)
-            recipe = read_recipe(value, variant) if own.variants else own
+    for name, given in options:
+        if name in ("-c", "--config") and given is not None:
+            recipe = read_recipe(given)
+            recipe = read_recipe(given, variant) if recipe.variants else recipe
             if recipe.task not in (None, task):
                 raise OptionError(
-                    f"{value} is a recipe of {recipe.task}, got quadtree train {task}; pass "
+                    f"{given} is a recipe of {recipe.task}, got quadtree train {task}; pass "
                     f"{recipe.task} instead"
                 )
             recipes.append(recipe)
-            expanded += ["--config", recipe.to_text()]
             data = recipe.settings.get("data")
             source = data.get("source", source) if isinstance(data, dict) else source
-            continue
-        source = value if name == "--data.source" else source
-        expanded += [name] if value is None else [name, value]
+            given = recipe.to_text()
+        source = given if name == "--data.source" else source
+        expanded += [name] if given is None else [name, given]
     if variant and not any(recipe.variants for recipe in recipes):
         raise OptionError(f"no recipe here has variants, got --variant {variant}; leave it out")
     return expanded, recipes, source
