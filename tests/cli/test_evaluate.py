@@ -2,25 +2,22 @@
 """`quadtree evaluate`: runs, scores alone, mistakes on one line."""
 
 import json
-import os
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("timm", reason="models need timm")
-typer_testing = pytest.importorskip("typer.testing", reason="the command needs typer")
 
-from quadtree_attention.cli.main import app  # noqa: E402
-from quadtree_attention.files import file_sha256  # noqa: E402
-from tests.cli.test_info import START, command  # noqa: E402
-from tests.tasks.classify.test_evaluate import write_images, write_predictions  # noqa: E402
-from tests.tasks.classify.test_predictor import CLASSES, jpeg, write_weights  # noqa: E402
+from quadtree_attention.files import file_sha256
+from tests.support.commands import START, command, invoke, refused
+from tests.tasks.classify.test_predictor import CLASSES, jpeg, write_weights
+from tests.tasks.classify.test_result import write_images, write_predictions
 
 pytestmark = pytest.mark.usefixtures("only_reference")
 
 WITHOUT_MODELS = f"""
 import sys
-for name in ("timm", "torchvision", "PIL", "pytorch_lightning"):
+for name in ("timm", "torchvision", "pytorch_lightning"):
     sys.modules[name] = None  # an import of it fails
 {START}
 """
@@ -37,29 +34,18 @@ def weights() -> str:
     return str(write_weights(Path("best.safetensors")))
 
 
-def run(*options: str):
-    arguments = ["evaluate", "classify", *options]
-    return typer_testing.CliRunner().invoke(app, arguments, prog_name="quadtree")
+def run(*options):
+    return invoke("evaluate", "classify", *options)
 
 
-def printed(*options: str) -> str:
+def printed(*options) -> str:
     result = run(*options)
     assert result.exit_code == 0, result.output
     return result.stdout
 
 
-def refused(*options: str) -> str:
-    """The one line that says why not; no file appears."""
-    before = sorted(os.listdir())
-    result = run(*options)
-    assert (result.exit_code, result.stdout) == (2, ""), result.output
-    assert result.stderr.startswith("quadtree: ") and result.stderr.count("\n") == 1
-    assert sorted(os.listdir()) == before
-    return result.stderr
-
-
 def row(text: str, name: str) -> str:
-    (line,) = (line for line in text.splitlines() if line.startswith(f"{name:11}  "))
+    (line,) = (line for line in text.splitlines() if line.split()[:1] == [name])
     return line.removeprefix(name).strip()
 
 
@@ -70,21 +56,20 @@ def test_in_a_process(tmp_path, weights):
     bad = tmp_path / "pets" / "val" / "cat" / "0.png"
     bad.write_bytes(jpeg()[:600])
     data, out = str(tmp_path / "pets"), str(tmp_path / "out.npz")
-    options = [str(tmp_path / weights), "--data", data, "--out", out, "--device", "cpu"]
+    options = [str(tmp_path / weights), "--data", data, "--save", out, "--device", "cpu"]
     done = command("evaluate", "classify", *options, "--json", QUADTREE_BACKEND="reference")
     assert done.returncode == 0, done.stderr
-    assert done.stderr.startswith(f"quadtree: skipped: cannot decode {bad}: ")
-    assert done.stderr.count("\n") == 1
+    assert f"cannot decode {bad}: " in done.stderr
     scores = json.loads(done.stdout)
-    assert (scores["images"], scores["skipped"]) == (11, 1)
-    assert 0 <= scores["top1"] <= scores["top5"] == 100
-    assert [c["name"] for c in scores["classes"]] == CLASSES
+    assert (scores["facts"]["images"], len(scores["skipped"])) == (11, 1)
+    assert 0 <= scores["mean"]["top1"] <= scores["mean"]["top5"] == 100
+    assert sorted(c["name"] for c in scores["rows"]) == CLASSES
     assert scores["settings"]["weights_sha256"] == file_sha256(weights)
-    assert scores["settings"]["data"] == "pets/val"
 
     again = command("evaluate", "classify", "--predictions", out, "--json", code=WITHOUT_MODELS)
     assert (again.returncode, again.stderr) == (0, "")
-    assert json.loads(again.stdout) == scores
+    alone = json.loads(again.stdout)  # of the images that have a prediction
+    assert alone == scores | {"skipped": [], "missing": []}
 
 
 def test_mistake_in_a_process(tmp_path):
@@ -103,70 +88,52 @@ def test_mistake_in_a_process(tmp_path):
 
 
 def test_text(weights):
-    text = printed(weights, "--data", "pets", "--device", "cpu", "--size", "64")
-    assert row(text, "model") == f"test_quadtree, sha256 {file_sha256(weights)[:12]}"
-    assert row(text, "data") == "pets/val, 12 images, 0 skipped"
-    assert row(text, "input") == "64 pixels, the middle 90 % of the image"
-    assert row(text, "top-5") == "100.00 %"
-    assert row(text, "throughput").endswith("images/s with reading, cpu, float32")
-    assert row(text, "predictions") == "predictions.npz"
-    listed = text.split("top-1 by class\n")[1].splitlines()
-    assert sorted(line.split()[-1] for line in listed) == CLASSES
-    assert [float(line.split()[0]) for line in listed] == sorted(
-        float(line.split()[0]) for line in listed
-    )
+    text = printed(weights, "--data", "pets", "--device", "cpu", "--size", "64", "--save", "p.npz")
+    assert (row(text, "images"), row(text, "top5")) == ("12", "100.00")
+    titles, *classes = [line.split() for line in text.splitlines()[-5:]]
+    assert titles == ["class", "images", "top-1", "%"]
+    assert sorted(line[0] for line in classes) == CLASSES
+    shown = [float(line[-1]) for line in classes]
+    assert shown == sorted(shown)  # worst first
 
 
 def test_scores_by_hand():
     write_predictions(Path("p.npz"))
     text = printed("--predictions", "p.npz")
-    assert row(text, "top-1") == "66.67 %"
-    assert row(text, "data") == "pets/val, 6 images, 2 skipped"
-    assert text.splitlines()[-3:] == [
-        "   50.00 %      2 images  x",
-        "   66.67 %      3 images  y",
-        "  100.00 %      1 images  z",
+    assert row(text, "top1") == "66.67"
+    assert [row(text, name).split() for name in "xyz"] == [
+        ["2", "50.00"],
+        ["3", "66.67"],
+        ["1", "100.00"],
     ]
-
-
-def test_output_without_the_characters(tmp_path):
-    write_predictions(Path("p.npz"))
-    Path("ä.npz").write_bytes(Path("p.npz").read_bytes())
-    options = ["--predictions", str(tmp_path / "ä.npz")]
-    done = command("evaluate", "classify", *options, PYTHONIOENCODING="ascii")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "?.npz" in done.stdout
 
 
 # ---- files that are there
 
 
 def test_predictions_are_used_again_or_refused(weights):
-    options = [weights, "--data", "pets", "--device", "cpu"]
+    options = [weights, "--data", "pets", "--device", "cpu", "--save", "p.npz"]
     first = printed(*options)
-    again = run(*options)
-    assert again.stdout == first
-    assert again.stderr == (
-        "quadtree: predictions.npz holds these predictions already; --force makes them again\n"
-    )
-    assert "image size 48 there, 64 now" in refused(*options, "--size", "64")
-    assert "64 pixels" in printed(*options, "--size", "64", "--force")
+    assert printed(*options) == first
+    other = ("evaluate", "classify", *options, "--size", "64")
+    assert "size None there, 64 now" in refused(*other)
+    assert row(printed(*other[2:], "--force"), "images") == "12"
 
 
 def test_strict(weights):
     Path("pets/val/cat/notes.txt").write_text("hello")
-    assert "1 files are no images" in refused(weights, "--data", "pets", "--strict")
-    result = run(weights, "--data", "pets", "--device", "cpu")
+    options = (weights, "--data", "pets", "--device", "cpu", "--save", "p.npz")
+    assert "1 files are no images" in refused("evaluate", "classify", *options, "--strict")
+    result = run(*options)
     assert result.exit_code == 0
-    assert "left out 1 files: " in result.stderr and "notes.txt" in result.stderr
+    assert "skipped 1: " in result.stderr and "notes.txt" in result.stderr
 
 
 def test_other_splits(weights):
     Path("pets/val").rename("pets/test")
-    assert row(printed(weights, "--data", "pets", "--split", "test"), "data").startswith(
-        "pets/test"
-    )
-    assert "there is no folder pets/val" in refused(weights, "--data", "pets")
+    options = (weights, "--data", "pets", "--save", "p.npz")
+    assert row(printed(*options, "--split", "test"), "images") == "12"
+    assert "there is no folder pets/val" in refused("evaluate", "classify", *options)
 
 
 # ---- mistakes
@@ -175,18 +142,18 @@ def test_other_splits(weights):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ([], "needs WEIGHTS and --data ROOT, got no WEIGHTS; or score a file"),
+        ([], "evaluating needs the data, got no --data ROOT"),
         (["best.safetensors"], "got no --data"),
         (["best.safetensors", "--data", "nothing"], "there is no folder nothing"),
         (["--predictions", "none.npz"], "there is no file 'none.npz'"),
-        (["best.safetensors", "--predictions", "p.npz"], "got WEIGHTS as well"),
-        (["--predictions", "p.npz", "--size", "64", "--force"], "got --size, --force as well"),
-        (["best.safetensors", "--data", "pets", "--size", "0"], "image_size must be at least 1"),
-        (["best.safetensors", "--data", "pets", "--batch-size", "0"], "batch_size must be at"),
-        (["best.safetensors", "--data", "pets", "--dtype", "int8"], "float32 or bfloat16, got"),
+        (["best.safetensors", "--predictions", "p.npz"], "WEIGHTS"),
+        (["--predictions", "p.npz", "--size", "64", "--force"], "--size"),
+        (["best.safetensors", "--data", "pets", "--size", "0"], "size must be at least 1"),
+        (["best.safetensors", "--data", "pets", "--batch", "0"], "batch must be at least 1"),
+        (["best.safetensors", "--data", "pets", "--dtype", "int8"], "dtype"),
         (["best.safetensors", "--data", "pets", "--device", "abacus"], "there is no device"),
-        (["best.safetensors", "--data", "pets", "--out", "p.txt"], "written as .npz"),
-        (["best.ckpt", "--data", "pets"], "pass the run's best.safetensors"),
+        (["best.safetensors", "--data", "pets", "--save", "p.txt"], "written as .npz"),
+        (["best.ckpt", "--data", "pets"], "best.safetensors"),
     ],
 )
 def test_mistakes(tmp_path, options, message):
@@ -196,16 +163,16 @@ def test_mistakes(tmp_path, options, message):
         Path("best.ckpt").write_bytes(b"anything")
     else:
         write_weights(Path("best.safetensors"))
-    assert message in refused(*options)
+    assert message in refused("evaluate", "classify", *options)
 
 
 def test_other_classes(weights, tmp_path):
     write_images(tmp_path / "cars", classes=["bus", "van"])
-    assert "it does not know bus, van" in refused(weights, "--data", "cars")
+    message = refused("evaluate", "classify", weights, "--data", "cars")
+    assert "it does not know bus, van" in message
 
 
 def test_help():
     text = printed("--help")
     assert "Examples:\n    quadtree evaluate classify runs/" in text
-    group = typer_testing.CliRunner().invoke(app, ["evaluate", "--help"], prog_name="quadtree")
-    assert "classify  Measure the accuracy" in group.stdout
+    assert "classify  Measure the accuracy" in invoke("evaluate", "--help").stdout

@@ -139,6 +139,8 @@ def predicted(
     Args:
         As for `evaluate` and `Store.create`.
     """
+    checks.at_least(1, batch=batch)  # before anything is written
+    checks.at_least(0, workers=workers)
     task = predictor.task
     classes = getattr(predictor, "names", None)
     if classes is not None and source.classes is not None:
