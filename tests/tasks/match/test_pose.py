@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("cv2", reason="estimators need the extra 'models'")
 pytest.importorskip("poselib", reason="estimators need the extra 'models'")
 
-from quadtree_attention.errors import OptionError, ShapeError
+from quadtree_attention.errors import OptionError, QuadtreeAttentionError, ShapeError
 from quadtree_attention.tasks.match.metrics import (
     corner_error,
     pose_error,
@@ -108,7 +108,7 @@ def test_cameras_as_text(tmp_path):
         ("nan,510,320,240", "K0 must be a camera matrix"),
         ("500 0 0 0 510 0 320 240 1", r"--K0 must end in 0, 0, 1, got \[320.0, 240.0, 1.0\]"),
     ):
-        with pytest.raises(OptionError, match=words):
+        with pytest.raises(QuadtreeAttentionError, match=words):
             read_camera("--K0", given)
     path.write_bytes(b"\xff\xfe\xff")
     with pytest.raises(OptionError, match=r"--K0: cannot read .*camera.txt: it is no text"):
@@ -145,7 +145,7 @@ def test_wrong_points():
 
 
 def test_unknown_estimator():
-    with pytest.raises(OptionError, match="estimator must be poselib or opencv, got 'magsac'"):
+    with pytest.raises(OptionError, match="estimator must be one of poselib, opencv, got 'magsac'"):
         homography(np.zeros((5, 2)), np.zeros((5, 2)), estimator="magsac")
 
 

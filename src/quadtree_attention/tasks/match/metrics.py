@@ -22,8 +22,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from quadtree_attention.checks import above
-from quadtree_attention.errors import OptionError
+from quadtree_attention.checks import above, at_least
 from quadtree_attention.images import Array
 from quadtree_attention.tasks.contract import Column, Scores, Source
 from quadtree_attention.tasks.match.pose import (
@@ -42,12 +41,10 @@ from quadtree_attention.tasks.match.result import Matches
 Kind = Literal["pose", "homography"]
 SIDE = 480  # pixels of the shorter side that LoFTR measures homographies at
 CORRECT_PIXELS = 3.0  # from where the homography puts it: a correct match
-POSE_THRESHOLDS = (5.0, 10.0, 20.0)  # degrees
-CORNER_THRESHOLDS = (3.0, 5.0, 10.0)  # pixels
 EPIPOLAR_THRESHOLD = 5e-4  # of normalised coordinates, squared: what LoFTR calls a correct match
-THRESHOLDS: dict[Kind, tuple[float, ...]] = {
-    "pose": POSE_THRESHOLDS,
-    "homography": CORNER_THRESHOLDS,
+THRESHOLDS: dict[Kind, tuple[float, ...]] = {  # of AUC, in degrees and in pixels
+    "pose": (5.0, 10.0, 20.0),
+    "homography": (3.0, 5.0, 10.0),
 }
 COLUMNS = (
     Column("name", "pair", None),
@@ -88,10 +85,7 @@ class MatchMetric:
         estimators: Sequence[Estimator] = ESTIMATORS[::-1],
     ) -> None:
         above(0, pose_pixels=pose_pixels, epipolar=epipolar)
-        if side < 0:
-            raise OptionError(
-                f"side must be pixels of the shorter side, got {side}; 0 leaves images as they are"
-            )
+        at_least(0, side=side)
         self.pose_pixels = pose_pixels
         self.epipolar = epipolar
         self.side = side

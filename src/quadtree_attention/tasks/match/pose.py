@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
-from quadtree_attention.checks import needs
+from quadtree_attention.checks import needs, one_of
 from quadtree_attention.errors import OptionError, ShapeError
 from quadtree_attention.images import Array
 
@@ -24,6 +24,7 @@ PIXELS = 0.5  # RANSAC's threshold for poses
 HOMOGRAPHY_PIXELS = 3.0
 CONFIDENCE = 0.99999
 ITERATIONS = 10_000
+RANSAC = {"success_prob": CONFIDENCE, "max_iterations": ITERATIONS}  # as poselib names them
 POSE_POINTS, HOMOGRAPHY_POINTS = 5, 4  # fewer determine nothing
 FEW, FEW_SHARE = 30, 0.2  # inliers, and of the matches: below, poses are often wrong
 
@@ -108,7 +109,7 @@ def relative_pose(
         estimator: "poselib" (LO-RANSAC) or "opencv" (RANSAC, five points).
         threshold: Largest distance of an inlier from its epipolar line, in pixels.
     """
-    check_estimator(estimator)
+    one_of(ESTIMATORS, estimator=estimator)
     cameras = camera_matrix(K0, "K0"), camera_matrix(K1, "K1")
     points0, points1 = check_points(points0, points1)
     if len(points0) < POSE_POINTS:
@@ -132,15 +133,24 @@ def homography(
         estimator: "poselib" (LO-RANSAC) or "opencv" (RANSAC).
         threshold: Largest distance of an inlier from where the homography puts it, in pixels.
     """
-    check_estimator(estimator)
+    one_of(ESTIMATORS, estimator=estimator)
     points0, points1 = check_points(points0, points1)
     if len(points0) < HOMOGRAPHY_POINTS:
         return None
-    solve = _poselib_homography if estimator == "poselib" else _opencv_homography
-    found = solve(points0, points1, threshold)
-    if found is None or not np.isfinite(found.matrix).all() or found.matrix[2, 2] == 0:
+    cv2, poselib = libraries()
+    if estimator == "poselib":
+        options = {"max_reproj_error": threshold, **RANSAC}
+        matrix, info = poselib.estimate_homography(points0, points1, options, {})
+        matrix = np.array(matrix) if info["num_inliers"] else None
+        inliers = np.array(info["inliers"], bool)
+    else:
+        matrix, mask = cv2.findHomography(
+            points0, points1, cv2.RANSAC, threshold, maxIters=ITERATIONS, confidence=CONFIDENCE
+        )
+        inliers = np.ravel(0 if mask is None else mask) > 0
+    if matrix is None or not np.isfinite(matrix).all() or matrix[2, 2] == 0:
         return None
-    return Homography(found.matrix / found.matrix[2, 2], found.inliers)
+    return Homography(matrix / matrix[2, 2], inliers)
 
 
 def libraries() -> tuple[Any, Any]:
@@ -181,35 +191,13 @@ def _poselib_pose(
     points0: Array, points1: Array, K0: Array, K1: Array, threshold: float
 ) -> Pose | None:
     _, poselib = libraries()
-    found, info = poselib.estimate_relative_pose(
-        points0, points1, _camera(K0, points0), _camera(K1, points1),
-        {"max_epipolar_error": threshold, "success_prob": CONFIDENCE, "max_iterations": ITERATIONS},
-        {},
-    )  # fmt: skip
+    cameras = _camera(K0, points0), _camera(K1, points1)
+    options = {"max_epipolar_error": threshold, **RANSAC}
+    found, info = poselib.estimate_relative_pose(points0, points1, *cameras, options, {})
     length = np.linalg.norm(found.t)
     if length == 0 or not np.isfinite(found.R).all():
         return None
     return Pose(np.array(found.R), np.array(found.t) / length, np.array(info["inliers"], bool))
-
-
-def _opencv_homography(points0: Array, points1: Array, threshold: float) -> Homography | None:
-    cv2, _ = libraries()
-    matrix, mask = cv2.findHomography(
-        points0, points1, cv2.RANSAC, threshold, maxIters=ITERATIONS, confidence=CONFIDENCE
-    )
-    return None if matrix is None else Homography(matrix, mask.ravel() > 0)
-
-
-def _poselib_homography(points0: Array, points1: Array, threshold: float) -> Homography | None:
-    _, poselib = libraries()
-    matrix, info = poselib.estimate_homography(
-        points0, points1,
-        {"max_reproj_error": threshold, "success_prob": CONFIDENCE, "max_iterations": ITERATIONS},
-        {},
-    )  # fmt: skip
-    if not info["num_inliers"]:
-        return None
-    return Homography(np.array(matrix), np.array(info["inliers"], bool))
 
 
 def _camera(K: Array, points: Array) -> dict[str, object]:
@@ -218,11 +206,6 @@ def _camera(K: Array, points: Array) -> dict[str, object]:
     width, height = np.ceil(size).astype(int).tolist()
     parameters = [K[0, 0], K[1, 1], K[0, 2], K[1, 2]]
     return {"model": "PINHOLE", "width": width, "height": height, "params": parameters}
-
-
-def check_estimator(estimator: str) -> None:
-    if estimator not in ESTIMATORS:
-        raise OptionError(f"estimator must be poselib or opencv, got {estimator!r}; take one")
 
 
 def camera_matrix(K: Camera, name: str = "K") -> Array:
@@ -242,10 +225,8 @@ def camera_matrix(K: Camera, name: str = "K") -> Array:
             f"{name} must be a camera matrix (3, 3), [[fx, 0, cx], [0, fy, cy], [0, 0, 1]], or "
             f"fx, fy, cx, cy, in pixels, got {np.array2string(given, separator=', ')}; pass such"
         )
-    if matrix[2].tolist() != [0, 0, 1]:
-        raise ShapeError(
-            f"{name} must end in 0, 0, 1, got {matrix[2].tolist()}; pass it row by row"
-        )
+    if (last := matrix[2].tolist()) != [0, 0, 1]:
+        raise ShapeError(f"{name} must end in 0, 0, 1, got {last}; pass it row by row")
     return matrix
 
 
@@ -254,6 +235,7 @@ def read_camera(name: str, given: str) -> Array:
 
     Raises:
         OptionError: It is none of these; `name` is that of the option.
+        ShapeError: The numbers are no camera.
     """
     text = given
     if os.path.isfile(given):
@@ -272,10 +254,7 @@ def read_camera(name: str, given: str) -> Array:
         ) from error
     if len(numbers) not in (4, 9):
         raise OptionError(f"{name} must be {accepted}, got {len(numbers)} numbers; pass such")
-    try:
-        return camera_matrix(numbers, name)
-    except ShapeError as error:
-        raise OptionError(str(error)) from error
+    return camera_matrix(numbers, name)
 
 
 def normalised(points: Array, K: Array) -> Array:

@@ -40,11 +40,6 @@ from quadtree_attention.files import StrPath
 from quadtree_attention.images import Array, image_size, to_image
 from quadtree_attention.tasks.contract import file_identity
 
-TURNS = {
-    1: Image.Transpose.ROTATE_90,  # counter-clockwise
-    2: Image.Transpose.ROTATE_180,
-    3: Image.Transpose.ROTATE_270,
-}
 QUOTES = ('"', "'")
 ROTATIONS = ("0", "1", "2", "3")
 WORDS = (
@@ -90,22 +85,20 @@ class PairLine:
             stems = (PurePath(image).stem for image in (self.image0, self.image1))
             object.__setattr__(self, "name", "__".join(stems))
 
-    def read_images(self) -> tuple[Image.Image, Image.Image]:
-        """Both images, turned as the line asks for.
+    @property
+    def paths(self) -> tuple[Path, Path]:
+        """The files of both images."""
+        return self.folder / self.image0, self.folder / self.image1
 
-        Raises:
-            DataError: One of them cannot be read.
-        """
-        image0 = _turned(to_image(self.folder / self.image0), self.rotation0)
-        return image0, _turned(to_image(self.folder / self.image1), self.rotation1)
+    def read_images(self) -> tuple[Image.Image, Image.Image]:
+        """Both images, turned as the line asks for; raises `DataError` naming the file."""
+        image0, image1 = map(to_image, self.paths)
+        return _turned(image0, self.rotation0), _turned(image1, self.rotation1)
 
     def sizes(self) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Width and height of both images, not turned.
-
-        Raises:
-            DataError: One of them cannot be read.
-        """
-        return image_size(self.folder / self.image0), image_size(self.folder / self.image1)
+        """Width and height of both images, not turned; raises `DataError` naming the file."""
+        path0, path1 = self.paths
+        return image_size(path0), image_size(path1)
 
 
 class PairsSource:
@@ -125,8 +118,7 @@ class PairsSource:
 
     def identity(self, index: int) -> list[Any]:
         pair = self.pairs[index]
-        files = file_identity(pair.folder / pair.image0, pair.folder / pair.image1)
-        return [*files, pair.rotation0, pair.rotation1]
+        return [*file_identity(*pair.paths), pair.rotation0, pair.rotation1]
 
     def images(self, index: int) -> tuple[Image.Image, Image.Image]:
         return self.pairs[index].read_images()
@@ -172,7 +164,8 @@ def open_source(
 
 
 def _turned(image: Image.Image, rotation: int) -> Image.Image:
-    return image.transpose(TURNS[rotation]) if rotation else image
+    turn = f"ROTATE_{90 * rotation}"  # degrees, counter-clockwise
+    return image.transpose(Image.Transpose[turn]) if rotation else image
 
 
 def read_pairs(path: StrPath, images: StrPath | None = None) -> list[PairLine]:
@@ -251,16 +244,11 @@ def _parse(where: str, number: int, words: Sequence[str]) -> PairLine:
         return PairLine(number, image0, image1, H_0to1=homography)
     rotation0, rotation1 = (_rotation(where, i, word) for i, word in enumerate(rest[:2] or "00"))
     cameras = rest[2:]
-    return PairLine(
-        number,
-        image0,
-        image1,
-        rotation0,
-        rotation1,
-        K0=_camera(where, "K0", cameras[:9]) if cameras else None,
-        K1=_camera(where, "K1", cameras[9:18]) if cameras else None,
-        T_0to1=_motion(where, cameras[18:]) if cameras[18:] else None,
+    K0, K1 = (
+        _camera(where, f"K{i}", cameras[9 * i : 9 * i + 9]) if cameras else None for i in range(2)
     )
+    T_0to1 = _motion(where, cameras[18:]) if cameras[18:] else None
+    return PairLine(number, image0, image1, rotation0, rotation1, K0, K1, T_0to1)
 
 
 def _rotation(where: str, i: int, word: str) -> int:
@@ -273,15 +261,13 @@ def _rotation(where: str, i: int, word: str) -> int:
 
 
 def _matrix(where: str, what: str, words: Sequence[str], side: int) -> Array:
-    values = []
-    for word in words:
-        try:
-            values.append(float(word))
-        except ValueError as error:
-            raise DataError(
-                f"{where}: {what} must be {side * side} numbers, got {word!r}; fix the line"
-            ) from error
-    matrix = np.array(values).reshape(side, side)
+    try:
+        matrix = np.array([float(word) for word in words]).reshape(side, side)
+    except ValueError as error:
+        got = str(error).rpartition(": ")[2]
+        raise DataError(
+            f"{where}: {what} must be {side * side} numbers, got {got}; fix the line"
+        ) from error
     if not np.isfinite(matrix).all():
         raise DataError(f"{where}: {what} must be finite, got {' '.join(words)}; fix the line")
     return matrix
