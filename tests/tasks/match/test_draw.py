@@ -96,11 +96,13 @@ def test_inliers_of_a_pose_are_in_colour():
     pose = Pose(np.eye(3), np.array([1.0, 0, 0]), np.array([True, False]))
     matches = Matches(points0, points1, np.ones(2), images=images)
     posed = replace(matches, poses={"poselib": None, "opencv": pose})
-    (panel, _), picture, plain = lay_out([(320, 200)] * 2), posed.draw(), matches.draw()
+    (panel, other), picture, plain = lay_out([(320, 200)] * 2), posed.draw(), matches.draw()
     inlier, outlier = (tuple(int(x) for x in panel.place(point)) for point in posed.keypoints0)
     assert near(picture.getpixel(inlier), CONFIDENCE[-1])
     assert near(plain.getpixel(outlier), CONFIDENCE[-1])
     assert near(picture.getpixel(outlier), np.array(OUTLIER))
+    (both,) = {tuple(int(x) for x in other.place(point)) for point in posed.keypoints1}
+    assert near(picture.getpixel(both), CONFIDENCE[-1])  # inliers are on top
     bars = [image.crop((0, 0, 700, HEADER)).tobytes() for image in (picture, plain)]
     assert bars[0] != bars[1]  # inliers are counted
 
