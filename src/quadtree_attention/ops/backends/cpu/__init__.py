@@ -10,6 +10,8 @@
 | `kernels/` | the Numba code |
 """
 
+import os
+
 import torch
 
 from quadtree_attention.ops.backends.base import installed
@@ -25,6 +27,14 @@ __all__ = ["CPU", "attend_coarse", "attend_fine", "pyramid", "to_grid"]
 
 LARGEST_INDEX = 2**31 - 1  # cells and entries of a selection are counted in int32
 NUMBA_INSTALLED = installed("numba")
+
+
+def is_compiled() -> bool:
+    """True if Numba's cache on disk holds kernels, so that a first call need not compile all."""
+    import numba
+
+    folder = numba.config.CACHE_DIR or os.path.join(os.path.dirname(__file__), "kernels")
+    return any(name.endswith(".nbi") for _, _, names in os.walk(folder) for name in names)
 
 
 def _reasons(problem: Problem) -> list[str]:

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How commands end: exit codes, full disks, closed pipes, Ctrl-C, renamed options, progress."""
+
+import fcntl
+import os
+import pty
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import time
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("typer", reason="the command needs typer")
+pytest.importorskip("cv2", reason="checking pairs needs the extra 'models'")
+
+from quadtree_attention.cli.options import RENAMED
+from tests.support import tiny
+from tests.support.commands import START, command, environment, invoke, refused
+
+FULL = Path("/dev/full")
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name, image in zip(("a.png", "b.png"), tiny.sample("match"), strict=True):
+        image.save(name)
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory):
+    return tiny.write_weights("match", tmp_path_factory.mktemp("weights") / "tiny.safetensors")
+
+
+def start(*options, stdout=subprocess.PIPE, **more):
+    return subprocess.Popen(
+        [sys.executable, "-c", START, *map(str, options)],
+        env=environment(QUADTREE_BACKEND="reference", **more),
+        stdout=stdout,
+        stderr=subprocess.PIPE,
+    )
+
+
+@pytest.mark.skipif(not FULL.exists(), reason="there is no /dev/full")
+@pytest.mark.parametrize("options", [["info"], ["match", "a.png", "b.png", "--json"], ["--help"]])
+def test_standard_output_that_is_full(weights, options):
+    more = ["--weights", weights, "--threshold", "0"] if "match" in options else []
+    with FULL.open("w") as full, start(*options, *more, stdout=full) as process:
+        said = process.stderr.read().decode()
+    if options != ["--help"]:  # which typer writes
+        assert process.returncode == 2
+        assert said.startswith("quadtree: ") and said.count("\n") == 1 and "No space" in said
+
+
+def test_whoever_reads_may_stop(weights):
+    options = ["match", "a.png", "b.png", "--json", "--threshold", "0", "--weights", weights]
+    with start(*options) as process:
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 0
+
+
+@pytest.mark.parametrize("seconds", [0.15, 0.6, 1.5])
+def test_ctrl_c_at_any_time(weights, seconds):
+    """Also while modules are imported."""
+    with start("match", "a.png", "b.png", "--weights", weights, "--size", "4000") as process:
+        time.sleep(seconds)
+        process.send_signal(signal.SIGINT)
+        said = process.stderr.read().decode()
+    if process.returncode != -signal.SIGINT:  # Python itself was still starting
+        assert (process.returncode, said) in ((130, "quadtree: interrupted\n"), (0, ""))
+    assert not [name for name in os.listdir() if "unfinished" in name]
+
+
+@pytest.mark.parametrize("old", sorted(RENAMED))
+def test_options_of_earlier_versions_name_the_new_one(old):
+    words = old.split() if " " in old else ["match", old]
+    done = command(*words[:1], *(["stereo"] if words[0] == "evaluate" else []), words[-1], "x")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert f"{words[-1]} is called {RENAMED[old]} now" in done.stderr
+
+
+def test_an_output_that_cannot_be_written(weights):
+    os.mkdir("closed", mode=0o500)
+    options = ("match", "a.png", "b.png", "--weights", weights)
+    if os.geteuid():  # root may write everywhere
+        assert "may not be written to" in refused(*options, "--out", "closed/m.png")
+    assert "there is no directory 'none'" in refused(*options, "--out", "none/m.png")
+    assert "'a.png' is an input" in refused(*options, "--out", "a.png")
+    os.symlink("a.png", "other.png")
+    assert "'other.png' is an input" in refused(*options, "--out", "other.png")
+
+
+def test_debug_shows_where_an_error_arises():
+    result = invoke("match", "a.png", "none.png", "--debug")
+    assert result.exit_code == 2 and "Traceback" in result.stderr
+    assert result.stderr.splitlines()[-1].startswith("quadtree: cannot read none.png")
+
+
+def on_a_terminal(*options):
+    """What a command writes to a terminal."""
+    leader, follower = pty.openpty()
+    fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+    process = subprocess.Popen(
+        [sys.executable, "-c", START, *map(str, options)],
+        env=environment(QUADTREE_BACKEND="reference"),
+        stdin=follower, stdout=follower, stderr=follower,
+    )  # fmt: skip
+    os.close(follower)
+    shown = b""
+    while True:
+        try:
+            shown += os.read(leader, 4096)
+        except OSError:  # the other end is closed
+            break
+    os.close(leader)
+    assert process.wait() == 0, shown
+    return shown.decode()
+
+
+def test_many_pairs_show_progress_on_a_terminal(weights):
+    Path("pairs.txt").write_text("a.png b.png\nb.png a.png\n")
+    shown = on_a_terminal("match", "--pairs", "pairs.txt", "--save", "out", "--weights", weights)
+    assert "2/2" in shown and "pair" in shown
+    assert "2 done, 0 failed" in shown
+
+
+def test_the_first_run_says_that_it_compiles(tmp_path):
+    """With an empty cache of Numba's; a network whose attention is not compiled would be no use."""
+    pytest.importorskip("numba", reason="the cpu backend needs numba")
+    weights = tiny.write_weights("match", tmp_path / "w.safetensors")
+    cache = tmp_path / "cache"
+    options = ("match", "a.png", "b.png", "--weights", weights, "--json")
+    said = [command(*options, NUMBA_CACHE_DIR=str(cache)).stderr for _ in range(2)]
+    assert said[0].startswith("quadtree: compiling kernels") and said[1] == ""
+    shutil.rmtree(cache)
