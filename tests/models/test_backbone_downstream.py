@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("only_reference", "one_thread")
 @pytest.fixture
 def smp():
     return pytest.importorskip(
-        "segmentation_models_pytorch", reason="segmenters come with the extra 'train'"
+        "segmentation_models_pytorch", reason="it comes with the extra 'dev'"
     )
 
 

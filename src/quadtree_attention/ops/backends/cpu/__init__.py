@@ -31,9 +31,8 @@ NUMBA_INSTALLED = installed("numba")
 
 def is_compiled() -> bool:
     """True if Numba's cache on disk holds kernels, so that a first call need not compile all."""
-    import numba
-
-    folder = numba.config.CACHE_DIR or os.path.join(os.path.dirname(__file__), "kernels")
+    here = os.path.join(os.path.dirname(__file__), "kernels")
+    folder = os.environ.get("NUMBA_CACHE_DIR") or here
     return any(name.endswith(".nbi") for _, _, names in os.walk(folder) for name in names)
 
 
