@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from quadtree_attention.errors import OptionError, QuadtreeAttentionError
+from quadtree_attention.errors import QuadtreeAttentionError
 
 
 class Draw(NamedTuple):
@@ -93,19 +93,6 @@ class EpochSampler(Sampler[Draw]):
         return batches[:, self.rank].flatten().tolist()
 
 
-def sampler_of(data: Any, count: int, batch_size: int, *, shuffle: bool) -> EpochSampler:
-    """The share of this process, which the trainer of the data knows."""
-    trainer = data.trainer
-    return EpochSampler(
-        count,
-        batch_size,
-        seed=data.seed,
-        shuffle=shuffle,
-        rank=trainer.global_rank if trainer else 0,
-        world_size=trainer.world_size if trainer else 1,
-    )
-
-
 class SeededDataset(Dataset[Any]):
     """Reads samples with every generator seeded from `(seed, epoch, index)`.
 
@@ -156,38 +143,6 @@ class ResumableLoader(DataLoader[Any]):
         finished = state["batches"] >= len(self)
         self.sampler.set_epoch(state["epoch"] + finished)
         self.sampler.skip_batches = 0 if finished else state["batches"]
-
-
-def loader_of(
-    data: Any,
-    sampler: EpochSampler,
-    read: Callable[[int], Any],
-    collate: Callable[[list[Any]], Any],
-    *,
-    what: str = "training images",
-) -> ResumableLoader:
-    """Reads samples from files, in as many processes as the data have `workers`.
-
-    Args:
-        data: Has `workers` and `seed`.
-        sampler: Which samples.
-        read: Sample by index.
-        collate: Makes a batch of samples.
-        what: Samples of training, in words.
-
-    Raises:
-        OptionError: In training there is not one whole batch.
-    """
-    if sampler.shuffle and len(sampler) == 0:
-        raise OptionError(
-            f"{sampler.size} {what} do not fill one batch of {sampler.batch_size} on "
-            f"{sampler.world_size} processes; pass a smaller --data.batch_size"
-        )
-    options: dict[str, Any] = {"pin_memory": torch.cuda.is_available()}
-    if data.workers > 0:
-        options |= {"num_workers": data.workers, "persistent_workers": True}
-    dataset = SeededDataset(sampler.size, read, data.seed)
-    return ResumableLoader(dataset, sampler, collate_fn=collate, **options)
 
 
 def _own_words(error: Exception) -> str:

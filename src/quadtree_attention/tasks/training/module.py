@@ -120,9 +120,8 @@ class TaskModule(pl.LightningModule):
         if decays != sorted(decays) or any(epoch <= 0 for epoch in decays):
             raise OptionError(f"decay_epochs must be above 0 and rise, got {decays}; pass such")
         set_seed(seed_from(h["seed"]))  # the same first weights on every process
-        self.kwargs = ({} if num_classes is None else {"num_classes": num_classes}) | {
-            **(options or {})
-        }
+        self.kwargs = {} if num_classes is None else {"num_classes": num_classes}
+        self.kwargs |= options or {}
         self.model = create(model, **unsaved, **self.kwargs)
         if weights is not None:
             path = weights_path(weights, self.task.name)
@@ -162,7 +161,12 @@ class TaskModule(pl.LightningModule):
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         loss, parts = self.losses(batch)
-        self.check_loss(loss, batch_idx)
+        if batch_idx % CHECK_EVERY == 0 and not torch.isfinite(loss.detach()):
+            raise OptionError(
+                f"the loss is {loss.item()} at step {self.global_step}; training cannot go on: "
+                "lower --model.lr, clip gradients with --trainer.gradient_clip_val, or use "
+                "--trainer.precision bf16-mixed"
+            )
         self.log_mean("train/loss", loss.detach(), size_of(batch), prog_bar=True)
         for name, part in parts.items():
             self.log_mean(f"train/{name}", part.detach(), size_of(batch))
@@ -266,15 +270,6 @@ class TaskModule(pl.LightningModule):
             for name, tensor in state.items()
             if name.startswith("model.")
         }
-
-    def check_loss(self, loss: Tensor, batch_idx: int) -> None:
-        """Ends a run that cannot come to anything, with advice."""
-        if batch_idx % CHECK_EVERY == 0 and not torch.isfinite(loss.detach()):
-            raise OptionError(
-                f"the loss is {loss.item()} at step {self.global_step}; training cannot go on: "
-                "lower --model.lr, clip gradients with --trainer.gradient_clip_val, or use "
-                "--trainer.precision bf16-mixed"
-            )
 
     def log_mean(self, name: str, value: Tensor | float, count: int, **options: Any) -> None:
         """Logs the mean over an epoch and all processes."""
