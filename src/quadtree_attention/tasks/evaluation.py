@@ -106,6 +106,7 @@ def evaluate(
         data, split=split, strict=strict, **(reader or {})
     )
     skipped = list(source.skipped)
+    chosen.load("metric")(source, **(thresholds or {}))  # refuses thresholds before a network runs
     if predictions is None:
         made = chosen.load("predictor")
         predictor = made.from_pretrained(weights, **{**made.scored_with, **options})

@@ -349,32 +349,19 @@ def test_the_states_of_several_metrics_are_merged():
 # ---- mistakes
 
 
-def broken(path, content=b"no matches"):
-    path.write_bytes(content)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda d: {"predictions": d / "none"}, "there is no folder '.*none' of predictions"),
-        (lambda d: (d / "a0__a1.npz").unlink(), "for none of 2 pairs, such as a0__a1"),
-        (lambda d: broken(d / "a0__a1.npz"), "a0__a1.npz"),
-        (lambda d: broken(d / "a0__a1.npz", b""), "a0__a1.npz"),
-        (lambda d: save(d, "a0__a1", *np.full((2, 9, 2), np.nan)), "a0__a1.* finite"),
-        (lambda d: (d / "wall1.png").unlink(), "wall1.png"),
-    ],
-    ids=["folder", "none", "broken", "empty", "nan", "image"],
-)
-def test_mistakes(tmp_path, change, message):
+def test_mistakes(tmp_path):
     save_wall(tmp_path)
+    (tmp_path / "a0__a1.npz").write_bytes(b"no matches")
+    lines = pose_line(), homography_line()
+    with pytest.raises(DataError, match=r"a0__a1\.npz"):
+        scores_of(tmp_path, *lines)
+    save(tmp_path, "a0__a1", *np.full((2, 9, 2), np.nan))
+    with pytest.raises(DataError, match=r"a0__a1\.npz must hold finite points"):
+        scores_of(tmp_path, *lines)
     save_scene(tmp_path)
-    (tmp_path / "pairs.txt").write_text(f"{pose_line()}\n{homography_line()}\n")
-    changed = change(tmp_path)
-    if "none of 2" in message:
-        (tmp_path / "wall0__wall1.npz").unlink()
-    options = changed if isinstance(changed, dict) else {"predictions": tmp_path}
-    with pytest.raises(DataError, match=message):
-        evaluate("match", data=tmp_path / "pairs.txt", **options)
+    (tmp_path / "wall1.png").unlink()
+    with pytest.raises(DataError, match=r"cannot read .*wall1\.png"):
+        scores_of(tmp_path, *lines)
 
 
 @pytest.mark.parametrize(
