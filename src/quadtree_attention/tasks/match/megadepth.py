@@ -80,12 +80,7 @@ class MegaDepthData(PosedData):
         return self._read_scenes("scene_info_0.1_0.7", "train_list.txt", self.min_overlap)
 
     def official_scenes(self) -> list["MegaDepthScene"]:
-        try:
-            return self._read_scenes("scene_info_val_1500", "val_list.txt", None)
-        except DataError as error:
-            raise DataError(
-                f"{error}, or pass --data.val_scenes to hold out training ones"
-            ) from None
+        return self._read_scenes("scene_info_val_1500", "val_list.txt", None)
 
     def _read_scenes(
         self, folder: str, listed: str, min_overlap: float | None

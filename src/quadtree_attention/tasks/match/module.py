@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Training of a matcher."""
 
-import sys
 from collections.abc import Mapping
 from typing import Any, cast
 
@@ -24,7 +23,7 @@ from quadtree_attention.tasks.match.truth import (
     view_from_depth,
     view_from_flow,
 )
-from quadtree_attention.tasks.training.data import Batch
+from quadtree_attention.tasks.training.data import Batch, tell
 from quadtree_attention.tasks.training.module import TaskModule
 
 CORRECT_PIXELS = 3.0  # a match this near to the truth is right
@@ -76,11 +75,7 @@ class MatchModule(TaskModule):
 
     def on_fit_start(self) -> None:
         if self.no_poses and self.trainer.is_global_zero:
-            print(
-                f"quadtree: validation leaves out val/auc5, val/auc10 and val/auc20: "
-                f"{self.no_poses}",
-                file=sys.stderr,
-            )
+            tell(f"validation leaves out val/auc5, val/auc10 and val/auc20: {self.no_poses}")
 
     def losses(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         view0, view1 = views(batch)

@@ -162,7 +162,11 @@ class PosedData(TaskData):
                 "--data.min_overlap or --data.val_scenes"
             )
         kept = len(scenes) - self.val_scenes
-        val = scenes[kept:] or [scene for scene in self.official_scenes() if len(scene)]
+        try:
+            val = scenes[kept:] or [scene for scene in self.official_scenes() if len(scene)]
+        except DataError as error:
+            advice = "pass --data.val_scenes to hold out training ones"
+            raise DataError(f"{error}, or {advice}") from None
         # Both splits at once: the indices of a data set are large
         both: dict[Split, Any] = {"train": PosedSource(scenes[:kept]), "val": PosedSource(val)}
         self._sources = both

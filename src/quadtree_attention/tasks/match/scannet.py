@@ -83,23 +83,13 @@ class ScanNetData(PosedData):
         data = index / "scene_data"
         files = scene_files(data / "train", data / "train_list" / "scannet_all.txt")
         cameras = read_npz(index / "intrinsics.npz")
-        return [self._scene(file, frames, cameras, self.min_overlap) for file in files]
+        return [ScanNetScene(read_pairs(f, self.min_overlap), frames, cameras) for f in files]
 
     def official_scenes(self) -> list["ScanNetScene"]:
-        try:
-            index = folder_of(self.root, ("scannet_test_1500",), "the pairs to validate on")
-            frames = folder_of(self.root, ("test",), "the frames to validate on")
-        except DataError as error:
-            raise DataError(
-                f"{error}, or pass --data.val_scenes to hold out training ones"
-            ) from None
+        index = folder_of(self.root, ("scannet_test_1500",), "the pairs to validate on")
+        frames = folder_of(self.root, ("test",), "the frames to validate on")
         cameras = read_npz(index / "intrinsics.npz")
-        return [self._scene(index / "test.npz", frames, cameras, None)]
-
-    def _scene(
-        self, file: Path, frames: Path, cameras: dict[str, Array], min_overlap: float | None
-    ) -> "ScanNetScene":
-        return ScanNetScene(read_pairs(file, min_overlap), frames, cameras)
+        return [ScanNetScene(read_pairs(index / "test.npz", None), frames, cameras)]
 
 
 class ScanNetScene:
