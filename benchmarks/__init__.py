@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Speed and memory of quadtree attention next to full attention; see README.md."""
+"""Speed, memory and quality of this package beside baselines; see README.md."""

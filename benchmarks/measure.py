@@ -6,32 +6,32 @@ import gc
 import multiprocessing
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.cases import Work, prepare
-
 Call = Callable[[], object]
+Timing = dict[str, float]  # median_ms, q25_ms, q75_ms, repeats
+
 MIB = 2**20
 WARM_UP_CALLS = 3
 M_MMAP_THRESHOLD = -3  # as malloc.h has it
 MAX_REPEATS = 200
 TURNS = 8  # of calls that are timed in turns
-LONGEST_BATCH = 16  # calls in a row before the clock is looked at
+LONGEST_BATCH = 16  # calls in a row before the clock is read
 
 
 @contextmanager
 def scores_held() -> Iterator[None]:
-    """Attention as it is without a fused kernel: all scores are made and kept.
+    """Attention without a fused kernel: all scores are computed and kept.
 
-    PyTorch would take float32 for scores of half precision, which is not what networks that make
-    them by hand do.
+    PyTorch would take float32 for scores of half precision; networks that compute them by hand do
+    not.
     """
     switch = torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp
     before = torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed()
@@ -43,56 +43,30 @@ def scores_held() -> Iterator[None]:
         switch(before)
 
 
-@dataclass(frozen=True)
-class Timing:
-    """Milliseconds of one call over a number of repeats."""
-
-    median_ms: float
-    q25_ms: float
-    q75_ms: float
-    repeats: int
+# ---- time
 
 
 def measure(
-    call: Call,
-    device: str,
-    *,
-    seconds: float = 2.0,
-    max_repeats: int = MAX_REPEATS,
-    graph: bool = False,
-) -> Timing:
-    """Times a call.
+    *calls: Call, device: str, seconds: float = 2.0, max_repeats: int = MAX_REPEATS
+) -> list[Timing]:
+    """Times calls; several are interleaved.
+
+    The time of work on the host drifts by a factor of two within minutes; interleaved calls see the
+    same drift.
 
     Args:
-        call: What is timed. It must not change its inputs.
+        *calls: What is timed. They must not change their inputs.
         device: "cpu" or "cuda".
-        seconds: Time for the repeats, after the warm-up. A call that takes longer is timed once.
+        seconds: Time for the repeats of each, after the warm-up. A longer call is timed once.
         max_repeats: No more repeats than this, however short the call.
-        graph: Whether to capture the call into a CUDA graph and time replays of that.
-    """
-    if graph:
-        call = capture(call)
-    _warm_up(call, seconds)
-    return summarise(_times(call, device, seconds, max_repeats))
-
-
-def measure_in_turns(calls: Sequence[Call], device: str, *, seconds: float) -> list[Timing]:
-    """Times calls that are compared with each other, a part of each at a time.
-
-    So all of them see the same moods of the machine: work of the host takes twice as long at one
-    moment as at another.
-
-    Args:
-        calls: What is timed.
-        device: "cpu" or "cuda".
-        seconds: Time for the repeats of each, after the warm-up.
     """
     for call in calls:
         _warm_up(call, seconds)
+    turns = 1 if len(calls) == 1 else TURNS
     times: list[list[float]] = [[] for _ in calls]
-    for _ in range(TURNS):
+    for _ in range(turns):
         for call, found in zip(calls, times, strict=True):
-            found += _times(call, device, seconds / TURNS, MAX_REPEATS // TURNS)
+            found += _times(call, device, seconds / turns, max_repeats // turns)
     return [summarise(found) for found in times]
 
 
@@ -108,43 +82,10 @@ def _times(call: Call, device: str, seconds: float, max_repeats: int) -> list[fl
 
 
 def summarise(times: list[float]) -> Timing:
-    """Median and quartiles of a list of milliseconds."""
+    """Median and quartiles of milliseconds."""
     quartiles = torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64)
     q25, median, q75 = torch.tensor(times, dtype=torch.float64).quantile(quartiles).tolist()
-    return Timing(median, q25, q75, len(times))
-
-
-def capture(call: Call) -> Call:
-    """The call as replays of a CUDA graph; gradients inside it are captured with it."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):  # kernels are compiled and libraries set up outside the capture
-        for _ in range(WARM_UP_CALLS):
-            call()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-
-    def replay() -> Call:
-        graph.replay()
-        return call  # which so stays, with all that the graph reads
-
-    return replay
-
-
-def use_threads(threads: int) -> None:
-    """Lets torch, and Numba if it is imported after this, use that many CPU threads."""
-    os.environ["NUMBA_NUM_THREADS"] = str(threads)
-    torch.set_num_threads(threads)
-
-
-def peak_mib(work: Work, call: Call, threads: int) -> float | None:
-    """Most memory that one call held beyond its inputs, its result included.
-
-    None where the system does not tell.
-    """
-    return cuda_peak_mib(call) if work.device == "cuda" else _cpu_peak_mib(work, threads)
+    return {"median_ms": median, "q25_ms": q25, "q75_ms": q75, "repeats": len(times)}
 
 
 def _warm_up(call: Call, seconds: float) -> None:
@@ -166,7 +107,7 @@ def _cpu_times(call: Call, repeats: int) -> list[float]:
 
 
 def _cuda_times(call: Call, repeats: int) -> list[float]:
-    """Times on the device's own clock; the host runs ahead, as it does in a model."""
+    """Times by CUDA events; the host runs ahead, as it does in a model."""
     pairs = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
     torch.cuda.synchronize()
     for begin, end in pairs:
@@ -177,15 +118,44 @@ def _cuda_times(call: Call, repeats: int) -> list[float]:
     return [begin.elapsed_time(end) for begin, end in pairs]
 
 
+def capture(call: Call) -> Call:
+    """The call as replays of a CUDA graph; gradients inside it are captured with it."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):  # kernels are compiled and libraries set up outside the capture
+        for _ in range(WARM_UP_CALLS):
+            call()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+
+    def replay() -> Call:
+        graph.replay()
+        return call  # keeps it alive, with all that the graph reads
+
+    return replay
+
+
+# ---- memory
+
+
+def release_memory(device: str) -> None:
+    """Frees what an earlier row has left."""
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()
+
+
 def cuda_peak_mib(call: Call, before: int | None = None) -> float:
-    """Most memory that one call held beyond what was there before it.
+    """Peak memory of one call beyond what was allocated before it.
 
     Args:
         call: What is called.
-        before: Bytes that were there before what counts; None: before the call itself. Of a
+        before: Bytes that were allocated before what counts; None: before the call itself. Of a
             training step, model and optimizer count, too.
     """
-    call()  # what libraries keep for good is no part of a call, the optimizer's state is made here
+    call()  # libraries keep memory for good, and the optimizer makes its state
     torch.cuda.synchronize()
     gc.collect()
     torch.cuda.reset_peak_memory_stats()
@@ -195,37 +165,52 @@ def cuda_peak_mib(call: Call, before: int | None = None) -> float:
     return (torch.cuda.max_memory_allocated() - before) / MIB
 
 
-def _cpu_peak_mib(work: Work, threads: int) -> float | None:
-    # The growth of the resident set counts memory of every library, not torch's alone; a fresh
-    # process has no freed blocks that a call could fill unseen. It repeats to about 1 MiB.
+def in_fresh_process(function: Callable[..., Any], *args: Any, threads: int) -> Any:
+    """The result of a function in a new process, without freed blocks that a call could reuse."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        return pool.submit(_resident_growth_mib, work, threads).result()
+        return pool.submit(_fresh, function, args, threads).result()
 
 
-def _resident_growth_mib(work: Work, threads: int) -> float | None:
+def _fresh(function: Callable[..., Any], args: tuple[Any, ...], threads: int) -> Any:
+    return_memory_when_freed()
+    use_threads(threads)
+    return function(*args)
+
+
+def resident_peak_mib(call: Call) -> float | None:
+    """Growth of the peak resident memory in one call, of all libraries; it repeats to about 1 MiB.
+
+    None where the system does not tell.
+    """
     if not Path("/proc/self/status").exists():
         return None
-    _return_memory_when_freed()
-    use_threads(threads)
-    side = 2**work.case.num_levels
-    prepare(replace(work, case=replace(work.case, batch=1, grid=(side, side))))[0]()  # warm-up
-    call, _ = prepare(work)
     gc.collect()
     with suppress(OSError):  # where it is not allowed, growth counts from the highest peak so far
-        Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from here
-    before = _peak_resident_mib()
+        reset_resident_peak()
+    before = peak_resident_mib()
     call()
-    return max(0.0, _peak_resident_mib() - before)
+    return max(0.0, peak_resident_mib() - before)
 
 
-def _return_memory_when_freed() -> None:
-    """Keeps glibc from hoarding freed blocks, of which there are more or fewer by chance."""
+def reset_resident_peak() -> None:
+    """Lets the peak start again from what is resident now."""
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def peak_resident_mib() -> float:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    peak = next(line for line in lines if line.startswith("VmHWM:"))
+    return int(peak.split()[1]) / 1024
+
+
+def return_memory_when_freed() -> None:
+    """Keeps glibc from caching freed blocks, whose number varies."""
     set_option = getattr(ctypes.CDLL(None), "mallopt", None)
     if set_option is not None:
         set_option(M_MMAP_THRESHOLD, 64 * 1024)
 
 
-def _peak_resident_mib() -> float:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    peak = next(line for line in lines if line.startswith("VmHWM:"))
-    return int(peak.split()[1]) / 1024
+def use_threads(threads: int) -> None:
+    """Lets torch, and Numba if it is imported after this, use that many CPU threads."""
+    os.environ["NUMBA_NUM_THREADS"] = str(threads)
+    torch.set_num_threads(threads)

@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fixtures of the benchmark programs' tests."""
 
+import json
 import os
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,3 +17,58 @@ def from_root(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT))
     path = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
     monkeypatch.setenv("PYTHONPATH", path)
+
+
+def command(*arguments: Any) -> int:
+    """Runs a command of `python -m benchmarks`; returns the exit code."""
+    from benchmarks.__main__ import main
+
+    words = [arguments[0].split(), arguments[1:]] if arguments else []
+    return main([str(word) for part in words for word in part])
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: Any) -> str:
+    """The one line with which a command ends, with exit code 2."""
+    try:
+        code = command(*arguments)
+    except SystemExit as stop:
+        code = stop.code
+    said = capsys.readouterr().err
+    assert code == 2 and said.startswith("python -m benchmarks") and said.count("\n") == 1
+    return said
+
+
+def read(path: Path) -> dict[str, Any]:
+    """A result file, checked."""
+    from benchmarks.result import check
+
+    result = json.loads(path.read_text())
+    check(result)
+    return result
+
+
+def run_of(**settings: Any) -> dict[str, Any]:
+    """What a result says about a command."""
+    return {
+        "date": "2030-01-02T03:04:05+00:00", "command": "python -m benchmarks speed x",
+        "commit": "0123456789abcdef",
+        "machine": {"device": "cuda", "device_name": "NVIDIA X", "cpu": "Y", "cores": 8,
+                    "threads": 1, "load": 0.5},
+        "versions": {"python": "3.12.0", "torch": "2.11.0", "cuda": None}, "settings": settings,
+    }  # fmt: skip
+
+
+def result_of(kind: str, *rows: dict[str, Any], **settings: Any) -> dict[str, Any]:
+    """A checked result with one run."""
+    from benchmarks.result import check
+
+    rows = [{"run": 0} | row for row in rows]
+    runs = [run_of(**settings)]
+    result = {"schema": 2, "kind": kind, "complete": True, "runs": runs, "rows": rows}
+    check(result)
+    return json.loads(json.dumps(result))
+
+
+def times(ms: float, mib: float | None = 1.5) -> dict[str, Any]:
+    """Values of a row that was timed."""
+    return {"median_ms": ms, "q25_ms": ms, "q75_ms": ms, "repeats": 3, "peak_mib": mib}

@@ -1,39 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
 """Memory and time from sizes, against what was measured."""
 
-import json
 from math import prod
 
 import pytest
 import torch
 
-from benchmarks.cases import Case, find_cases
+from benchmarks.result import read_all
+from benchmarks.speed.ops import KNOWN, Case
 from quadtree_attention import plan, quadtree_attention
 from quadtree_attention.ops import cost
 from quadtree_attention.ops.cost import saved_bytes
 from quadtree_attention.ops.plan import describe_problem
-from tests.conftest import ROOT
 
-RESULTS = sorted((ROOT / "benchmarks/results").glob("*.json"))
 IMPLEMENTATIONS = ("quadtree", "sdpa")
 DRAW = 1.1  # measured times that differ by less than this factor have no winner
 
 
 def measured_pairs():
     """Rows (quadtree, sdpa) of the committed results that belong together."""
-    for path in RESULTS:
-        result = json.loads(path.read_text())
-        if "kind" in result:  # models, not calls of attention
-            continue
+    for result in read_all("speed/ops").values():
+        device = result["runs"][0]["machine"]["device"]
+        variant = result["runs"][0]["settings"]["variant"]
         found = {}
-        for row in result["rows"]:
+        for row in (row["case"] | row.get("values", {}) for row in result["rows"]):
             if row["implementation"] in IMPLEMENTATIONS and "median_ms" in row:
                 key = (row["case"], row["dtype"], row["pass"], row["mode"])
                 found.setdefault(key, {})[row["implementation"]] = row
         for key, rows in found.items():
             if len(rows) == len(IMPLEMENTATIONS):
-                name = "-".join([result["device"], *key])
-                yield pytest.param(result["device"], result["variant"], rows, id=name)
+                yield pytest.param(device, variant, rows, id="-".join([device, *key]))
 
 
 def has_winner(rows):
@@ -65,7 +61,7 @@ def plan_of(case: Case, dtype: str, device: str, variant: str):
 
 
 def planned(device, variant, rows):
-    (case,) = find_cases(rows["sdpa"]["case"])
+    case = KNOWN[rows["sdpa"]["case"]]
     return plan_of(case, rows["sdpa"]["dtype"], device, variant)
 
 

@@ -6,7 +6,9 @@ import json
 import numpy as np
 import pytest
 
-from benchmarks.matching import DATA, DEFAULT, main
+from benchmarks.__main__ import main
+from benchmarks.quality import DEFAULT
+from benchmarks.quality.matching import DATA
 from quadtree_attention.tasks import Matcher
 from tests.conftest import ROOT
 
@@ -57,9 +59,9 @@ def test_black_images_match_nothing(matcher):
 @pytest.mark.slow
 @pytest.mark.skipif(not DATA.is_dir(), reason="no pairs at ../shared/data/matching")
 def test_ahead_of_sift_on_indoor_pairs_far_apart(tmp_path):
-    assert main(["--sets", "scannet", "--out", str(tmp_path / "scores.json")]) == 0
-    result = json.loads((tmp_path / "scores.json").read_text())
-    rows = {row["method"]: row for row in result["rows"]}
+    out = tmp_path / "scores.json"
+    assert main(["quality", "matching", "--sets", "scannet", "--out", str(out)]) == 0
+    rows = {row["case"]["method"]: row["values"] for row in json.loads(out.read_text())["rows"]}
     for estimator in ("opencv", "poselib"):
         ours, sift = (rows[name]["estimators"][estimator] for name in (DEFAULT, "SIFT"))
         assert ours["auc"]["20"] > 25

@@ -8,7 +8,8 @@ import torch
 
 pytest.importorskip("cv2", reason="checking pairs needs the extra 'models'")
 
-from benchmarks.stereo import DATA, main
+from benchmarks.__main__ import main
+from benchmarks.quality.stereo import DATA
 from quadtree_attention.synthetic import ProceduralTextures, StereoOptions, stereo_pairs
 from quadtree_attention.tasks.stereo.metrics import scores
 from quadtree_attention.tasks.stereo.predictor import StereoMatcher
@@ -46,18 +47,19 @@ def test_disparities_of_the_example():
 
 
 def test_swapped_views_are_told():
-    found = StereoMatcher(size=256)(IMAGES / "stereo_right.jpg", IMAGES / "stereo_left.jpg")
+    found = StereoMatcher.from_pretrained(size=256)(
+        IMAGES / "stereo_right.jpg", IMAGES / "stereo_left.jpg"
+    )
     assert any("swapped" in said for said in found.warnings)
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not DATA.is_dir(), reason="no pairs at ../shared/data/stereo")
 def test_less_wrong_than_semi_global_matching(tmp_path):
-    assert main(["--out", str(tmp_path / "scores.json")]) == 0
-    result = json.loads((tmp_path / "scores.json").read_text())
-    ours, theirs = (
-        next(row["mean"] for row in result["rows"] if row["method"] == method)
-        for method in ("quadtree", "SGBM")
-    )
+    out = tmp_path / "scores.json"
+    assert main(["quality", "stereo", "--out", str(out)]) == 0
+    rows = json.loads(out.read_text())["rows"]
+    means = {row["case"]["method"]: row["values"]["mean"] for row in rows}
+    ours, theirs = means["quadtree"], means["SGBM"]
     for score in ("epe_all", "d1_all", "bad3_all"):
         assert ours[score] < theirs[score], score

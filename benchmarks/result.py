@@ -1,0 +1,503 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Result files: one schema, its checker and its writer.
+
+    {"schema": 2, "kind": "speed/detectors", "complete": true,
+     "runs": [{"date", "command", "commit", "machine", "versions", "settings"}],
+     "rows": [{"run": 0, "case": {...}, "values": {...}, "details": {...}},
+              {"run": 0, "case": {...}, "error": "out of memory"}]}
+
+A run is one command; a file that grows over several commands has several. `case` says what was
+measured, `values` what was found; long lists, such as histories, are `details`. A row without a
+result says why: `error`, or `skipped`. Rows of a comparison by training are of several kinds, and
+name theirs: `kind`.
+"""
+
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import shlex
+import subprocess
+from argparse import Namespace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from quadtree_attention.files import make_folder, write_whole
+
+SCHEMA = 2
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+OUT_OF_MEMORY = "out of memory"
+LARGEST_UNEXPLAINED = 0.05  # deviation from a published figure
+FOLDERS = ("data", "textures", "work", "weights")  # options that hold a folder of this machine
+
+Row = dict[str, Any]
+Result = dict[str, Any]
+
+_FLAT = re.compile(r'[\[{](?:[^"\[\]{}]|"(?:[^"\\]|\\.)*")*[\]}]')  # nothing nested, in JSON
+_PATH = re.compile(r"(?<![\w:/.])(?:/[\w.+@-]+)+/?")
+
+
+class ResultFileError(ValueError):
+    """A file that is no result, or a result of another kind."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What rows of a kind hold.
+
+    A specification is a type, a tuple of choices, a list with the specification of all elements, or
+    a dict of specifications; a key that ends with "?" may be missing.
+
+    Attributes:
+        case: What was measured.
+        values: What was found. A row with an error may hold a part of it.
+        details: Lists that tables do not show as they are.
+        settings: What all rows of a command share.
+        check: Checks of a row beyond its types.
+    """
+
+    case: Mapping[str, Any]
+    values: Mapping[str, Any]
+    details: Mapping[str, Any] = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    check: Callable[[Row, str], None] | None = None
+
+
+# ---- kinds
+
+TASKS = ("classification", "backbone")
+PASSES = ("forward", "training")
+STAGES = ("CNN", "transformer", "coarse matching", "fine")  # of the matcher
+THRESHOLDS = {"pose": ("5", "10", "20"), "homography": ("3", "5", "10")}  # degrees, pixels
+STEREO_SCORES = (
+    *(f"{name}_{region}" for region in ("noc", "all")
+      for name in ("epe", "bad1", "bad2", "bad3", "d1")),
+    "occlusion_iou", "occlusion_iou_both",
+)  # fmt: skip
+FIGURES = ("code_params", "params_m", "gmacs", "score")  # what may be published of a model
+
+_TIMES = {
+    "median_ms": float, "q25_ms": float, "q75_ms": float, "repeats": int, "peak_mib": float | None,
+}  # fmt: skip
+_COUNTS = {"params": int, "macs": int, "attention_macs": int}
+_ESTIMATOR = {"auc": dict, "median": float | None, "failed": int}
+_MATCHES = {
+    "truth": tuple(THRESHOLDS), "pairs": int, "missing": int, "matches": float, "precision": float,
+    "median_seconds": float, "estimators": {"opencv": _ESTIMATOR, "poselib": _ESTIMATOR},
+}  # fmt: skip
+_ERRORS = {"opencv": float | None, "poselib": float | None}
+_SCORES = dict.fromkeys(STEREO_SCORES, float | None)
+_STEP = {"batch": int, "precision": str, "image?": [int]}
+
+
+def deviation(values: Mapping[str, Any], name: str) -> float | None:
+    """How far our count is above the published one, as a part of that; None for a score."""
+    whole = values.get("detector", values)
+    counted = {
+        "code_params": values["params"],
+        "params_m": whole["params"] / 1e6,
+        "gmacs": whole["macs"] / 1e9,
+    }
+    return counted[name] / values["published"][name]["value"] - 1 if name in counted else None
+
+
+def _check_counts(row: Row, where: str) -> None:
+    for name in row["values"]["published"]:
+        far = abs(deviation(row["values"], name) or 0) > LARGEST_UNEXPLAINED
+        if far and row["values"]["note"] is None:
+            raise ValueError(f"{where}.published.{name} is far from ours: a note must say why")
+
+
+def _check_matches(row: Row, where: str) -> None:
+    values, details = row["values"], row["details"]
+    areas = dict.fromkeys(THRESHOLDS[values["truth"]], float)
+    for name, score in values["estimators"].items():
+        check_value(score["auc"], areas, f"{where}.{name}.auc")
+    for name, pairs in details.get("errors", {"pairs": details.get("pairs", [])}).items():
+        _check_length(len(pairs), values["pairs"], f"{where}.details.{name}", "pairs")
+
+
+def _check_stereo(row: Row, where: str) -> None:
+    _check_length(len(row["details"]["pairs"]), row["values"]["pairs"], f"{where}.details", "pairs")
+
+
+def _check_history(row: Row, where: str) -> None:
+    history, epochs = row["details"]["history"], row["case"]["epochs"]
+    told = history.get("epoch", [])
+    if told[-1:] != [epochs]:
+        raise ValueError(f"{where}.history ends with epoch {told[-1:]} of {epochs}")
+    for name, column in history.items():
+        _check_length(len(column), len(told), f"{where}.history.{name}", "epochs")
+
+
+def _check_length(found: int, expected: int, where: str, what: str) -> None:
+    if found != expected:
+        raise ValueError(f"{where} has {found} {what} of {expected}")
+
+
+KINDS: dict[str, Kind] = {
+    "speed/ops": Kind(
+        case={"case": str, "implementation": str, "dtype": str,
+              "pass": ("forward", "forward+backward"), "mode": str},
+        values={"backend": str | None, **_TIMES},
+        settings={"variant": ("A", "B", "C")},
+    ),
+    "speed/counts": Kind(
+        case={"task": TASKS, "model": str},
+        values={"baseline": str | None, "image": [int], "topk": int | None, **_COUNTS,
+                "detector?": {"params": int, "macs": int, "published_image?": [int],
+                              "macs_at_published_image?": int},
+                "published": {f"{name}?": {"value": int | float, "source": str}
+                              for name in FIGURES},
+                "note": str | None},
+        check=_check_counts,
+    ),
+    "speed/backbones": Kind(
+        case={"task": TASKS, "model": str, "baseline": str | None, "images": [int],
+              "pass": PASSES, "mode": str, "precision": str},
+        values=_TIMES,
+    ),
+    "speed/detectors": Kind(
+        case={"model": str, "attention": str, "part": ("network", "detector"), "image": [int],
+              "batch": int, "precision": str, "mode": str},
+        values=_TIMES,
+    ),
+    "speed/matchers": Kind(
+        case={"model": str, "attention": str, "image": [int], "matches": int, "precision": str},
+        values={**_TIMES, "stages_ms": dict.fromkeys((*STAGES, "attention"), float),
+                "stages_mib?": dict.fromkeys(STAGES, float)},
+        settings={"memory_gib": float | None},
+    ),
+    "speed/stereo": Kind(
+        case={"network": str, "image": [int], "pass": PASSES, "precision": str},
+        values={**_COUNTS, **_TIMES},
+    ),
+    "speed/scenes": Kind(
+        case={"part": str},
+        values={**_TIMES, "host_ms?": float, "pairs_per_second?": float},
+        settings={"size": [int], "batch": int, "samples": int, "plain": bool},
+    ),
+    "quality/matching": Kind(
+        case={"set": str, "method": str},
+        values=_MATCHES,
+        details={"settings": dict, "pairs": [{"name": str, "matches": int, "precision": float,
+                                              "errors": _ERRORS}]},
+        settings={"methods": dict},
+        check=_check_matches,
+    ),
+    "quality/stereo": Kind(
+        case={"method": str},
+        values={"pairs": int, "median_seconds": float, "mean": _SCORES},
+        details={"pairs": [{"name": str, "scores": _SCORES, "seconds": float}]},
+        settings={"methods": dict},
+        check=_check_stereo,
+    ),
+    # rows of the files of `training`
+    "training/run": Kind(
+        case={"recipe": str, "seed": int, "epochs": int, "fingerprint": str, "data": str | None},
+        values={"seconds": float, "beside": int, "final": dict, "best": dict},
+        details={"history": dict, "weights?": {"sha256": str, "bytes": int, "epoch": int}},
+        settings={"seeds": [int], "extra": [str]},
+        check=_check_history,
+    ),
+    "training/step": Kind(
+        case={"recipe": str},
+        values={"params": int, "macs?": int, **_TIMES},
+        settings=_STEP,
+    ),
+    "training/memory": Kind(case={"recipe": str}, values={"peak_mib": float}, settings=_STEP),
+    "training/score": Kind(
+        case={"recipe": str, "seed": int | None, "weights": str | None, "set": str},
+        values=_MATCHES,
+        details={"errors": {"opencv": [float | None], "poselib": [float | None]}},
+        settings={"size": int, "synthetic": {"pairs": int, "seed": int, "height": int,
+                                             "width": int, "textures": str | None}},
+        check=_check_matches,
+    ),
+}  # fmt: skip
+ROW_KINDS = ("run", "step", "memory", "score")  # of "training/NAME"
+
+
+def suites(group: str) -> list[str]:
+    """The suites of a group, "speed" or "quality"."""
+    return [kind.removeprefix(f"{group}/") for kind in KINDS if kind.startswith(f"{group}/")]
+
+
+# ---- checking
+
+_MACHINE = {
+    "device": str, "device_name": str, "cpu": str, "cores": int | None, "threads": int,
+    "load": float | None,
+}  # fmt: skip
+_RUN = {
+    "date": str, "command": str, "commit": str | None, "machine": _MACHINE, "versions": dict,
+    "settings": dict,
+}  # fmt: skip
+_RESULT = {"schema": int, "kind": str, "complete": bool, "runs": [_RUN], "rows": [dict]}
+
+
+def check(result: Any, kind: str | None = None) -> None:
+    """Checks a result, of a kind if that is given.
+
+    Raises:
+        ValueError: A key is missing or unknown, or a value is not of its type.
+    """
+    if isinstance(result, dict) and result.get("schema") != SCHEMA:
+        raise ValueError(f"schema is {result.get('schema')!r}, this version reads {SCHEMA}")
+    check_value(result, _RESULT, "result")
+    if kind is not None and result["kind"] != kind:
+        raise ValueError(f"kind is {result['kind']!r}, expected {kind!r}")
+    if result["kind"] not in KINDS and not result["kind"].startswith("training/"):
+        raise ValueError(f"kind is {result['kind']!r}, expected one of {', '.join(KINDS)}")
+    for i, row in enumerate(result["rows"]):
+        _check_row(result, row, f"rows[{i}]")
+
+
+def _check_row(result: Result, row: Row, where: str) -> None:
+    kind = _kind_of(result, row, where)
+    check_value(row.get("case"), kind.case, f"{where}.case")
+    if not isinstance(row.get("run"), int) or not 0 <= row["run"] < len(result["runs"]):
+        raise ValueError(f"{where}.run must be one of {len(result['runs'])} runs, got {row}")
+    settings = result["runs"][row["run"]]["settings"]
+    check_value(settings, kind.settings, f"runs[{row['run']}].settings")
+    if outcome := [key for key in ("error", "skipped") if key in row]:
+        check_value(row[outcome[0]], str, f"{where}.{outcome[0]}")
+        values = row.get("values", {})
+        part = {key: value for key, value in kind.values.items() if key.rstrip("?") in values}
+        check_value(values, part, f"{where}.values")
+        return
+    check_value(row.get("values"), kind.values, f"{where}.values")
+    check_value(row.get("details", {}), kind.details, f"{where}.details")
+    if kind.check is not None:
+        kind.check(row, where)
+
+
+def _kind_of(result: Result, row: Row, where: str) -> Kind:
+    if result["kind"] in KINDS:
+        return KINDS[result["kind"]]
+    check_value(row.get("kind"), ROW_KINDS, f"{where}.kind")
+    return KINDS[f"training/{row['kind']}"]
+
+
+def check_value(value: Any, spec: Any, where: str) -> None:
+    """Raises `ValueError` if a value is not as a specification says; see `Kind`."""
+    if isinstance(spec, Mapping):
+        known = {key.rstrip("?") for key in spec}
+        needed = {key for key in spec if not key.endswith("?")}
+        if not isinstance(value, dict) or not needed <= value.keys() <= known:
+            got = list(value) if isinstance(value, dict) else value
+            raise ValueError(f"{where} must have the keys {sorted(known)}, got {got}")
+        for key, inner in spec.items():
+            if key.rstrip("?") in value:
+                check_value(value[key.rstrip("?")], inner, f"{where}.{key.rstrip('?')}")
+    elif isinstance(spec, list):
+        check_value(value, list, where)
+        for i, element in enumerate(value):
+            check_value(element, spec[0], f"{where}[{i}]")
+    elif isinstance(spec, tuple):
+        if value not in spec:
+            raise ValueError(f"{where} is {value!r}, expected one of {spec}")
+    elif not isinstance(value, spec):
+        name = getattr(spec, "__name__", spec)
+        raise ValueError(f"{where} must be {name}, got {value!r}")
+
+
+# ---- files
+
+
+def path_of(kind: str, device: str) -> Path:
+    """Where results of a kind go by default."""
+    return RESULTS / f"{kind}--{slug(device)}.json"
+
+
+def slug(text: str) -> str:
+    """A name for a file: lower case, words joined by "-"."""
+    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
+
+
+def read(path: Path, kind: str | None = None) -> Result:
+    """A checked result file.
+
+    Raises:
+        ResultFileError: It is something else.
+    """
+    try:
+        result = json.loads(path.read_text())
+        check(result, kind)
+    except ValueError as error:
+        raise ResultFileError(f"{path} is not a result file: {error}") from error
+    return result
+
+
+def read_all(kind: str, folder: Path | None = None) -> dict[str, Result]:
+    """All result files of a kind, by their paths in the folder without the suffix."""
+    folder = folder or RESULTS
+    paths = sorted(folder.glob(f"{kind}--*.json")) + sorted(folder.glob(f"{kind}.json"))
+    return {str(path.relative_to(folder).with_suffix("")): read(path, kind) for path in paths}
+
+
+class ResultFile:
+    """A result file that is written again with every change.
+
+    Args:
+        path: Of the file.
+        kind: Of the result.
+        grows: Whether it keeps what earlier commands have found. It is then read again before every
+            change, so that commands may take turns. Otherwise rows are collected in `path` with
+            ".partial" appended until the result is complete.
+    """
+
+    def __init__(self, path: Path, kind: str, *, grows: bool = False) -> None:
+        self.path, self.kind, self.grows = path, kind, grows
+        self.run: Result = {}
+        self._fresh: Result = self._empty()
+        self.read()  # a file of another kind is refused before any work
+
+    def _empty(self) -> Result:
+        return {"schema": SCHEMA, "kind": self.kind, "complete": True, "runs": [], "rows": []}
+
+    def begin(self, run: Result) -> None:
+        """Rows that are added from now on are of this run."""
+        self.run = run
+
+    def read(self) -> Result:
+        """The content so far."""
+        if not self.grows:
+            return self._fresh
+        return read(self.path, self.kind) if self.path.exists() else self._empty()
+
+    def add(self, *rows: Row, complete: bool = True) -> None:
+        """Appends rows of this run."""
+        self.change(lambda before: [*before, *rows], complete=complete)
+
+    def change(self, edit: Callable[[list[Row]], list[Row]], *, complete: bool = True) -> None:
+        """Replaces the rows; those without a run are of this one. Runs without rows are removed."""
+        result = self.read()
+        runs = [*result["runs"], *([] if self.run in result["runs"] else [self.run])]
+        rows = [{"run": runs.index(self.run)} | row for row in edit(result["rows"])]
+        used = sorted({row["run"] for row in rows})
+        result |= {"complete": complete, "runs": [runs[i] for i in used]}
+        result["rows"] = [row | {"run": used.index(row["run"])} for row in rows]
+        check(result, self.kind)
+        make_folder(self.path.parent)
+        partial = self.path.with_name(f"{self.path.name}.partial")
+        path = self.path if complete or self.grows else partial
+        write_whole(path, dumps(result).encode())
+        if path == self.path:
+            partial.unlink(missing_ok=True)
+        self._fresh = result
+
+
+def dumps(value: Any) -> str:
+    """JSON in which every dict and every list without others inside is on one line."""
+    text = json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False)
+    lines = _FLAT.sub(lambda match: re.sub(r"\n *", "", match[0].replace(",\n", ", \n")), text)
+    return f"{lines}\n"
+
+
+# ---- what a result says about a command
+
+
+def describe(
+    argv: Sequence[str], options: Namespace, *, libraries: Iterable[str] = (), **settings: Any
+) -> Result:
+    """A run: how, when and where a command was run.
+
+    Args:
+        argv: Arguments of the command.
+        options: As parsed, with `device` and `threads`.
+        libraries: Distributions whose versions matter.
+        **settings: What all rows share.
+    """
+    import torch
+
+    import quadtree_attention
+
+    arguments = (_portable(argument, options) for argument in argv)
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": shlex.join(["python", "-m", "benchmarks", *arguments]),
+        "commit": git_commit(),
+        "machine": {
+            "device": options.device,
+            "device_name": device_name(options.device),
+            "cpu": cpu_name(),
+            "cores": os.cpu_count(),
+            "threads": options.threads,
+            "load": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
+        },
+        "versions": {
+            "python": platform.python_version(),
+            "torch": str(torch.__version__),
+            "cuda": torch.version.cuda if options.device == "cuda" else None,
+            "triton": version_of("triton"),
+            "numba": version_of("numba"),
+            "quadtree_attention": quadtree_attention.__version__,
+            **{name: version_of(name) for name in libraries},
+        },
+        "settings": settings,
+    }
+
+
+def _portable(argument: str, options: Namespace) -> str:
+    """An argument without paths of this machine: folders by their last name."""
+    flag, equals, value = argument.rpartition("=") if argument[:2] == "--" else ("", "", argument)
+    folders = [str(getattr(options, name, None)) for name in FOLDERS]
+    if value in folders:
+        value = Path(value).resolve().name
+    elif Path(value).is_absolute() and Path(value).is_relative_to(ROOT):
+        value = str(Path(value).relative_to(ROOT))
+    return flag + equals + hide_paths(value)
+
+
+def hide_paths(text: str) -> str:
+    """The text with the last names of absolute paths in their place."""
+    return _PATH.sub(lambda match: Path(match[0]).name, text)
+
+
+def device_name(device: str) -> str:
+    """What the device calls itself."""
+    import torch
+
+    return torch.cuda.get_device_name() if device == "cuda" else cpu_name()
+
+
+def cpu_name() -> str:
+    """The model of the CPU, or its architecture."""
+    try:
+        names = re.findall(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(), re.M)
+    except OSError:
+        names = []
+    return names[0].strip() if names else platform.processor() or platform.machine()
+
+
+def git_commit() -> str | None:
+    """The commit of this checkout, with "-dirty" if files differ from it; None if unknown."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return run.stdout.strip() or None
+
+
+def version_of(name: str) -> str | None:
+    """Version of a distribution, None if it is not installed."""
+    if name == "opencv":  # several distributions provide it
+        import cv2
+
+        return str(cv2.__version__)
+    try:
+        return importlib.metadata.version(name.replace("_", "-"))
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def one_line_of(error: BaseException) -> str:
+    """Type and message of an error in one line."""
+    return f"{type(error).__name__}: {error}".splitlines()[0][:500]

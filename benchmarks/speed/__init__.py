@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Suites of time and memory: `python -m benchmarks speed SUITE`.
+
+A suite is a module of this package with the name of its kind. It has
+
+- `add_options(parser)`: options beyond `--device`, `--seconds-per-row`, `--threads` and `--out`;
+- `plan(options) -> [[Work]]`: what to measure; one list is timed in turns;
+- `prepare(work) -> call`: the call to time; or, where values are not those of one timed call,
+  `measure_row(work, options) -> values`.
+
+And, where it is not as for the others: `check_options(parser, options)`, `settings(options)`,
+`values(work) -> values` beside the times, `peak(work, options)` on a CPU, `SECONDS` per row, and
+`LIBRARIES` whose versions are noted.
+"""
+
+import importlib
+import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from benchmarks.measure import capture, cuda_peak_mib, measure, release_memory, use_threads
+from benchmarks.options import add_machine, add_out, check_place
+from benchmarks.result import OUT_OF_MEMORY, ResultFile, Row, describe, one_line_of
+from benchmarks.tables import views
+from benchmarks.tables.table import name_of, number, outcome_of
+from quadtree_attention.tasks.predictor import out_of_memory
+
+
+@dataclass(frozen=True)
+class Work:
+    """One call to measure.
+
+    Attributes:
+        case: What the row of the result says about it.
+        device: "cpu" or "cuda".
+        more: What else `prepare` has to know.
+    """
+
+    case: dict[str, Any]
+    device: str
+    more: dict[str, Any] = field(default_factory=dict)
+
+    def __getitem__(self, key: str) -> Any:
+        return self.case[key]
+
+
+class SkippedError(Exception):
+    """Raised by a suite for work that is not to be measured; says why."""
+
+
+def set_up(parser: ArgumentParser, name: str) -> None:
+    """Gives the parser of a suite its options, and what to do with them."""
+    suite = importlib.import_module(f"benchmarks.speed.{name}")
+    parser.description = suite.__doc__
+    add_machine(parser, seconds=getattr(suite, "SECONDS", 2.0))
+    suite.add_options(parser)
+    add_out(parser, f"speed/{name}")
+
+    def check(options: Namespace) -> None:
+        getattr(suite, "check_options", lambda *_: None)(parser, options)
+        check_place(parser, options, f"speed/{name}")
+
+    parser.set_defaults(run=lambda options, argv: run(suite, options, argv), check_options=check)
+
+
+def run(suite: ModuleType, options: Namespace, argv: Sequence[str]) -> int:
+    """Measures one list of works after the other, and writes what there is after each."""
+    use_threads(options.threads)
+    kind = suite.__name__.removeprefix("benchmarks.").replace(".", "/")
+    file, planned = ResultFile(options.out, kind), suite.plan(options)
+    settings = getattr(suite, "settings", lambda _: {})(options)
+    file.begin(describe(argv, options, libraries=getattr(suite, "LIBRARIES", ()), **settings))
+    for done, works in enumerate(planned, start=1):
+        rows = measured(suite, works, options)
+        release_memory(options.device)
+        file.add(*rows, complete=done == len(planned))
+        for row in rows:
+            print(f"[{done}/{len(planned)}] {one_line(row)}", file=sys.stderr, flush=True)
+    print(views.text(file.read()))
+    print(f"\nwritten: {options.out}")
+    return 0
+
+
+def measured(suite: ModuleType, works: Sequence[Work], options: Namespace) -> list[Row]:
+    """Measures rows in turns; one that fails says so instead."""
+    rows: list[Row] = [{"case": work.case} for work in works]
+    calls = []
+    if any("compile" in work.case.get("mode", "") for work in works):
+        torch._dynamo.reset()  # once: it would discard what this list has compiled
+    for row, work in zip(rows, works, strict=True):
+        try:
+            row["values"] = dict(getattr(suite, "values", lambda _: {})(work))
+            if hasattr(suite, "measure_row"):
+                row["values"] |= suite.measure_row(work, options)
+                continue
+            call = suite.prepare(work)
+            row["values"]["peak_mib"] = _peak(suite, work, call, options)
+            graph = "graph" in work.case.get("mode", "")
+            calls.append((row, capture(call) if graph else call))
+        except Exception as error:  # whatever happens to one row, the others are still wanted
+            _fail(row, error)
+    if not calls:
+        return rows
+    try:
+        timed = [call for _, call in calls]
+        timings = measure(*timed, device=options.device, seconds=options.seconds_per_row)
+        for (row, _), timing in zip(calls, timings, strict=True):
+            row["values"] |= timing
+    except Exception as error:  # in the call of one row, after which none has all its turns
+        for row, _ in calls:
+            _fail(row, error)
+    return rows
+
+
+def _peak(suite: ModuleType, work: Work, call: Any, options: Namespace) -> float | None:
+    if work.device == "cuda":
+        return cuda_peak_mib(call)
+    return suite.peak(work, options) if hasattr(suite, "peak") else None
+
+
+def _fail(row: Row, error: Exception) -> None:
+    """Puts the reason in the place of times; counts stay."""
+    row.get("values", {}).pop("peak_mib", None)
+    if not row.get("values"):
+        row.pop("values", None)
+    if isinstance(error, SkippedError):
+        row["skipped"] = str(error)
+    else:
+        row["error"] = OUT_OF_MEMORY if out_of_memory(error) else one_line_of(error)
+
+
+def one_line(row: Row) -> str:
+    """A row in one line."""
+    name, values = name_of(row["case"], " "), row.get("values", {})
+    if "error" in row or "skipped" in row:
+        return f"{name}: {outcome_of(row)}"
+    counted = f"{number(values['macs'] / 1e9)} GMACs" if "macs" in values else ""
+    keys = (("median_ms", "ms"), ("peak_mib", "MiB"))
+    times = [f"{number(values[key])} {unit}" for key, unit in keys if key in values]
+    return f"{name}: {', '.join(filter(None, [counted, *times]))}"

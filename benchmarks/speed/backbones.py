@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Time and memory of whole backbones beside those they replace, forward and in training.
+
+A training step is forward, loss and the gradients of all parameters, without an optimizer.
+"""
+
+from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
+from typing import Any
+
+import timm
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import quadtree_attention.models.backbone  # noqa: F401  registers our models with timm
+from benchmarks.measure import Call
+from benchmarks.options import at_least_one, list_of
+from benchmarks.result import PASSES, TASKS
+from benchmarks.speed import Work
+
+# What each model of ours replaces: the same layout with another attention.
+BASELINES = {
+    **{f"quadtree_{a}_b{size}": f"pvt_v2_b{size}" for a in "ab" for size in range(5)},
+    "swin_tiny_quadtree_b": "swin_tiny_patch4_window7_224",
+}
+MODELS = (*BASELINES, *dict.fromkeys(BASELINES.values()))
+TEST_MODEL = "test_quadtree"
+DEFAULT = (
+    "quadtree_b_b0,pvt_v2_b0,quadtree_b_b2,pvt_v2_b2,swin_tiny_quadtree_b,"
+    "swin_tiny_patch4_window7_224"
+)
+TOPK = {"classification": 8, "backbone": 32}
+IMAGE = {"classification": (224, 224), "backbone": (800, 1344)}
+MODES = ("eager", "graph", "compile", "compile+graph")
+CLASSES = 1000
+SEED = 0
+SECONDS = 0.5
+LIBRARIES = ("timm",)
+
+
+def add_models(parser: ArgumentParser, default: str) -> None:
+    known = (*MODELS, TEST_MODEL)
+    parser.add_argument("--models", type=list_of(known), default=default,
+                        help=f"of {', '.join(known)}")  # fmt: skip
+
+
+def add_options(parser: ArgumentParser) -> None:
+    add = parser.add_argument
+    add_models(parser, DEFAULT)
+    add("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    add("--precision", choices=("usual", "cast", "autocast"), default="usual",
+        help="how bfloat16 is reached: the model cast to it, autocast around float32 weights, or "
+        "what is usual: cast for forward, autocast for training")  # fmt: skip
+    add("--modes", type=list_of(MODES), default="graph" if torch.cuda.is_available() else "eager")
+    add("--tasks", type=list_of(TASKS), default=",".join(TASKS))
+    add("--passes", type=list_of(PASSES), default=",".join(PASSES))
+    add("--batch", type=at_least_one, default=64, help="images per call; backbones take one")
+
+
+def plan(options: Namespace) -> list[list[Work]]:
+    """Every call to time; those that are compared with each other are adjacent."""
+    return [
+        [Work({
+            "task": task, "model": model, "baseline": BASELINES.get(model),
+            "images": [options.batch if task == TASKS[0] else 1, 3, *IMAGE[task]],
+            "pass": name, "mode": mode, "precision": _precision(options, name),
+        }, options.device)]
+        for task in options.tasks
+        for name in options.passes
+        for mode in options.modes
+        for model in options.models
+    ]  # fmt: skip
+
+
+def _precision(options: Namespace, name: str) -> str:
+    usual = "autocast" if name == PASSES[1] else "cast"
+    how = usual if options.precision == "usual" else options.precision
+    autocast = options.dtype != "float32" and how == "autocast"
+    return f"{options.dtype} autocast" if autocast else options.dtype
+
+
+def prepare(work: Work) -> Call:
+    """The call to time, on a model and images that exist already."""
+    dtype_name, _, autocast = work["precision"].partition(" ")
+    dtype = getattr(torch, dtype_name)
+    stored = torch.float32 if autocast else dtype
+    training = work["pass"] == PASSES[1]
+    model: Any = build(work["model"], work["task"], work["images"][2:])
+    model = model.to(work.device, stored).train(training)
+    random = torch.Generator().manual_seed(SEED)
+    images = torch.randn(work["images"], generator=random).to(work.device, stored)
+    labels = torch.randint(CLASSES, (len(images),), generator=random).to(work.device)
+    parameters = list(model.parameters())
+    if "compile" in work["mode"]:
+        model = torch.compile(model, dynamic=False)
+
+    def forward() -> Any:
+        with torch.autocast(work.device, dtype, enabled=bool(autocast)):
+            return model(images)
+
+    def inference() -> Any:
+        with torch.no_grad():
+            return forward()
+
+    def train() -> tuple[Tensor | None, ...]:
+        return torch.autograd.grad(_loss(forward(), labels), parameters, allow_unused=True)
+
+    return train if training else inference
+
+
+def build(name: str, task: str, image: Sequence[int], **options: Any) -> nn.Module:
+    """A model with random weights: a classifier, or a backbone that returns four maps.
+
+    Args:
+        name: Name in timm's registry.
+        task: "classification" or "backbone".
+        image: Rows and columns of the images it will be given.
+        **options: Passed on to timm.
+    """
+    torch.manual_seed(SEED)
+    if is_ours(name):
+        options = {"topk": TOPK[task]} | options
+    if task == "backbone":
+        options["features_only"] = True
+        if name.startswith(("quadtree_b_", TEST_MODEL)):
+            options.setdefault("value_act", "relu")  # only a learned value pyramid has one
+        elif name.startswith("swin") and not is_ours(name):
+            options["img_size"] = tuple(image)
+    return timm.create_model(name, **options)
+
+
+def is_ours(name: str) -> bool:
+    """Whether it is a model of this package."""
+    return name in BASELINES or name == TEST_MODEL
+
+
+def _loss(result: Tensor | Sequence[Tensor], labels: Tensor) -> Tensor:
+    """A loss that reaches all of the result, at almost no cost."""
+    if isinstance(result, Tensor):
+        return F.cross_entropy(result.float(), labels)
+    return torch.stack([x.float().square().mean() for x in result]).sum()

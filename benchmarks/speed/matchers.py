@@ -1,0 +1,235 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the matcher costs on large images, stage by stage, with one attention or another.
+
+Weights are fresh and images are noise: all that depends on them is the number of matches, so a
+fixed number of random ones goes to the fine stage instead of those found.
+"""
+
+import statistics
+import time
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from benchmarks.measure import (
+    MIB,
+    Call,
+    in_fresh_process,
+    measure,
+    peak_resident_mib,
+    release_memory,
+    reset_resident_peak,
+)
+from benchmarks.options import at_least_one, list_of, positive, sizes
+from benchmarks.result import STAGES
+from benchmarks.speed import Work
+from benchmarks.speed.stereo import PRECISIONS
+from quadtree_attention import models
+from quadtree_attention.models.parts.coarse_matching import CoarseMatches
+from quadtree_attention.models.parts.context_attention import ATTENTIONS
+
+IMAGES = {"cuda": "640x480,1024x1024,2048x2048", "cpu": "640x480"}
+DEFAULT = "loftr_quadtree_small,loftr_quadtree_indoor"
+SMALL = [64, 64]  # image of the call before that whose memory is measured
+SEED = 0
+
+
+def add_options(parser: ArgumentParser) -> None:
+    add = parser.add_argument
+    add(
+        "--models",
+        type=list_of(models.names("match")),
+        default=DEFAULT,
+        help=f"matchers whose attention is exchanged, of {', '.join(models.names('match'))}",
+    )
+    add("--attentions", type=list_of(list(ATTENTIONS)), default="quadtree_b,linear,full")
+    add(
+        "--images",
+        type=sizes,
+        help="WIDTHxHEIGHT, several with commas; default: "
+        f"{IMAGES['cuda']} on a GPU, {IMAGES['cpu']} on a CPU",
+    )
+    add("--matches", type=at_least_one, default=2000, help="that go to the fine stage")
+    add(
+        "--precisions",
+        type=list_of(list(PRECISIONS)),
+        default="float32",
+        help=f"of {', '.join(PRECISIONS)}",
+    )
+    add("--memory", type=positive, metavar="GIB", help="let torch have no more of the GPU")
+
+
+def check_options(parser: ArgumentParser, options: Namespace) -> None:
+    if options.device == "cpu" and options.memory is not None:
+        parser.error("argument --memory: only the memory of a GPU can be limited; leave it out")
+    options.images = options.images or sizes(IMAGES[options.device])
+
+
+def settings(options: Namespace) -> dict[str, Any]:
+    return {"memory_gib": options.memory}
+
+
+def plan(options: Namespace) -> list[list[Work]]:
+    """Every call to measure; those that are compared with each other are adjacent."""
+    if options.memory is not None:
+        whole = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, options.memory * 2**30 / whole))
+    return [
+        [Work({"model": model, "attention": attention, "image": image, "matches": options.matches,
+               "precision": precision}, options.device)]
+        for image in options.images
+        for model in options.models
+        for precision in options.precisions
+        for attention in options.attentions
+    ]  # fmt: skip
+
+
+def measure_row(work: Work, options: Namespace) -> dict[str, Any]:
+    """Memory and time of the whole call and of its stages."""
+    if work.device == "cuda":
+        memory = peaks(work)
+    else:
+        memory = in_fresh_process(peaks, work, threads=options.threads)
+    return times(work, options.seconds_per_row) | memory
+
+
+def prepare(work: Work) -> tuple[Any, Call]:
+    """A matcher, and the call to measure."""
+    torch.manual_seed(SEED)
+    model = models.create(work["model"], attention=work["attention"]).to(work.device).eval()
+    width, height = work["image"]
+    noise = torch.rand(2, 1, 1, height, width).to(work.device)
+    data = {"image0": noise[0], "image1": noise[1]}
+    cells = -(-width // 8) * -(-height // 8)
+    drawn = torch.randint(cells, (2, work["matches"])).to(work.device)
+    fixed = CoarseMatches(torch.zeros_like(drawn[0]), *drawn, drawn[0].float())
+    model.coarse_matching.register_forward_hook(lambda *_: fixed)
+    dtype = PRECISIONS[work["precision"]]
+
+    def call() -> object:
+        with torch.inference_mode(), torch.autocast(work.device, dtype, enabled=dtype is not None):
+            return model(data)
+
+    return model, call
+
+
+def times(work: Work, seconds: float) -> dict[str, Any]:
+    """Times of the whole call, and the median of every stage."""
+    model, call = prepare(work)
+    clock = Clock(work.device)
+    attentions = [layer.attn for layer in model.coarse_transformer.layers]
+    watch(_stages(model) | {"attention": attentions}, clock.begin, clock.end)
+
+    def timed() -> object:
+        clock.calls.append({})
+        return call()
+
+    (timing,) = measure(timed, device=work.device, seconds=seconds)
+    return timing | {"stages_ms": clock.medians(int(timing["repeats"]))}
+
+
+def peaks(work: Work) -> dict[str, Any]:
+    """Peak memory of a call and of each of its stages, model and images included.
+
+    No stages, and None, where the system does not tell.
+    """
+    try:
+        prepare(replace(work, case=work.case | {"image": SMALL}))[1]()  # libraries keep memory
+        release_memory(work.device)
+        memory = Memory(work.device)
+        model, call = prepare(work)
+        watch(_stages(model), memory.begin, memory.end)
+        call()
+    except OSError:
+        return {"peak_mib": None}
+    return {"peak_mib": memory.whole(), "stages_mib": memory.stages}
+
+
+def _stages(model: Any) -> dict[str, Sequence[nn.Module]]:
+    fine = [model.fine_windows, model.fine_transformer]
+    modules = [[model.backbone], [model.coarse_transformer], [model.coarse_matching], fine]
+    return dict(zip(STAGES, modules, strict=True))
+
+
+def watch(
+    stages: Mapping[str, Sequence[nn.Module]],
+    begin: Callable[[str], None],
+    end: Callable[[str], None],
+) -> None:
+    """Calls both whenever a module of a stage begins or ends."""
+    for stage, modules in stages.items():
+        for module in modules:
+            module.register_forward_pre_hook(lambda *_, stage=stage: begin(stage))
+            module.register_forward_hook(lambda *_, stage=stage: end(stage))
+
+
+class Clock:
+    """When stages began and ended, call by call; does not synchronize a GPU."""
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+        self.calls: list[dict[str, list[Any]]] = []
+
+    def begin(self, stage: str) -> None:
+        self.calls[-1].setdefault(stage, []).append(self._now())
+
+    def end(self, stage: str) -> None:
+        self.calls[-1][stage].append(self._now())
+
+    def medians(self, repeats: int) -> dict[str, float]:
+        """Milliseconds of every stage, from the last calls."""
+        calls = self.calls[-repeats:]
+        return {
+            stage: statistics.median(self._milliseconds(call[stage]) for call in calls)
+            for stage in calls[0]
+        }
+
+    def _now(self) -> Any:
+        if self.device == "cpu":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _milliseconds(self, marks: list[Any]) -> float:
+        pairs = list(zip(marks[::2], marks[1::2], strict=True))
+        if self.device == "cpu":
+            return sum((end - begin) * 1e3 for begin, end in pairs)
+        return sum(begin.elapsed_time(end) for begin, end in pairs)
+
+
+class Memory:
+    """The most memory held in each stage, in MiB beyond what was there at first."""
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+        self.stages: dict[str, float] = {}
+        self._reset()
+        self._before = self._peak()
+        self._between = 0.0  # the most held where no stage was running
+
+    def begin(self, stage: str) -> None:
+        self._between = max(self._between, self._peak() - self._before)
+        self._reset()
+
+    def end(self, stage: str) -> None:
+        self.stages[stage] = max(self.stages.get(stage, 0.0), self._peak() - self._before)
+
+    def whole(self) -> float:
+        """The most held at any time so far."""
+        return max(self._between, self._peak() - self._before, *self.stages.values())
+
+    def _reset(self) -> None:
+        if self.device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        else:
+            reset_resident_peak()
+
+    def _peak(self) -> float:
+        if self.device == "cuda":
+            return torch.cuda.max_memory_allocated() / MIB
+        return peak_resident_mib()

@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Quadtree attention beside full attention on the same maps, forward and backward."""
+
+import math
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks.measure import Call, in_fresh_process, measure, resident_peak_mib
+from benchmarks.options import list_of, positive
+from benchmarks.speed import SkippedError, Work
+from benchmarks.tables.table import number
+from quadtree_attention import available_backends, quadtree_attention
+from quadtree_attention.ops.backends import BACKENDS
+
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+PASSES = ("forward", "forward+backward")
+SEED = 0
+
+
+@dataclass(frozen=True)
+class Case:
+    """One problem size: self attention on a map of `grid` tokens.
+
+    Attributes:
+        name: What the command line and the results call it.
+        batch: Maps per call.
+        heads: Attention heads.
+        head_dim: Channels per head.
+        grid: Rows and columns of the map.
+        num_levels: Levels of the pyramid.
+        topk: Cells kept per query: one number, or one per level that selects, coarse -> fine.
+    """
+
+    name: str
+    batch: int
+    heads: int
+    head_dim: int
+    grid: tuple[int, int]
+    num_levels: int
+    topk: int | tuple[int, ...]
+
+
+CASES = (
+    Case("det_b0_s1", 1, 1, 32, (200, 336), 4, 32),
+    Case("det_b2_s1", 1, 1, 64, (200, 336), 4, 32),
+    Case("det_b2_s2", 1, 2, 64, (100, 168), 3, 32),
+    Case("cls_b2_s1", 64, 1, 64, (56, 56), 4, 8),
+    Case("loftr_640x480", 2, 8, 32, (60, 80), 3, (32, 16)),
+    Case("loftr_1024", 2, 8, 32, (128, 128), 3, (32, 16)),
+    Case("hires_512", 1, 1, 64, (512, 512), 4, 8),
+)
+# One more level for each doubling of the side: the coarsest map is always 16 x 16.
+GROWTH = tuple(
+    Case(f"growth_{16 << level}", 1, 1, 64, (16 << level, 16 << level), level + 1, 8)
+    for level in range(2, 7)
+)
+TINY = Case("tiny", 1, 2, 16, (9, 14), 3, 4)  # for tests only
+KNOWN = {case.name: case for case in (*CASES, *GROWTH, TINY)}
+CALIBRATION = GROWTH[0]
+_calibrated: dict[tuple[str, ...], float] = {}
+
+
+def find_cases(names: str) -> tuple[Case, ...]:
+    """The cases of a comma-separated list of names, or of the suite "all" or "growth"."""
+    if names in ("all", "growth"):
+        return CASES if names == "all" else GROWTH
+    for name in names.split(","):
+        if name not in KNOWN:
+            known = ", ".join(KNOWN)
+            raise ArgumentTypeError(f"unknown case {name!r}; known: all, growth, {known}")
+    return tuple(KNOWN[name] for name in dict.fromkeys(names.split(",")))
+
+
+def implementations() -> list[str]:
+    """Every implementation that can be asked for."""
+    return ["quadtree", *(f"quadtree:{b.name}" for b in BACKENDS), "reference", "sdpa"]
+
+
+def add_options(parser: ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--cases", type=find_cases, default="all", help="all, growth, or names with commas")
+    add("--implementations", type=list_of(implementations()), default="quadtree,reference,sdpa",
+        help="quadtree[:backend], reference, sdpa")  # fmt: skip
+    add("--dtypes", type=list_of(DTYPES), default="float32,bfloat16")
+    add("--passes", type=list_of(PASSES), default=",".join(PASSES))
+    add("--variant", choices=("A", "B"), default="B")
+    add("--modes", type=list_of(("eager", "graph")), default="eager", help="graph: CUDA graph")
+    add("--max-estimated-seconds", type=positive, default=60.0, help="skip slower calls")
+
+
+def settings(options: Namespace) -> dict[str, Any]:
+    return {"variant": options.variant}
+
+
+def plan(options: Namespace) -> list[list[Work]]:
+    """Every row to measure, one at a time; those that are compared with each other are adjacent."""
+    more = {"variant": options.variant, "limit": options.max_estimated_seconds}
+    return [
+        [Work({"case": case.name, "implementation": implementation, "dtype": dtype, "pass": name,
+               "mode": mode}, options.device, more)]
+        for case in options.cases
+        for dtype in options.dtypes
+        for name in options.passes
+        for mode in options.modes
+        for implementation in options.implementations
+    ]  # fmt: skip
+
+
+def prepare(work: Work) -> Call:
+    """The call to measure, on inputs that exist already."""
+    expected, limit = estimate(work), work.more["limit"]
+    if expected > limit:
+        raise SkippedError(f"estimated {number(expected)} s for one run, limit {limit:g} s")
+    return call_of(work, KNOWN[work["case"]])
+
+
+def values(work: Work) -> dict[str, Any]:
+    return {"backend": backend_of(work, KNOWN[work["case"]])}
+
+
+def call_of(work: Work, case: Case) -> Call:
+    """The call on a problem size."""
+    q, k, v, grad = _inputs(work, case)
+    attend: Callable[..., Tensor] = F.scaled_dot_product_attention
+    if work["implementation"] == "sdpa":  # (B, H, W, N, D) -> (B, N, T, D)
+        q, k, v, grad = (x.flatten(1, 2).transpose(1, 2).contiguous() for x in (q, k, v, grad))
+    else:
+        backend = backend_of(work, case)
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return quadtree_attention(q, k, v, backend=backend, **_options(work, case))
+
+    backward = work["pass"] == PASSES[1]
+    q, k, v = (x.requires_grad_(backward) for x in (q, k, v))
+
+    def forward() -> Tensor:
+        with torch.no_grad():
+            return attend(q, k, v)
+
+    def forward_and_backward() -> tuple[Tensor, ...]:
+        return torch.autograd.grad(attend(q, k, v), (q, k, v), grad)
+
+    return forward_and_backward if backward else forward
+
+
+def backend_of(work: Work, case: Case) -> str | None:
+    """The backend that runs; for "auto" the one it takes, so that the record is certain."""
+    name = work["implementation"].removeprefix("quadtree").removeprefix(":")
+    if name:
+        return None if name == "sdpa" else name
+    found = available_backends(*_inputs(work, case)[:3], **_options(work, case))
+    return next(backend for backend, reasons in found.items() if not reasons)
+
+
+def _options(work: Work, case: Case) -> dict[str, Any]:
+    return {"num_levels": case.num_levels, "topk": case.topk, "variant": work.more["variant"]}
+
+
+def _inputs(work: Work, case: Case) -> list[Tensor]:
+    """q, k, v and the gradient of the result, (B, H, W, N, D) each."""
+    size = (case.batch, *case.grid, case.heads, case.head_dim)
+    random = torch.Generator().manual_seed(SEED)  # on the CPU: the same numbers on every device
+    dtype = getattr(torch, work["dtype"])
+    return [torch.randn(size, generator=random).to(work.device, dtype) for _ in range(4)]
+
+
+def peak(work: Work, options: Namespace) -> float | None:
+    """Peak memory on a CPU."""
+    return in_fresh_process(_peak, work, KNOWN[work["case"]], threads=options.threads)
+
+
+def _peak(work: Work, case: Case) -> float | None:
+    side = 2**case.num_levels
+    call_of(work, replace(case, batch=1, grid=(side, side)))()  # warm-up
+    return resident_peak_mib(call_of(work, case))
+
+
+def estimate(work: Work) -> float:
+    """Seconds that one call may take, from its FLOPs and the time of a small case."""
+    name = work["implementation"]
+    key = (name, work["dtype"], work["pass"], work.more["variant"])
+    if key not in _calibrated:
+        call = call_of(work, CALIBRATION)
+        (timing,) = measure(call, device=work.device, seconds=0.1, max_repeats=10)
+        _calibrated[key] = timing["median_ms"] / 1e3
+    return _calibrated[key] * flops(KNOWN[work["case"]], name) / flops(CALIBRATION, name)
+
+
+def flops(case: Case, implementation: str) -> int:
+    """Floating-point operations of the two matrix products of one forward pass."""
+    pairs = math.prod(case.grid) ** 2 if implementation == "sdpa" else _quadtree_pairs(case)
+    return 4 * case.batch * case.heads * case.head_dim * pairs
+
+
+def _quadtree_pairs(case: Case) -> int:
+    """Pairs of a query and a candidate, summed over the levels."""
+    selecting = case.num_levels - 1
+    topk = (case.topk,) * selecting if isinstance(case.topk, int) else case.topk
+    cells = [
+        math.prod(math.ceil(side / 2 ** (selecting - level)) for side in case.grid)
+        for level in range(case.num_levels)
+    ]
+    candidates = cells[0]
+    pairs = cells[0] * candidates
+    for count, kept in zip(cells[1:], topk, strict=True):
+        candidates = 4 * min(kept, candidates)
+        pairs += count * candidates
+    return pairs

@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a stereo network costs with full and with quadtree attention: work, time and memory.
+
+Weights are fresh and images are noise: nothing that is measured depends on them. `explicit-*` holds
+all scores of a layer, as STTR's own code does; `full-*` is PyTorch's fused attention.
+"""
+
+import sys
+from argparse import ArgumentParser, Namespace
+from contextlib import ExitStack
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from benchmarks.measure import Call, scores_held
+from benchmarks.options import list_of, sizes
+from benchmarks.result import PASSES
+from benchmarks.speed import Work
+from benchmarks.speed.counts import is_attention
+from quadtree_attention import models, use_backend
+from quadtree_attention.tasks.stereo.losses import stereo_losses
+
+PRECISIONS = {"float32": None, "bfloat16 autocast": torch.bfloat16}
+NETWORKS = {
+    f"{name}-{stride}": {"attention": attention, "stride": stride}
+    for stride in (3, 2)
+    for name, attention in (("explicit", "full"), ("full", "full"), ("quadtree", "quadtree_b"))
+}
+SEED = 0
+
+
+def add_options(parser: ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--networks", type=list_of(list(NETWORKS)), default=",".join(NETWORKS))
+    add("--images", type=sizes, default="960x540", help="WIDTHxHEIGHT, several with commas")
+    add("--large", type=sizes, default="1920x1080", help="the same, forward only")
+    add("--passes", type=list_of(PASSES), default=",".join(PASSES))
+    add("--precisions", type=list_of(list(PRECISIONS)), default="float32",
+        help=f"of {', '.join(PRECISIONS)}")  # fmt: skip
+
+
+def plan(options: Namespace) -> list[list[Work]]:
+    """Every call to measure; those that are compared with each other are adjacent."""
+    return [
+        [Work({"network": network, "image": image, "pass": name, "precision": precision},
+              options.device)]
+        for images, passes in ((options.images, options.passes), (options.large, PASSES[:1]))
+        for image in images
+        for name in passes
+        for precision in options.precisions
+        for network in options.networks
+    ]  # fmt: skip
+
+
+def values(work: Work) -> dict[str, int]:
+    return count(work["network"], *work["image"])
+
+
+@cache
+def count(network: str, width: int, height: int) -> dict[str, int]:
+    """Parameters and multiply-accumulates of one pair, forward; shapes only are computed."""
+    # all rows at once: nothing is held in memory
+    options: dict[str, Any] = {**NETWORKS[network], "max_entries": sys.maxsize}
+    if options["attention"] != "full":  # the reference has no formula
+        options["backend"] = "cpu"
+    model = models.create("sttr", **options).eval()
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        views = {f"image{i}": torch.zeros(1, 3, height, width) for i in range(2)}
+        # As plain matrix products, full attention is counted whatever kernel would run it.
+        kernel = sdpa_kernel(SDPBackend.MATH)
+        plain = use_backend("reference")  # of Sinkhorn: sums of exponentials, as on a GPU
+        with torch.no_grad(), kernel, plain, FlopCounterMode(display=False) as counter:
+            model(views)
+    counts = counter.get_flop_counts()
+    layers = [counts[name] for name in counts if name.endswith(("self_attn", "cross_attn"))]
+    attention = sum(n for layer in layers for op, n in layer.items() if is_attention(op))
+    return {
+        "params": sum(parameter.numel() for parameter in model.parameters()),
+        "macs": sum(counts["Global"].values()) // 2,
+        "attention_macs": attention // 2,
+    }
+
+
+def prepare(work: Work) -> Call:
+    """The call to measure, on a network and images that exist already."""
+    torch.manual_seed(SEED)
+    training = work["pass"] == PASSES[1]
+    model = models.create("sttr", **NETWORKS[work["network"]]).to(work.device).train(training)
+    batch = noise(*work["image"], work.device)
+    parameters = list(model.parameters())
+    dtype = PRECISIONS[work["precision"]]
+
+    def settings() -> ExitStack:
+        stack = ExitStack()
+        stack.enter_context(torch.autocast(work.device, dtype, enabled=dtype is not None))
+        if work["network"].startswith("explicit"):
+            stack.enter_context(scores_held())
+        return stack
+
+    def inference() -> object:
+        with torch.inference_mode(), settings():
+            return model(batch).disparity
+
+    def train() -> object:
+        with settings():
+            output = model(batch, true_disparity=batch["disparity0"])
+            losses = stereo_losses(output, batch, model.at_cells, model.max_disparity)
+            loss = torch.stack(list(losses.values())).sum()
+        return torch.autograd.grad(loss, parameters, allow_unused=True)
+
+    return train if training else inference
+
+
+def noise(width: int, height: int, device: str) -> dict[str, Tensor]:
+    """A pair as `tasks.stereo` gives it to a network."""
+    occluded = torch.rand(1, height, width, device=device) < 0.1
+    return {
+        "image0": torch.rand(1, 3, height, width, device=device),
+        "image1": torch.rand(1, 3, height, width, device=device),
+        "disparity0": torch.rand(1, height, width, device=device) * width / 8,
+        "known0": torch.ones_like(occluded),
+        "visible0": ~occluded,
+        "occluded0": occluded,
+    }

@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A table of rows of results: a `View` says which rows make a line, and what its columns show."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import reduce
+from typing import Any
+
+from benchmarks.result import OUT_OF_MEMORY, Row
+
+Value = str | Callable[[Row], Any]
+
+
+def number(value: float | None) -> str:
+    """About three digits, never an exponent."""
+    if value is None:
+        return "-"
+    digits = 0 if value >= 100 else 1 if value >= 10 else 2 if value >= 0.1 else 3
+    return f"{value:.{digits}f}"
+
+
+def scaled(unit: float) -> Callable[[float], str]:
+    """A format in a unit of its own."""
+    return lambda value: number(value / unit)
+
+
+def fixed(digits: int) -> Callable[[float], str]:
+    """A format with so many digits after the point."""
+    return lambda value: f"{value:.{digits}f}"
+
+
+def times(value: float) -> str:
+    """A multiple."""
+    return f"{number(value)}x"
+
+
+def size(image: Sequence[int]) -> str:
+    """(width, height) of an image."""
+    return "x".join(map(str, image))
+
+
+def shape(sides: Sequence[int]) -> str:
+    """Of a tensor, or (height, width)."""
+    return " x ".join(map(str, sides))
+
+
+def spread(row: Row) -> str | None:
+    """Quartiles of a time."""
+    values = row.get("values", {})
+    if "median_ms" not in values:
+        return None
+    return f"{number(values['q25_ms'])} - {number(values['q75_ms'])}"
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column.
+
+    Attributes:
+        heading: In the first line.
+        value: What is shown: a path in a row, such as "values.median_ms", or a function of it.
+        format: Makes text of it; what is None becomes "-".
+        of: Entries of the case that the row has, where a line joins several rows.
+        relative: Entries of the case of the row that the value is divided by, or a function that
+            gives them; None: not divided.
+        inverse: That row's value is divided by this one's instead.
+        outcome: Shows why there is no value.
+        words: Is text; rows of a line that agree show it once.
+    """
+
+    heading: str
+    value: Value
+    format: Callable[[Any], str] = number
+    of: Mapping[str, Any] = field(default_factory=dict)
+    relative: Mapping[str, Any] | Callable[[Row], Mapping[str, Any]] | None = None
+    inverse: bool = False
+    outcome: bool = False
+    words: bool = False
+
+    def text(self, row: Row | None, rows: Sequence[Row]) -> str:
+        """The cell of a row among others."""
+        if row is None:
+            return "-"
+        if self.outcome and "error" in row:
+            return OUT_OF_MEMORY if row["error"] == OUT_OF_MEMORY else "failed"
+        value = _get(row, self.value)
+        if self.relative is not None:
+            entries = self.relative(row) if callable(self.relative) else self.relative
+            other = find(rows, row["case"] | entries)
+            base = None if other is None or other is row else _get(other, self.value)
+            value = None if not (value and base) else base / value if self.inverse else value / base
+        return "-" if value is None else self.format(value)
+
+
+def word(heading: str, value: Value, format: Callable[[Any], str] = str) -> Column:  # noqa: A002
+    """A column of text."""
+    return Column(heading, value, format, words=True)
+
+
+@dataclass(frozen=True)
+class View:
+    """A table.
+
+    Attributes:
+        columns: From left to right, or a function of the rows that gives them.
+        title: Above it.
+        by: Keys of the case that the rows of a line share; None: a line for every row.
+        each: A key of the case and its values: a cell shows a number for each of them.
+        rows: Makes the rows of the table from those of a result.
+        notes: Makes lines below it from its rows.
+    """
+
+    columns: Sequence[Column] | Callable[[Sequence[Row]], Sequence[Column]]
+    title: str | None = None
+    by: Sequence[str] | None = None
+    each: tuple[str, Sequence[str]] | None = None
+    rows: Callable[[Sequence[Row]], Sequence[Row]] = lambda rows: rows
+    notes: Callable[[Sequence[Row]], Sequence[str]] = lambda rows: ()
+
+    def markdown(self, rows: Sequence[Row]) -> list[str]:
+        """Lines for a page; none without rows."""
+        rows = self.rows(rows)
+        if not rows:
+            return []
+        columns = self._columns(rows)
+        lines = [f"#### {self.title}", ""] if self.title else []
+        lines += [_line([column.heading for column in columns])]
+        lines += [_line(["---" if column.words else "---:" for column in columns])]
+        lines += [_line(cells) for cells in self._cells(columns, rows)]
+        notes = self.notes(rows)
+        return [*lines, "", *notes] if notes else lines
+
+    def text(self, rows: Sequence[Row]) -> str:
+        """The same, aligned for a terminal."""
+        rows = self.rows(rows)
+        columns = self._columns(rows)
+        lines = [[column.heading for column in columns], *self._cells(columns, rows)]
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        table = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in lines]
+        return "\n".join([*([self.title] if self.title else []), *table])
+
+    def _columns(self, rows: Sequence[Row]) -> Sequence[Column]:
+        return self.columns(rows) if callable(self.columns) else self.columns
+
+    def _cells(self, columns: Sequence[Column], rows: Sequence[Row]) -> list[list[str]]:
+        lines: dict[Any, list[Row]] = {}
+        for i, row in enumerate(rows):
+            key = i if self.by is None else str([row["case"][name] for name in self.by])
+            lines.setdefault(key, []).append(row)
+        return [[self._cell(column, mine, rows) for column in columns] for mine in lines.values()]
+
+    def _cell(self, column: Column, mine: Sequence[Row], rows: Sequence[Row]) -> str:
+        cases: list[dict[str, Any]] = [{}]
+        if self.each is not None:
+            cases = [{self.each[0]: value} for value in self.each[1]]
+        found = [find(mine, {**column.of, **case}) for case in cases]
+        texts = [column.text(row, rows) for row in found if row is not None or not column.words]
+        return " / ".join(dict.fromkeys(texts) if column.words else texts)
+
+
+def find(rows: Sequence[Row], case: Mapping[str, Any]) -> Row | None:
+    """The first row whose case has these entries."""
+    return next((row for row in rows if case.items() <= row["case"].items()), None)
+
+
+def name_of(case: Mapping[str, Any], separator: str = ", ") -> str:
+    """What was measured, in words."""
+    texts = (size(value) if isinstance(value, list) else value for value in case.values())
+    return separator.join(str(text) for text in texts if text is not None)
+
+
+def outcome_of(row: Row) -> str:
+    """Why a row has no values."""
+    return f"skipped: {row['skipped']}" if "skipped" in row else f"failed: {row['error']}"
+
+
+def _get(row: Row, value: Value) -> Any:
+    if callable(value):
+        return value(row)
+    return reduce(lambda found, key: (found or {}).get(key), value.split("."), row)
+
+
+def _line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"

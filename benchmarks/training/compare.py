@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attentions compared by training in one network, from the variants of a recipe.
+
+`train`: several runs at once; repeat the command until all are there.
+`measure`: speed and memory of a training step, and parameters.
+`evaluate`: scores of weights on scenes kept aside and on real pairs, on a CPU (match-attentions).
+`figures`: the pictures of the page in docs/results.
+"""
+
+import shlex
+import time
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from benchmarks import options as shared
+from benchmarks.result import RESULTS, ROOT, ResultFile, ResultFileError, describe, read
+from benchmarks.training import scores, steps
+from benchmarks.training.comparison import Comparison, comparisons
+from benchmarks.training.runs import Job, Trainer, exits_when_terminated, find_recipes, tell
+from quadtree_attention.errors import OptionError
+
+PICTURES = ROOT / "docs" / "results"
+WEIGHTS = ROOT / "runs"  # a folder for each comparison
+
+
+def set_up(parser: ArgumentParser) -> None:
+    """Gives the parser a comparison and what to do with it."""
+    parser.description = __doc__
+    names = list(comparisons())
+    parser.add_argument("name", choices=names, metavar="NAME", help=f"of {', '.join(names)}")
+    actions = parser.add_subparsers(
+        required=True, metavar="train|measure|evaluate|figures", parser_class=shared.OneLineParser
+    )
+    for run, add in ((train, _add_train), (measure, _add_measure),
+                     (evaluate, scores.add_options), (figures, _add_figures)):  # fmt: skip
+        action = actions.add_parser(run.__name__, description=run.__doc__)
+        add(action)
+        action.set_defaults(run=run, check_options=partial(_check, action))
+
+
+def _add_recipes(parser: ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--variants", help="of the recipe, separated by commas; default: all")
+    add("--recipe", type=Path, help="default: that of the comparison")
+    add("--data", help="folder of the data or of textures; default: as the recipe has it")
+    add("--extra", type=shlex.split, default="", help='more options: --extra "--trainer.x y"')
+    shared.add_out(parser, "training/NAME")
+
+
+def _add_train(parser: ArgumentParser) -> None:
+    add = parser.add_argument
+    _add_recipes(parser)
+    add("--seeds", type=_seeds, help="separated by commas; default: of the comparison")
+    add("--jobs", type=shared.at_least_one, default=1, help="runs at the same time")
+    add("--time-limit", type=float, default=float("inf"), help="seconds; then runs are stopped")
+    add("--epochs", type=shared.at_least_one, help="default: as the recipe has it")
+    add("--work", help="folder that keeps checkpoints and output; default: a temporary one")
+    add("--weights", type=Path, help="folder for weights that are kept; default: runs/NAME")
+    parser.set_defaults(threads=1, device=shared.available())
+
+
+def _seeds(text: str) -> list[int]:
+    try:
+        return list(dict.fromkeys(int(seed) for seed in text.split(",")))
+    except ValueError:
+        raise ArgumentTypeError(f"must be numbers with commas, got {text!r}") from None
+
+
+def _add_measure(parser: ArgumentParser) -> None:
+    _add_recipes(parser)
+    shared.add_machine(parser, seconds=1.0)
+    parser.add_argument("--memory-only", action="store_true", help="add memory to measured speeds: "
+                        "what else a GPU is doing changes the speed alone")  # fmt: skip
+
+
+def _add_figures(parser: ArgumentParser) -> None:
+    parser.add_argument("--results", type=Path, help="default: the only file there is")
+    parser.add_argument("--out", type=Path, default=PICTURES, help="folder to draw into")
+
+
+def _check(parser: ArgumentParser, options: Namespace) -> None:
+    """Completes the options; a mistake ends the program with one line."""
+    comparison = options.comparison = comparisons()[options.name]
+    if "recipe" in options:
+        options.recipe = options.recipe or ROOT / "recipes" / f"{comparison.recipe}.yaml"
+        try:
+            options.recipes = find_recipes(comparison, options.recipe, options.variants)
+        except OptionError as error:
+            parser.error(str(error))
+        options.data_options = [f"--data.{comparison.data}", options.data] if options.data else []
+    if "weights" in options:
+        options.weights = options.weights or WEIGHTS / comparison.name
+    if options.run is evaluate:
+        scores.check_options(parser, options)
+    elif options.run is not figures:
+        shared.check_place(parser, options, comparison.kind)
+    if getattr(options, "memory_only", False) and options.device != "cuda":
+        parser.error("argument --memory-only: only the memory of a GPU is measured; leave it out")
+
+
+def train(options: Namespace, argv: Sequence[str]) -> int:
+    """Trains what is not in the result file yet; exit code 1 if a run failed."""
+    comparison: Comparison = options.comparison
+    deadline = time.monotonic() + options.time_limit
+    seeds = options.seeds or list(comparison.seeds)
+    jobs = plan(options, seeds)
+    results = ResultFile(options.out, comparison.kind, grows=True)
+    settings = {"seeds": seeds, "extra": list(options.extra)}
+    results.begin(describe(argv, options, libraries=steps.LIBRARIES, **settings))
+    with exits_when_terminated(), shared.working_folder(options.work) as work:
+        trainer = Trainer(comparison, results, options.jobs, deadline, work)
+        trainer.resume = options.work is not None
+        if comparison.weights:
+            trainer.keep = partial(scores.keep_weights, target=options.weights)
+        unfinished = trainer.run(jobs)
+    for job in unfinished:
+        tell(f"not finished: {job}")
+    there = sum(map(trainer.has, jobs))
+    again = "" if there == len(jobs) else "; repeat the command for the others"
+    print(f"{there} of {len(jobs)} runs are in {options.out}{again}")
+    return 1 if trainer.failed else 0
+
+
+def plan(options: Namespace, seeds: Sequence[int]) -> list[Job]:
+    """Every run that was asked for, one seed after the other."""
+    data = Path(options.data).resolve().name if options.data else None
+    jobs = []
+    for seed in seeds:
+        for recipe in options.recipes:
+            epochs = options.epochs or recipe.content["trainer"]["max_epochs"]
+            case: dict[str, Any] = {"recipe": recipe.name, "seed": seed, "epochs": epochs}
+            case |= {"fingerprint": recipe.fingerprint(data=data, extra=options.extra)}
+            more = [*options.comparison.options, *options.data_options, *options.extra]
+            more += ["--trainer.max_epochs", str(epochs)]
+            jobs.append(Job(recipe, case | {"data": data}, more))
+    return jobs
+
+
+def measure(options: Namespace, argv: Sequence[str]) -> int:
+    """Measures a training step of every variant; exit code 1 if one failed."""
+    return steps.measure_all(options, argv)
+
+
+def evaluate(options: Namespace, argv: Sequence[str]) -> int:
+    """Scores the weights of all runs on pairs of images, and SIFT."""
+    return scores.evaluate(options, argv, find_result(options))
+
+
+def figures(options: Namespace, argv: Sequence[str]) -> int:
+    """Draws the pictures of a result file."""
+    from benchmarks.training.figures import draw  # needs matplotlib
+
+    result = read(find_result(options), options.comparison.kind)
+    for path in draw(options.comparison, result, options.out):
+        print(f"written: {path}")
+    return 0
+
+
+def find_result(options: Namespace) -> Path:
+    """The result file asked for, or the only one there is."""
+    kind = options.comparison.kind
+    found = [options.results] if options.results else sorted(RESULTS.glob(f"{kind}--*.json"))
+    if len(found) != 1:
+        raise ResultFileError(f"there are {len(found)} result files {kind}--*.json; pass --results")
+    return found[0]

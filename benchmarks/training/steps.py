@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Speed and memory of the training steps of a comparison, one variant after the other."""
+
+import warnings
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from benchmarks.measure import Call, cuda_peak_mib, measure, release_memory, use_threads
+from benchmarks.result import ResultFile, ResultFileError, Row, describe, hide_paths, one_line_of
+from benchmarks.tables.table import number
+from benchmarks.training.comparison import Comparison, samples_per_second, steps_of
+from benchmarks.training.runs import Recipe, tell
+
+LIBRARIES = ("timm", "pytorch_lightning")
+PRECISIONS = {"32-true": False, "bf16-mixed": True}  # whether forward is in bfloat16
+
+
+def measure_all(options: Namespace, argv: Sequence[str]) -> int:
+    """Measures every variant; new rows replace those of an earlier command. The exit code."""
+    use_threads(options.threads)
+    kind = "memory" if options.memory_only else "step"
+    results = ResultFile(options.out, options.comparison.kind, grows=True)
+    names = [recipe.name for recipe in options.recipes]
+    if kind == "memory":
+        there = {name for name, row in steps_of(results.read()).items() if "values" in row}
+        if unknown := [name for name in names if name not in there]:
+            raise ResultFileError(f"{options.out} has no speed of {', '.join(unknown)}; measure it")
+    settings = _settings(options.recipes[0], options.extra)  # variants differ in the attention
+    results.begin(describe(argv, options, libraries=LIBRARIES, **settings))
+    failed = False
+    for i, recipe in enumerate(options.recipes, start=1):
+        row = measure_row(recipe, options, kind)
+        release_memory(options.device)
+        results.change(lambda rows, row=row: [*(r for r in rows if not _replaced(r, row)), row])
+        tell(f"[{i}/{len(names)}] {one_line(results.read(), recipe.name)}")
+        failed = failed or "error" in row
+    print(f"written: {options.out}")
+    return 1 if failed else 0
+
+
+def _settings(recipe: Recipe, extra: Sequence[str]) -> dict[str, Any]:
+    """What a step is of: as the recipe says, or options on top of it."""
+    words = " ".join(extra).replace("=", " ").split()
+    given = dict(zip(words[::2], words[1::2], strict=False))
+    keys = ("batch_size", "image_size", "height", "width")
+    data = {key: given.get(f"--data.{key}", recipe.content["data"].get(key)) for key in keys}
+    sides = [data["height"] or data["image_size"], data["width"] or data["image_size"]]
+    image = {"image": [int(side) for side in sides]} if all(sides) else {}
+    return {"batch": int(data["batch_size"]), "precision": precision_of(recipe), **image}
+
+
+def _replaced(row: Row, new: Row) -> bool:
+    """Whether a row is measured again; a new speed replaces the memory, too."""
+    kinds = ("memory",) if new["kind"] == "memory" else ("step", "memory")
+    return row["kind"] in kinds and row["case"] == new["case"]
+
+
+def measure_row(recipe: Recipe, options: Namespace, kind: str) -> Row:
+    """A row about a training step; one that fails says so instead."""
+    row: Row = {"kind": kind, "case": {"recipe": recipe.name}}
+    cuda = options.device == "cuda"
+    try:
+        before = torch.cuda.memory_allocated() if cuda else 0
+        step, record, counts = training_step(recipe, options)
+        peak = cuda_peak_mib(step, before) if cuda else None
+        if kind == "memory":
+            return row | {"values": {"peak_mib": peak}}
+        record()
+        (timing,) = measure(step, device=options.device, seconds=options.seconds_per_row)
+        return row | {"values": counts | timing | {"peak_mib": peak}}
+    except Exception as error:  # whatever happens to one row, the others are still wanted
+        return row | {"error": hide_paths(one_line_of(error))}
+
+
+def training_step(
+    recipe: Recipe, options: Namespace
+) -> tuple[Call, Callable[[], None], dict[str, int]]:
+    """Forward, losses, backward, clipping and a step of AdamW on one batch, on the device already.
+
+    Returns:
+        The step; a call after which forward and backward are replayed from a CUDA graph, if the
+        recipe asks for it; and counts of the model.
+    """
+    from timm.optim import create_optimizer_v2
+
+    from quadtree_attention.tasks.training.run import prepare
+
+    comparison: Comparison = options.comparison
+    device = torch.device(options.device)
+    arguments = [*recipe.arguments, "--trainer.accelerator", "cpu", *comparison.step]
+    run: Any = prepare(comparison.task, [*arguments, *options.data_options, *options.extra])
+    data, module = run.datamodule, run.model
+    counts = _counts(module.model, comparison, recipe)
+    module.to(device).train()
+    data.setup("fit")
+    batch = data.transfer_batch_to_device(next(iter(data.train_dataloader())), device, 0)
+    batch = data.on_after_batch_transfer(batch, 0)
+    optimizer = create_optimizer_v2(module.model, opt="adamw", lr=1e-5, weight_decay=0.05)
+    half = PRECISIONS[precision_of(recipe)]
+    clip = recipe.content["trainer"].get("gradient_clip_val") or float("inf")
+    warnings.filterwarnings("ignore", message=".*self.log")  # there is no trainer
+
+    def step() -> None:
+        optimizer.zero_grad(set_to_none=True)
+        with torch.autocast(device.type, torch.bfloat16, enabled=half):
+            loss = module.training_step(batch, batch_idx=1)  # 0 would synchronize to check the loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(module.model.parameters(), clip)
+        optimizer.step()
+
+    def record() -> None:
+        if recipe.content["model"].get("cuda_graph", False) and device.type == "cuda":
+            with torch.autocast("cuda", torch.bfloat16, enabled=half, cache_enabled=False):
+                torch.cuda.make_graphed_callables(module.model, (batch["images"],))
+
+    return step, record, counts
+
+
+def _counts(model: Any, comparison: Comparison, recipe: Recipe) -> dict[str, int]:
+    """Parameters, and multiply-accumulates where the table shows them."""
+    if not any(source == "step.macs" for _, source, _ in comparison.columns):
+        return {"params": sum(parameter.numel() for parameter in model.parameters())}
+    from benchmarks.speed.counts import count
+    from quadtree_attention import use_backend
+
+    side = recipe.content["data"]["image_size"]
+    with use_backend("cpu"):  # whose operations have formulas
+        counted = count(model, (side, side))
+    return {key: counted[key] for key in ("params", "macs")}
+
+
+def precision_of(recipe: Recipe) -> str:
+    return recipe.content["trainer"].get("precision", "32-true")
+
+
+def one_line(result: dict[str, Any], name: str) -> str:
+    """The measured step of a variant in one line."""
+    row = steps_of(result)[name]
+    if "error" in row:
+        return f"{name}: failed: {row['error']}"
+    values = row["values"]
+    speed = f"{number(samples_per_second(result, row))} samples/s"
+    return f"{name}: {speed}, {number(values['peak_mib'])} MiB, {number(values['params'] / 1e6)} M"

@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Networks beside SIFT and SGBM: real runs, weights of one's own, and mistakes."""
+
+import json
+
+import numpy as np
+import pytest
+
+pytest.importorskip("cv2", reason="SIFT and SGBM need the extra 'models'")
+pytest.importorskip("poselib", reason="estimators need the extra 'models'")
+pytest.importorskip("timm")
+
+from tests.benchmarks.conftest import command, read, refused
+from tests.conftest import ROOT
+
+DATA = ROOT.parent / "shared" / "data"
+needs_data = pytest.mark.skipif(not DATA.is_dir(), reason="there are no pairs in ../shared/data")
+
+
+@needs_data
+def test_sift_on_real_pairs(tmp_path, capsys):
+    """SIFT copes with blurred bikes and with the room, whose frames are not far apart."""
+    from benchmarks.quality.matching import RATIO
+
+    out, work = tmp_path / "matching--here.json", tmp_path / "work"
+    options = "--methods sift --sets bikes,rgbd --features 2048 --threads 1"
+    places = ["--data", DATA / "matching", "--out", out, "--work", work]
+    assert command(f"quality matching {options}", *places) == 0
+    told = capsys.readouterr().out
+    assert "bikes  SIFT" in told and f"written: {out}" in told
+    assert not list(tmp_path.glob("*.partial")) and str(tmp_path) not in out.read_text()
+    bikes, room = read(out)["rows"]
+    truths = [(row["values"]["truth"], row["values"]["pairs"]) for row in (bikes, room)]
+    assert truths == [("homography", 3), ("pose", 3)]
+    for name in ("opencv", "poselib"):
+        assert bikes["values"]["estimators"][name]["auc"]["3"] > 75
+        assert room["values"]["estimators"][name]["auc"]["10"] > 70
+    assert bikes["values"]["precision"] > 85 and room["values"]["precision"] > 75
+    with np.load(work / "rgbd" / "sift" / "3__4.npz") as stored:
+        assert len(stored["keypoints0"]) == room["details"]["pairs"][0]["matches"] > 50
+        assert (stored["confidence"] > 1 - RATIO).all()
+    assert (work / "bikes" / "pairs.txt").read_text().count("\n") == 3
+
+
+def test_neighbours_are_mutual_and_pass_the_ratio_test():
+    from benchmarks.quality.matching import nearest
+
+    d = np.random.default_rng(0).integers(0, 255, (4, 128)).astype(np.float32)
+    rows, columns, ratio = nearest(d, d[[2, 0, 1]])
+    assert (rows.tolist(), columns.tolist(), ratio.tolist()) == ([0, 1, 2], [1, 2, 0], [0, 0, 0])
+    rows, columns, _ = nearest(np.stack([d[0] + 1, d[0]]), d[:2])  # both are nearest to 0
+    assert (rows.tolist(), columns.tolist()) == ([1], [0])
+    rows, _, _ = nearest(d, np.concatenate([d + 1, d - 1]))  # two are as near
+    assert rows.size == 0
+    assert nearest(d[:0], d)[0].size == 0
+
+
+def test_a_matcher_of_ones_own(tmp_path):
+    """Weights of a tiny model, which finds what it finds, beside SIFT."""
+    from PIL import Image
+
+    from quadtree_attention import models
+
+    kwargs = {"dims": [16, 24, 32], "num_pairs": 1, "num_heads": 2, "fine_heads": 2}
+    card = {"model": "loftr_quadtree_small", "kwargs": kwargs, "task": "match"}
+    weights = tmp_path / "tiny.safetensors"
+    state = models.create("loftr_quadtree_small", **kwargs).state_dict()
+    models.save_weights(weights, state, card)
+    folder = tmp_path / "data" / "oxford_affine" / "graf"
+    folder.mkdir(parents=True)
+    picture = np.random.default_rng(0).integers(0, 255, (24, 32), np.uint8)
+    image = Image.fromarray(picture).resize((160, 120), Image.Resampling.BICUBIC)
+    for number in (1, 2):
+        image.save(folder / f"img{number}.jpg", quality=95)
+    np.savetxt(folder / "H1to2p.txt", np.eye(3))
+    out = tmp_path / "out.json"
+    places = ["--data", tmp_path / "data", "--weights", f"tiny={weights}", "--out", out]
+    assert command("quality matching --sets graf --threads 1", *places) == 0
+    result = read(out)
+    tiny, sift = result["rows"]
+    assert (tiny["case"]["method"], sift["case"]["method"]) == ("tiny", "SIFT")
+    assert sift["details"]["pairs"][0]["errors"]["poselib"] < 0.1
+    assert sift["values"]["precision"] == 100
+    settings = result["runs"][0]["settings"]["methods"]["tiny"]
+    assert (settings["model"], settings["longer_side"]) == ("loftr_quadtree_small", 640)
+    assert str(tmp_path) not in out.read_text()
+
+
+@needs_data
+def test_sgbm_on_real_pairs(tmp_path, capsys):
+    """SGBM copes with Middlebury's first pairs; every pixel gets an answer."""
+    data = DATA / "stereo" / "MIDDLEBURY_2001_2003"
+    out, work = tmp_path / "stereo--here.json", tmp_path / "work"
+    places = ["--data", data, "--out", out, "--work", work]
+    assert command("quality stereo --methods sgbm --threads 1", *places) == 0
+    told = capsys.readouterr().out
+    assert "SGBM EPE px" in told and f"written: {out}" in told
+    assert not list(tmp_path.glob("*.partial")) and str(tmp_path) not in out.read_text()
+    (row,) = read(out)["rows"]
+    names = [pair["name"] for pair in row["details"]["pairs"]]
+    assert names == ["cones", "teddy", "tsukuba", "venus"]
+    mean = row["values"]["mean"]
+    assert mean["epe_all"] < 0.8 and mean["d1_noc"] < 4
+    assert mean["d1_all"] < 7 and mean["occlusion_iou_both"] > 0.8
+    with np.load(work / "sgbm" / "venus.npz") as stored:
+        assert (stored["disparity"] >= 0).all() and 0.02 < stored["occlusion"].mean() < 0.2
+
+
+def test_holes_get_what_is_farther_away():
+    from benchmarks.quality.stereo import fill_holes
+
+    values = np.array([[5, -1, -1, 9, -1], [-1, 4, -1, 2, 7], [-1, -1, -1, -1, -1]], np.float32)
+    filled = fill_holes(values, values >= 0)
+    assert filled.tolist() == [[5, 5, 5, 9, 9], [4, 4, 2, 2, 7], [5, 5, 5, 5, 5]]
+    assert filled.dtype == np.float32
+    assert (fill_holes(values, np.zeros(values.shape, bool)) == 0).all()
+
+
+@pytest.mark.usefixtures("only_reference")
+def test_a_stereo_network_of_ones_own_beside_sgbm(tmp_path):
+    from tests.tasks.stereo.test_predictor import write_weights
+    from tests.tasks.stereo.test_result import write_pairs
+
+    weights, out = write_weights(tmp_path / "tiny.safetensors"), tmp_path / "out.json"
+    data = write_pairs(tmp_path / "data", ["a"])
+    places = ["--data", data, "--weights", f"tiny={weights}", "--out", out]
+    assert command("quality stereo --size 64 --max-disparity 40 --threads 1", *places) == 0
+    result = read(out)
+    tiny, sgbm = result["rows"]
+    assert (tiny["case"]["method"], sgbm["case"]["method"]) == ("tiny", "SGBM")
+    assert tiny["values"]["pairs"] == 1
+    assert tiny["values"]["mean"] != sgbm["values"]["mean"]
+    settings = result["runs"][0]["settings"]["methods"]["tiny"]
+    assert (settings["max_disparity"], settings["longer_side"]) == (40, 64)
+    assert str(tmp_path) not in json.dumps(result)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("matching --data nowhere", "--data: there is no folder nowhere/scannet_sample"),
+        ("matching --sets mars", "unknown 'mars'; known: scannet, graf"),
+        ("matching --methods orb", "unknown 'orb'; known: matcher, sift"),
+        ("matching --weights mine=none.safetensors", "there is no file 'none.safetensors'"),
+        ("matching --features 0", "must be at least 1, got 0"),
+        ("stereo --data nowhere", "--data: there is no folder nowhere"),
+        ("stereo --methods orb", "unknown 'orb'; known: network, sgbm"),
+        ("stereo --max-disparity 0", "must be more than 0, got 0"),
+    ],
+)
+def test_mistakes(options, message, capsys):
+    assert message in refused(capsys, f"quality {options}")
+
+
+def test_names_of_methods_differ(tmp_path, capsys):
+    weights = tmp_path / "x.safetensors"
+    weights.write_bytes(b"")
+    options = ["--data", tmp_path, "--weights", f"SGBM={weights}"]
+    assert "names must differ, got SGBM, and SGBM" in refused(capsys, "quality stereo", *options)
+
+
+def test_a_folder_without_pairs(tmp_path, capsys):
+    refused(
+        capsys, "quality stereo --methods sgbm", "--data", tmp_path, "--out", tmp_path / "o.json"
+    )
+    assert not list(tmp_path.iterdir())

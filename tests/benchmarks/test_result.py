@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Result files: what is checked, how they are written, how they grow."""
+
+import json
+from argparse import Namespace
+
+import pytest
+
+from tests.benchmarks.conftest import read, result_of, run_of, times
+
+CASE = {"model": "m", "attention": "sr", "part": "network", "image": [4, 3], "batch": 1,
+        "precision": "float32", "mode": "eager"}  # fmt: skip
+ROW = {"case": CASE, "values": times(4.0)}
+KIND = "speed/detectors"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda r: r.pop("runs"), "result must have the keys"),
+        (lambda r: r.update(schema=1), "schema is 1, this version reads 2"),
+        (lambda r: r.update(kind="speed/prices"), "kind is 'speed/prices', expected one of"),
+        (lambda r: r["runs"][0].pop("date"), r"runs\[0\] must have the keys"),
+        (lambda r: r["runs"][0]["machine"].update(cores="2"), "machine.cores must be"),
+        (lambda r: r["runs"][0]["settings"].update(x=1), r"runs\[0\].settings must have the keys"),
+        (lambda r: r["rows"][0].update(run=1), r"rows\[0\].run must be one of 1 runs"),
+        (lambda r: r["rows"][0]["values"].update(median_ms="4"), "values.median_ms must be float"),
+        (lambda r: r["rows"][0]["values"].pop("peak_mib"), r"rows\[0\].values must have the keys"),
+        (lambda r: r["rows"][0]["case"].update(part="head"), "part is 'head', expected one of"),
+        (lambda r: r["rows"][0]["case"].update(image=[4, "3"]), r"image\[1\] must be int"),
+        (lambda r: r["rows"][0].pop("case"), r"rows\[0\].case must have the keys"),
+        (lambda r: r["rows"][0].update(error=3), r"rows\[0\].error must be str"),
+        (lambda r: r["rows"][0].update(error="no", values={"ms": 1}), "must have the keys"),
+    ],
+)
+def test_invalid_results_are_refused(change, message):
+    from benchmarks.result import check
+
+    result = result_of(KIND, ROW)
+    change(result)
+    with pytest.raises(ValueError, match=message):
+        check(result)
+
+
+def test_rows_without_values_say_why():
+    result_of(KIND, {"case": CASE, "error": "out of memory"}, {"case": CASE, "skipped": "slow"})
+    counts = {"params": 1, "macs": 2, "attention_macs": 1}  # which may be known all the same
+    case = {"network": "full-2", "image": [4, 3], "pass": "forward", "precision": "float32"}
+    result_of("speed/stereo", {"case": case, "values": counts, "error": "out of memory"})
+
+
+def test_committed_results_are_valid():
+    from benchmarks.result import KINDS, RESULTS, read_all
+    from benchmarks.training.comparison import comparisons
+
+    kinds = [k for k in KINDS if not k.startswith("training/")]
+    kinds += [comparison.kind for comparison in comparisons().values()]
+    found = {name: result for kind in kinds for name, result in read_all(kind).items()}
+    files = [str(p.relative_to(RESULTS).with_suffix("")) for p in RESULTS.rglob("*.json")]
+    assert sorted(found) == sorted(files)
+    for result in found.values():
+        assert result["complete"] and result["rows"]
+        assert all(row.get("values", {}).get("median_ms", 1) > 0 for row in result["rows"])
+
+
+def test_other_files_are_refused(tmp_path):
+    from benchmarks.result import ResultFile, ResultFileError, read_all
+
+    path = tmp_path / KIND
+    path.parent.mkdir()
+    path = path.with_name("detectors--x.json")
+    path.write_text(json.dumps(result_of(KIND, ROW) | {"kind": "speed/matchers"}))
+    with pytest.raises(ResultFileError, match=r"detectors--x.json is not a result file: kind is"):
+        read_all(KIND, tmp_path)
+    path.write_text("{")
+    with pytest.raises(ResultFileError, match=r"x.json is not a result file"):
+        ResultFile(path, KIND, grows=True)
+
+
+def test_a_result_takes_its_place_when_it_is_complete(tmp_path):
+    from benchmarks.result import ResultFile
+
+    path = tmp_path / "new folder" / "x.json"
+    file = ResultFile(path, KIND)
+    file.begin(run_of())
+    file.add(ROW, complete=False)
+    partial = path.with_name("x.json.partial")
+    assert not path.exists() and not read(partial)["complete"]
+    file.add(ROW)
+    assert [p.name for p in path.parent.iterdir()] == ["x.json"]
+    assert len(read(path)["rows"]) == 2 and read(path)["complete"]
+
+
+def test_a_file_grows_over_commands(tmp_path):
+    from benchmarks.result import ResultFile
+
+    path, other = tmp_path / "x.json", run_of() | {"command": "python -m benchmarks speed y"}
+    for i, run in enumerate((run_of(), other)):
+        file = ResultFile(path, KIND, grows=True)
+        file.begin(run)
+        file.add(ROW | {"values": times(float(i))})
+        file.add(ROW | {"values": times(float(i) + 0.5)})
+    result = read(path)
+    assert [row["run"] for row in result["rows"]] == [0, 0, 1, 1]
+    assert result["runs"] == [run_of(), other]
+    file.change(lambda rows: rows[2:])
+    assert read(path)["runs"] == [other]  # without rows the other is gone
+    assert [row["run"] for row in read(path)["rows"]] == [0, 0]
+
+
+def test_rows_are_written_on_few_lines():
+    from benchmarks.result import dumps
+
+    value = {"rows": [{"case": {"a": '  "[1], {', "b": [1, 2]}, "values": {"c,\n": None}}], "d": []}
+    text = dumps(value)
+    assert json.loads(text) == value
+    assert '\n   "values": {"c,\\n": null}\n' in text and '"b": [1, 2]' in text
+
+
+def test_no_path_of_this_machine_is_recorded(tmp_path):
+    from benchmarks.result import ROOT, describe, hide_paths
+
+    data = tmp_path / "photos"
+    options = Namespace(device="cpu", threads=1, data=str(data), work=None)
+    out = ROOT / "benchmarks" / "results" / "x.json"
+    run = describe(["quality", "stereo", "--data", str(data), f"--out={out}"], options, a=1)
+    assert run["command"].endswith("quality stereo --data photos --out=benchmarks/results/x.json")
+    assert run["settings"] == {"a": 1} and run["machine"]["threads"] == 1
+    assert hide_paths("no /home/me/x.npz, a/b, https://x.y/z") == "no x.npz, a/b, https://x.y/z"
