@@ -11,11 +11,11 @@ import pytest
 import torch
 
 import quadtree_attention
-from quadtree_attention.models.convert import convert_backbone, load_official
+from quadtree_attention.models.convert import convert_backbone
 from quadtree_attention.models.matcher_convert import convert_matcher
 from tests.cli.test_info import command
 from tests.conftest import Golden, golden_files, golden_path
-from tests.models.test_backbone import golden_image, recipe_state
+from tests.models.test_backbone import golden_image, load_official, recipe_state
 
 timm = pytest.importorskip("timm", reason="the command needs timm")
 typer_testing = pytest.importorskip("typer.testing", reason="the command needs typer")
@@ -154,7 +154,7 @@ def test_same_outputs_as_loading_directly(classifier):
     converted(classifier, "--topk", "3", "--act", "relu")
     options = {"topk": 3, "value_act": "relu"}
     direct = timm.create_model("quadtree_b_b0", **options).eval()
-    load_official(direct, classifier)
+    load_official(direct, convert_backbone(classifier))
     through_timm = timm.create_model(
         "quadtree_b_b0", checkpoint_path="out.safetensors", **options
     ).eval()

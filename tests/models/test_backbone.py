@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from quadtree_attention import CheckpointError, OptionError, QuadtreeAttention, ShapeError
-from quadtree_attention.models.convert import check_fit, convert_backbone, load_official
+from quadtree_attention.models.convert import check_fit, convert_backbone
 from quadtree_attention.nn import BASELINES
 from tests.conftest import Golden, golden_files, golden_path
 
@@ -49,6 +49,12 @@ def recipe(key: str, shape: list[int]) -> torch.Tensor:
     return torch.from_numpy(draw.astype(np.float32))
 
 
+def load_official(model: torch.nn.Module, converted: dict[str, torch.Tensor]) -> None:
+    """Every tensor of an official checkpoint, or none."""
+    check_fit(model, converted)
+    model.load_state_dict(converted)
+
+
 def recipe_state(name: str) -> dict[str, torch.Tensor]:
     return {key: recipe(key, shape) for key, shape in manifest(name)["state_dict"].items()}
 
@@ -67,7 +73,7 @@ def test_official_classifier(path, backend):
     golden = Golden(path)
     size = golden.name.removeprefix("cls_quadtree_")
     model = timm.create_model(f"quadtree_b_{size}", backend=backend, dtype=torch.float64).eval()
-    load_official(model, recipe_state(f"classification_quadtree_{size}"))
+    load_official(model, convert_backbone(recipe_state(f"classification_quadtree_{size}")))
     cases = golden.meta["cases"]
     if size != "b0":  # the larger model once; its two cases take the same path
         cases = {"256x320": cases["256x320"]}
@@ -88,7 +94,7 @@ def test_official_detection_maps(path):
         value_act="relu",
         dtype=torch.float64,
     ).eval()
-    load_official(model, recipe_state("detection_quadtree_b0"))
+    load_official(model, convert_backbone(recipe_state("detection_quadtree_b0")))
     with torch.no_grad():
         maps = model.forward_intermediates(
             golden_image(golden.meta).double(), intermediates_only=True
@@ -127,7 +133,7 @@ class DroppingAttention(nn.Module):
 def test_official_variant_a_differs_in_stage_4_only(path):
     golden = Golden(path)
     model = timm.create_model("quadtree_a_b0", dtype=torch.float64).eval()
-    load_official(model, recipe_state("classification_quadtreeA_b0"))
+    load_official(model, convert_backbone(recipe_state("classification_quadtreeA_b0")))
     x = golden_image(golden.meta["cases"]["224"]).double()
     expected = golden.tensor("224:logits_f64", torch.float64)
     with torch.no_grad():
@@ -215,7 +221,7 @@ def test_checkpoint_that_does_not_fit(checkpoint, parts):
     shapes = manifest(checkpoint)["state_dict"]
     state = {key: torch.empty(shape, device="meta") for key, shape in shapes.items()}
     with pytest.raises(CheckpointError) as caught:
-        load_official(model, state)
+        load_official(model, convert_backbone(state))
     for part in ["the checkpoint does not fit PyramidTransformer: ", *parts]:
         assert part in str(caught.value)
     assert len(str(caught.value)) < 2000
@@ -559,7 +565,7 @@ def test_drop_path_and_dropout():
     [
         ({"topk": (1, 2)}, r"topk must be one value, or one per stage \(4\), got topk=\(1, 2\);"),
         ({"num_heads": (1, 2)}, r"one value of each option, got depths=.* num_heads=\(1, 2\),"),
-        ({"layout": "vgg"}, "layout must be one of pvt, swin, got layout='vgg'"),
+        ({"layout": "vgg"}, "layout must be one of pvt, swin, got 'vgg'"),
         ({"global_pool": "sum"}, "global_pool must be one of 'avg', 'max', '', got global_pool='s"),
         ({"variant": "A", "value_act": "relu"}, "value_act belongs to value_pyramid='conv'"),
         ({"value_act": "tanh"}, "value_act must be one of gelu, relu, got 'tanh'"),

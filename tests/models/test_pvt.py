@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from quadtree_attention.models.pvt import convert_pvt_v2, is_pvt_v2
+from quadtree_attention.models.convert import convert_pvt_v2, is_pvt_v2
 
 timm = pytest.importorskip("timm", reason="the backbones need timm (extra 'models')")
 pytestmark = pytest.mark.usefixtures("one_thread")

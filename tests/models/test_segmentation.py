@@ -111,7 +111,7 @@ def test_output_has_the_size_of_the_image(model, size):
 
 @pytest.mark.parametrize("shape", [(3, 64, 96), (1, 3, 0, 96), (1, 1, 3, 8, 8)])
 def test_what_is_no_image(model, shape):
-    with pytest.raises(ShapeError, match=r"images must be \(batch, channels, y, x\)"):
+    with pytest.raises(ShapeError, match=r"x must be \(batch, 3, y, x\)"):
         model(torch.zeros(shape))
 
 

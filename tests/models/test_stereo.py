@@ -229,7 +229,7 @@ def test_names():
     ("change", "error", "message"),
     [
         ({"image1": torch.rand(1, 3, 32, 40)}, ShapeError, "the same shape"),
-        ({"image0": torch.rand(1, 1, 32, 48)}, ShapeError, r"must be \(B, 3, H, W\)"),
+        ({"image0": torch.rand(1, 1, 32, 48)}, ShapeError, r"must be \(batch, 3, y, x\)"),
         ({"image0": torch.rand(1, 3, 8, 48)}, ShapeError, "at least 16 pixels"),
         ({"image0": torch.zeros(1, 3, 32, 48, dtype=torch.uint8)}, DTypeError, "divide bytes"),
     ],
@@ -244,7 +244,7 @@ def test_bad_options():
         tiny()({"image0": torch.rand(1, 3, 32, 48)})
     with pytest.raises(OptionError, match="accepts no options of quadtree attention, got topk"):
         create("sttr", topk=3)
-    with pytest.raises(OptionError, match="stride must be 2, 3, 4, got 5"):
+    with pytest.raises(OptionError, match="stride must be one of 2, 3, 4, got 5"):
         create("sttr", stride=5)
     with pytest.raises(OptionError, match="dims must be four numbers of channels"):
         create("sttr", dims=(8, 8, 8))

@@ -22,13 +22,18 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from quadtree_attention.errors import MissingDependencyError, OptionError
-from quadtree_attention.models.convert import convert_backbone, is_official_backbone
+from quadtree_attention import checks
+from quadtree_attention.errors import OptionError
+from quadtree_attention.models.convert import (
+    convert_backbone,
+    convert_pvt_v2,
+    is_official_backbone,
+    is_pvt_v2,
+)
 from quadtree_attention.models.parts.attention import build_attention, options_by_stage
 from quadtree_attention.models.parts.masks import masks_of_maps
 from quadtree_attention.models.parts.patches import PatchEmbed, PatchMerging
 from quadtree_attention.models.parts.resnet_fpn import hide_map
-from quadtree_attention.models.pvt import convert_pvt_v2, is_pvt_v2
 from quadtree_attention.models.registry import BACKBONES, preset
 from quadtree_attention.nn.attention import QuadtreeAttention, ValuePyramid
 from quadtree_attention.nn.baselines import MapAttention
@@ -38,14 +43,10 @@ from quadtree_attention.nn.value_pyramid import Activation, VisibleNorm
 from quadtree_attention.ops.problem import Variant, check_mask
 from quadtree_attention.ops.tree import hide
 
-try:
+with checks.needs("models", "a backbone"):
     from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
     from timm.layers.mlp import Mlp
     from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
-except ModuleNotFoundError as error:
-    raise MissingDependencyError(
-        f"the backbones need timm, got {error}; pip install 'quadtree-attention[models]'"
-    ) from error
 
 Layout = Literal["pvt", "swin"]
 _POOLS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -261,10 +262,7 @@ class PyramidTransformer(nn.Module):
         return maps if intermediates_only else (x, maps)
 
     def prune_intermediate_layers(
-        self,
-        indices: int | Sequence[int] = 1,
-        prune_norm: bool = False,
-        prune_head: bool = True,
+        self, indices: int | Sequence[int] = 1, prune_norm: bool = False, prune_head: bool = True
     ) -> list[int]:
         """Drops the stages after the last of `indices`, and the classifier; returns the indices."""
         take = self._take(indices)
@@ -308,10 +306,9 @@ class PyramidTransformer(nn.Module):
 
     def _embed(self, x: Tensor, mask: Tensor | None) -> tuple[Tensor, list[Tensor | None]]:
         """The first map, and the masks of the maps of all stages."""
-        if mask is None:
-            return self.patch_embed(x), [None] * len(self.stages)
         check_mask("mask", mask, "x", (x.shape[0], *x.shape[2:]), x.device)
-        return self.patch_embed(hide_map(x, mask)), masks_of_maps(mask, len(self.stages))
+        # The first map is at 1/4, the third of the levels
+        return self.patch_embed(hide_map(x, mask)), masks_of_maps(mask, len(self.stages) + 2)[2:]
 
     def _classifier(self, num_classes: int, *, device: Any, dtype: Any) -> nn.Module:
         if num_classes == 0:
@@ -372,8 +369,7 @@ def _check_options(per_stage: Mapping[str, Sequence[float]], layout: str, global
     if len({len(values) for values in per_stage.values()}) != 1:
         given = ", ".join(f"{name}={tuple(values)}" for name, values in per_stage.items())
         raise OptionError(f"all stages need one value of each option, got {given}; match them")
-    if layout not in get_args(Layout):
-        raise OptionError(f"layout must be one of {', '.join(get_args(Layout))}, got {layout=}")
+    checks.one_of(get_args(Layout), layout=layout)
     _check_pool(global_pool)
 
 

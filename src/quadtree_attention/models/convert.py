@@ -8,11 +8,12 @@ here, because our maps are channels last and in tree order.
 
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
 
+from quadtree_attention.checks import few
 from quadtree_attention.errors import CheckpointError
 
 Transform = Callable[[Tensor], Tensor]
@@ -53,25 +54,6 @@ _RULES: tuple[tuple[str, str, Transform], ...] = (
 )
 
 
-def convert_attention(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors of one official attention module or block, under our names and in our shapes.
-
-    Args:
-        state: Official state dict of a module; a block has its attention under `attn.`.
-
-    Raises:
-        CheckpointError: A name is not one of an official attention module or block.
-    """
-    converted, unknown = _convert_block(state)
-    if unknown:
-        raise CheckpointError(
-            f"{len(unknown)} tensors are not part of an official attention module or block: "
-            f"{', '.join(unknown)}; pass the tensors of one module, without the names above it"
-        )
-    return converted
-
-
-NAMED = 6  # tensors that an error names, of each kind
 _BLOCK = re.compile(r"block(\d+)\.(\d+)\.(.+)")
 _AROUND_BLOCKS = re.compile(
     r"(?P<embed>patch_embed(?P<embed_stage>[1-9])\.(proj|norm)\.(weight|bias))"
@@ -112,25 +94,54 @@ def convert_backbone(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     Raises:
         CheckpointError: A name is not one of an official backbone.
     """
-    state, _ = split_backbone(state)
+    return convert_parts(
+        split_backbone(state)[0],
+        "backbone",
+        _BLOCK,
+        lambda stage, index: f"stages.{int(stage) - 1}.blocks.{index}.",
+        convert_block,
+        _around_blocks,
+    )
+
+
+def convert_parts(
+    state: Mapping[str, Tensor],
+    what: str,
+    block: re.Pattern[str],
+    prefix: Callable[[str, str], str],
+    convert_inside: Callable[[Mapping[str, Tensor]], tuple[dict[str, Tensor], list[str]]],
+    convert_around: Callable[[str], str | None],
+) -> dict[str, Tensor]:
+    """Tensors of an official network under our names.
+
+    Args:
+        state: Official state dict.
+        what: The network, in the message.
+        block: Official names inside blocks: two numbers or words that tell the block, and a name.
+        prefix: From the two to what our names of the block start with.
+        convert_inside: From the tensors of a block to ours, and the names that are none of it.
+        convert_around: From a name outside of blocks to ours, if it is one.
+
+    Raises:
+        CheckpointError: A name is not one of such a network.
+    """
     converted: dict[str, Tensor] = {}
     unknown: list[str] = []
-    blocks: dict[tuple[str, str], dict[str, Tensor]] = {}
+    blocks: dict[str, tuple[re.Match[str], dict[str, Tensor]]] = {}
     for name, tensor in state.items():
-        if inside := _BLOCK.fullmatch(name):
-            blocks.setdefault((inside[1], inside[2]), {})[inside[3]] = tensor
-        elif target := _around_blocks(name):
+        if inside := block.fullmatch(name):
+            blocks.setdefault(name[: inside.start(3)], (inside, {}))[1][inside[3]] = tensor
+        elif target := convert_around(name):
             converted[target] = tensor
         else:
             unknown.append(name)
-    for (stage, index), tensors in blocks.items():
-        inner, left = _convert_block(tensors)
-        unknown += [f"block{stage}.{index}.{name}" for name in left]
-        prefix = f"stages.{int(stage) - 1}.blocks.{index}."
-        converted |= {prefix + name: tensor for name, tensor in inner.items()}
+    for start, (inside, tensors) in blocks.items():
+        found, left = convert_inside(tensors)
+        unknown += [start + name for name in left]
+        converted |= {prefix(inside[1], inside[2]) + name: x for name, x in found.items()}
     if unknown:
         raise CheckpointError(
-            f"{len(unknown)} tensors are not part of an official backbone: {', '.join(unknown)}; "
+            f"{len(unknown)} tensors are not part of an official {what}: {', '.join(unknown)}; "
             "pass the state dict of one, such as the entry 'model' or 'state_dict' of its file"
         )
     return converted
@@ -194,21 +205,6 @@ def infer_options(state: Mapping[str, Tensor]) -> dict[str, Any]:
     return options
 
 
-def load_official(model: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Loads an official state dict into one of our backbones, every tensor or none.
-
-    Args:
-        model: The backbone, with `num_classes=0` for weights without a classifier.
-        state: Official state dict.
-
-    Raises:
-        CheckpointError: Tensors are missing, left over, or of another shape; all are named.
-    """
-    converted = convert_backbone(state)
-    check_fit(model, converted)
-    model.load_state_dict(converted)
-
-
 def check_fit(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     """Raises `CheckpointError` naming the first tensors of `state` that do not fit `model`."""
     expected = model.state_dict()
@@ -223,16 +219,12 @@ def check_fit(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     }
     if any(problems.values()):
         found = "; ".join(
-            f"{len(names)} {kind}: {_first(names)}" for kind, names in problems.items() if names
+            f"{len(names)} {kind}: {few(names)}" for kind, names in problems.items() if names
         )
         raise CheckpointError(
             f"the checkpoint does not fit {type(model).__name__}: {found}; build the model the "
             "checkpoint was made for, with the same options (size, variant, num_classes, ...)"
         )
-
-
-def _first(names: Sequence[str]) -> str:
-    return ", ".join(names[:NAMED]) + (", ..." if len(names) > NAMED else "")
 
 
 def _around_blocks(name: str) -> str | None:
@@ -248,8 +240,11 @@ def _around_blocks(name: str) -> str | None:
     return f"stages.{stage}.downsample.{leaf}" if stage else f"patch_embed.{leaf}"
 
 
-def _convert_block(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
-    """The tensors under our names, and the names that are no part of a module or block."""
+def convert_block(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
+    """Tensors of one official attention module or block, and the names that are no part of one.
+
+    A block has its attention under `attn.`.
+    """
     branches = {m[0] for name in state if (m := re.search(r"value_branchs\.\d+", name))}
     converted: dict[str, Tensor] = {}
     unknown: list[str] = []
@@ -264,3 +259,27 @@ def _convert_block(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list
         else:
             unknown.append(name)
     return converted, unknown
+
+
+_PVT = re.compile(r"\.mlp\.dwconv\.(weight|bias)$")
+_PVT_HERE = r".mlp.dwconv.conv.\1"
+
+
+def is_pvt_v2(state: Mapping[str, Tensor]) -> bool:
+    """Whether the names are those of a `pvt_v2` model of timm."""
+    return any(_PVT.search(name) for name in state)
+
+
+def convert_pvt_v2(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors of a `pvt_v2` model of timm under our names.
+
+    They are all that a backbone of the same size needs with `attention="spatial_reduction"`, or
+    with `attention="linear_spatial_reduction"` for `pvt_v2_b2_li`, and timm loads them there by
+    itself. For a warm start with another attention use
+    `load_state_dict(convert_pvt_v2(state), strict=False)`: patch embeddings, MLPs, norms, output
+    projections and classifier then start from PVTv2.
+
+    Args:
+        state: State dict of the timm model.
+    """
+    return {_PVT.sub(_PVT_HERE, name): tensor for name, tensor in state.items()}

@@ -27,13 +27,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quadtree_attention.errors import (
-    DTypeError,
-    MissingDependencyError,
-    OptionError,
-    ShapeError,
-)
+from quadtree_attention import checks
+from quadtree_attention.errors import DTypeError, OptionError, ShapeError
 from quadtree_attention.models.backbone import PyramidTransformer
+from quadtree_attention.models.parts.inputs import check_floating
 from quadtree_attention.models.parts.padded_detection import (
     LevelsOfLastMap,
     MaskedRetinaHead,
@@ -50,24 +47,23 @@ from quadtree_attention.models.parts.padded_detection import (
     padding_masks,
 )
 
-try:
+with checks.needs("models", "a detector"):
     from torchvision.models import detection
     from torchvision.models.detection.faster_rcnn import TwoMLPHead
     from torchvision.models.detection.mask_rcnn import MaskRCNNHeads
-except ModuleNotFoundError as error:
-    raise MissingDependencyError(
-        f"detectors need torchvision, got {error}; pip install 'quadtree-attention[models]'"
-    ) from error
 
 IMAGE_MEAN, IMAGE_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet
 _RATIOS = (0.5, 1.0, 2.0)
 Targets = Sequence[Mapping[str, Tensor]]
 
 
-class _OnBackbone:
-    """What detectors pass on to their backbone."""
+class _Detector:
+    """What both detectors have, beside torchvision's part."""
 
     backbone: PyramidBackbone
+    transform: ThinTransform
+    num_classes: int
+    training: bool
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         """Recomputes blocks of the backbone in the backward pass, to save memory."""
@@ -77,8 +73,27 @@ class _OnBackbone:
         """Names of parameters that are a choice between levels, not a weight."""
         return {f"backbone.body.{name}" for name in self.backbone.body.no_weight_decay()}
 
+    def _prepared(
+        self,
+        images: Sequence[Tensor],
+        targets: Targets | None,
+        sides: tuple[int, int] | None,
+        *,
+        with_masks: bool = False,
+    ) -> tuple[ThinTransform, Any, Any]:
+        """The transform, for one call with other sizes, and the batch and targets it makes."""
+        check_images(images)
+        truth = None
+        if self.training:
+            truth = check_targets(images, targets, self.num_classes, with_masks=with_masks)
+        transform = self.transform
+        if sides is not None:
+            transform = copy.copy(transform)
+            transform.min_size, transform.max_size = (sides[0],), sides[1]
+        return transform, *transform(list(images), truth)
 
-class RetinaNet(_OnBackbone, detection.RetinaNet):
+
+class RetinaNet(_Detector, detection.RetinaNet):
     """RetinaNet (Lin et al. 2017) on maps at 1/8 to 1/128 of the image.
 
     The pyramid stands on the last three stages of the backbone; the maps at 1/64 and 1/128 are made
@@ -132,11 +147,6 @@ class RetinaNet(_OnBackbone, detection.RetinaNet):
         super().__init__(
             backbone,
             num_classes,
-            min_size=min_size,
-            max_size=max_size,
-            size_divisible=size_divisible,
-            image_mean=list(image_mean),
-            image_std=list(image_std),
             anchor_generator=anchors,
             head=MaskedRetinaHead(channels, len(octave) * len(anchor_ratios), num_classes),
             score_thresh=score_thresh,
@@ -144,7 +154,8 @@ class RetinaNet(_OnBackbone, detection.RetinaNet):
             detections_per_img=detections_per_img,
             topk_candidates=topk_candidates,
         )
-        self.transform: ThinTransform = _thin(self.transform)
+        scaling = (min_size, max_size, list(image_mean), list(image_std))
+        self.transform = ThinTransform(*scaling, size_divisible=size_divisible)
         self.num_classes = num_classes
 
     def forward(
@@ -167,10 +178,7 @@ class RetinaNet(_OnBackbone, detection.RetinaNet):
             In evaluation, for every image: `boxes` (M, 4), `scores` (M,) and `labels` (M,), best
             first. In training: the losses `classification` and `bbox_regression`.
         """
-        check_images(images)
-        truth = check_targets(images, targets, self.num_classes) if self.training else None
-        transform = _resizing(self.transform, sides)
-        batch, truth = transform(list(images), truth)
+        transform, batch, truth = self._prepared(images, targets, sides)
         maps, strides = list(self.backbone(batch).values()), self.backbone.strides
         outputs = self.head(maps, padding_masks(batch, strides))
         levels = self.anchor_generator.by_level(maps)
@@ -191,7 +199,7 @@ class RetinaNet(_OnBackbone, detection.RetinaNet):
         return transform.postprocess(detections, batch.image_sizes, _sizes(images))
 
 
-class MaskRCNN(_OnBackbone, detection.MaskRCNN):
+class MaskRCNN(_Detector, detection.MaskRCNN):
     """Mask R-CNN (He et al. 2017) on maps at 1/4 to 1/64 of the image.
 
     The pyramid stands on all four stages of the backbone; the map at 1/64 is every second cell of
@@ -206,14 +214,7 @@ class MaskRCNN(_OnBackbone, detection.MaskRCNN):
         proposals: Boxes that the second stage looks at, and that each map proposes; in training
             twice as many.
         rois_per_image: Boxes that the second stage learns from.
-        min_size: As `RetinaNet`; so are those that follow.
-        max_size: Of the longer side.
-        size_divisible: Divides the sides of the canvas.
-        image_mean: Mean of the channels.
-        image_std: Standard deviation of the channels.
-        score_thresh: Detections have a score above it.
-        nms_thresh: Of two boxes of one class that overlap more, the better stays.
-        detections_per_img: How many are kept.
+        min_size: This and those that follow as in `RetinaNet`.
     """
 
     def __init__(
@@ -246,11 +247,6 @@ class MaskRCNN(_OnBackbone, detection.MaskRCNN):
         super().__init__(
             backbone,
             None,  # said by the predictors
-            min_size=min_size,
-            max_size=max_size,
-            size_divisible=size_divisible,
-            image_mean=list(image_mean),
-            image_std=list(image_std),
             rpn_anchor_generator=anchors,
             rpn_head=head,
             box_roi_pool=PaddedRoIAlign(pooled, 7),
@@ -276,7 +272,8 @@ class MaskRCNN(_OnBackbone, detection.MaskRCNN):
             post_nms_top_n=kept,
             nms_thresh=0.7,
         )
-        self.transform: ThinTransform = _thin(self.transform)
+        scaling = (min_size, max_size, list(image_mean), list(image_std))
+        self.transform = ThinTransform(*scaling, size_divisible=size_divisible)
         self.num_classes = num_classes
 
     def forward(
@@ -301,12 +298,7 @@ class MaskRCNN(_OnBackbone, detection.MaskRCNN):
             (M, 1, H, W), probabilities, best first. In training: the losses `loss_objectness`,
             `loss_rpn_box_reg`, `loss_classifier`, `loss_box_reg` and `loss_mask`.
         """
-        check_images(images)
-        truth = None
-        if self.training:
-            truth = check_targets(images, targets, self.num_classes, with_masks=True)
-        transform = _resizing(self.transform, sides)
-        batch, truth = transform(list(images), truth)
+        transform, batch, truth = self._prepared(images, targets, sides, with_masks=True)
         maps = self.backbone(batch)
         proposals, proposal_losses = self.rpn(batch, maps, truth)
         heads = _selecting(self.roi_heads, score_threshold)
@@ -327,19 +319,11 @@ def check_images(images: Sequence[Tensor]) -> None:
                 f"every image must be (3, y, x) with at least one pixel, got "
                 f"images[{i}].shape={tuple(image.shape)}; move the channels to the front"
             )
-        if not image.is_floating_point():
-            raise DTypeError(
-                f"images must be floating point, in [0, 1], got images[{i}].dtype={image.dtype}; "
-                "divide bytes by 255"
-            )
+        check_floating(f"images[{i}]", image)
 
 
 def check_targets(
-    images: Sequence[Tensor],
-    targets: Targets | None,
-    num_classes: int,
-    *,
-    with_masks: bool = False,
+    images: Sequence[Tensor], targets: Targets | None, num_classes: int, *, with_masks: bool = False
 ) -> list[dict[str, Tensor]]:
     """The targets of these images, or an error that names the first that cannot be learnt from."""
     if targets is None or len(targets) != len(images):
@@ -355,16 +339,19 @@ def check_targets(
                 f"targets must have {', '.join(needed)}, got targets[{i}] without "
                 f"{', '.join(missing)}; add them, empty for an image without objects"
             )
-        _check_target(f"targets[{i}]", target, num_classes)
-        if with_masks:
-            _check_shape(f"targets[{i}]", target, "masks", (len(target["boxes"]), *image.shape[1:]))
+        count = len(target["boxes"])
+        shapes = {"boxes": (count, 4), "labels": (count,), "masks": (count, *image.shape[1:])}
+        for name in needed:
+            if (shape := tuple(target[name].shape)) != shapes[name]:
+                raise ShapeError(
+                    f"{name} must be {shapes[name]} here, got targets[{i}] with "
+                    f"{name}.shape={shape}; give every object one entry"
+                )
+        _check_values(f"targets[{i}]", target["boxes"], target["labels"], num_classes)
     return [dict(target) for target in targets]
 
 
-def _check_target(which: str, target: Mapping[str, Tensor], num_classes: int) -> None:
-    boxes, labels = target["boxes"], target["labels"]
-    _check_shape(which, target, "boxes", (len(boxes), 4))
-    _check_shape(which, target, "labels", (len(boxes),))
+def _check_values(which: str, boxes: Tensor, labels: Tensor, num_classes: int) -> None:
     if labels.dtype != torch.int64 or not boxes.is_floating_point():
         raise DTypeError(
             f"boxes must be floating point and labels int64, got {which} with {boxes.dtype} and "
@@ -372,7 +359,7 @@ def _check_target(which: str, target: Mapping[str, Tensor], num_classes: int) ->
         )
     unknown = (labels < 1) | (labels > num_classes)
     flat = ~(boxes[:, 2:] > boxes[:, :2]).all(dim=1)
-    if not (unknown | flat).any():
+    if not (unknown | flat).any():  # one wait for a GPU
         return
     if unknown.any():
         raise OptionError(
@@ -383,16 +370,6 @@ def _check_target(which: str, target: Mapping[str, Tensor], num_classes: int) ->
         f"boxes must be (x0, y0, x1, y1) with x1 > x0 and y1 > y0, got "
         f"{boxes[flat][0].tolist()} in {which}; leave such out"
     )
-
-
-def _check_shape(
-    which: str, target: Mapping[str, Tensor], name: str, shape: tuple[int, ...]
-) -> None:
-    if tuple(target[name].shape) != shape:
-        raise ShapeError(
-            f"{name} must be {shape} here, got {which} with {name}.shape="
-            f"{tuple(target[name].shape)}; give every object one entry"
-        )
 
 
 def _sizes(images: Sequence[Tensor]) -> list[tuple[int, int]]:
@@ -407,26 +384,6 @@ def _selecting(heads: Any, score: float | None) -> Any:
     changed = copy.copy(heads)
     changed.score_thresh = max(heads.score_thresh, below)
     return changed
-
-
-def _resizing(transform: ThinTransform, sides: tuple[int, int] | None) -> ThinTransform:
-    """The transform, for one call with other sizes."""
-    if sides is None:
-        return transform
-    changed = copy.copy(transform)
-    changed.min_size, changed.max_size = (sides[0],), sides[1]
-    return changed
-
-
-def _thin(transform: Any) -> ThinTransform:
-    """The transform that torchvision has made, for images of any shape."""
-    return ThinTransform(
-        transform.min_size,
-        transform.max_size,
-        transform.image_mean,
-        transform.image_std,
-        size_divisible=transform.size_divisible,
-    )
 
 
 def _check_sizes(min_size: int | Sequence[int], **others: int) -> None:

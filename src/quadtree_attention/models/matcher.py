@@ -26,17 +26,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quadtree_attention.errors import DTypeError, OptionError, ShapeError
 from quadtree_attention.models.parts.coarse_matching import CoarseMatches, CoarseMatching, Method
 from quadtree_attention.models.parts.context_attention import build_context_attention
 from quadtree_attention.models.parts.fine_matching import FineWindows, expected_offset
-from quadtree_attention.models.parts.masks import stack_masks
+from quadtree_attention.models.parts.inputs import check_image, check_same, pair_of
+from quadtree_attention.models.parts.masks import masks_of_maps, stack_masks
 from quadtree_attention.models.parts.match_transformer import BlockKind, MatchTransformer
 from quadtree_attention.models.parts.position import Frequencies, check_position, sine_table
 from quadtree_attention.models.parts.resnet_fpn import ResNetFPN
-from quadtree_attention.nn.value_pyramid import visible_levels
 from quadtree_attention.ops.problem import check_mask
-from quadtree_attention.ops.tree import Tree
 
 COARSE_STRIDE, FINE_STRIDE = 8, 2
 # Without gradients, larger images go through the CNN one by one, and more matches through the fine
@@ -233,7 +231,11 @@ class LoFTR(nn.Module):
 
     def encode(self, data: Mapping[str, Tensor]) -> Features:
         """The maps of both images; `data` as in `forward`."""
-        image0, image1, mask0, mask1 = _check_inputs(data)
+        image0, image1 = pair_of(data, channels=1)
+        mask0, mask1 = data.get("mask0"), data.get("mask1")
+        check_same("batch size", len(image0), len(image1))
+        for i, (image, mask) in enumerate(((image0, mask0), (image1, mask1))):
+            _check_mask(f"mask{i}", mask, f"image{i}", image)
         # One batch for the norms in training, and for speed where it is small.
         together = self.training or image0[:, 0].numel() <= _PIXELS_AT_ONCE
         if image0.shape != image1.shape or not together:
@@ -253,20 +255,18 @@ class LoFTR(nn.Module):
             image: (B, 1, H, W), grey in [0, 1].
             mask: (B, H, W), True = visible, if parts of it are padding.
         """
-        _check_image("image", image, "mask", mask)
-        pyramid = _mask_pyramid(mask)
-        acting = pyramid if self.masks_in_attention else _mask_pyramid(None)
-        return Maps(*self.backbone(image, acting), pyramid[3])
+        check_image("image", image, channels=1)
+        _check_mask("mask", mask, "image", image)
+        pyramid = masks_of_maps(mask, 4)
+        acting = pyramid if self.masks_in_attention else masks_of_maps(None, 4)
+        coarse, fine = self.backbone(image, acting)
+        return Maps(coarse, fine, pyramid[3])
 
     def pair(
         self, maps0: Maps, maps1: Maps, *, threshold: float | None = None
     ) -> dict[str, Tensor]:
         """The result of `forward`, up to rounding, from maps of two images made one by one."""
-        if len(maps0.coarse) != len(maps1.coarse):
-            raise ShapeError(
-                "maps0 and maps1 must have the same batch size, got "
-                f"{len(maps0.coarse)} and {len(maps1.coarse)}; pass maps of as many images"
-            )
+        check_same("batch size", len(maps0.coarse), len(maps1.coarse))
         return self.match(self._transformed(maps0, maps1), threshold)
 
     def match(self, features: Features, threshold: float | None = None) -> dict[str, Tensor]:
@@ -336,49 +336,10 @@ class LoFTR(nn.Module):
         return (x.movedim(1, -1) + table.to(x.dtype)).contiguous()
 
 
-def _mask_pyramid(mask: Tensor | None) -> list[Tensor | None]:
-    """Visible cells of the image and at 1/2, 1/4 and 1/8; a cell is if any of its pixels is."""
-    if mask is None:
-        return [None] * 4
-    return visible_levels(Tree(tuple(mask.shape[1:]), 4), mask)[::-1]
+def _check_mask(name: str, mask: Tensor | None, image_name: str, image: Tensor) -> None:
+    check_mask(name, mask, image_name, (image.shape[0], *image.shape[2:]), image.device)
 
 
 def _cell_points(cells: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
     """Pixels (M, 2), x before y, of coarse cells (M,)."""
     return torch.stack([cells % columns, cells // columns], dim=1).to(dtype) * COARSE_STRIDE
-
-
-def _check_image(name: str, image: Tensor, mask_name: str, mask: Tensor | None) -> None:
-    if image.ndim != 4 or image.shape[1] != 1 or 0 in image.shape[2:]:
-        raise ShapeError(
-            f"{name} must be (batch, 1, y, x), grey, with at least one pixel, got "
-            f"{name}.shape={tuple(image.shape)}; average the channels of a colour image"
-        )
-    if not image.is_floating_point():
-        raise DTypeError(
-            f"{name} must be floating point, in [0, 1], got {name}.dtype={image.dtype}; "
-            "divide bytes by 255"
-        )
-    check_mask(mask_name, mask, name, (image.shape[0], *image.shape[2:]), image.device)
-
-
-def _check_inputs(
-    data: Mapping[str, Tensor],
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """The two images and their masks."""
-    if missing := [name for name in ("image0", "image1") if name not in data]:
-        raise OptionError(
-            f"data must have image0 and image1, got {', '.join(data) or 'nothing'}; "
-            f"add {' and '.join(missing)}"
-        )
-    image0, image1 = data["image0"], data["image1"]
-    mask0, mask1 = data.get("mask0"), data.get("mask1")
-    _check_image("image0", image0, "mask0", mask0)
-    _check_image("image1", image1, "mask1", mask1)
-    if image0.shape[0] != image1.shape[0]:
-        raise ShapeError(
-            "image0 and image1 must have the same batch size, got "
-            f"image0.shape={tuple(image0.shape)}, image1.shape={tuple(image1.shape)}; "
-            "use Tensor.expand to match one image with many"
-        )
-    return image0, image1, mask0, mask1

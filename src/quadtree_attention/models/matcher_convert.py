@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from quadtree_attention.errors import CheckpointError
-from quadtree_attention.models.convert import check_fit, convert_attention
-from quadtree_attention.models.matcher import LoFTR
+from quadtree_attention.models.convert import convert_block, convert_parts
 
 _NORM = r"(weight|bias|running_mean|running_var|num_batches_tracked)"
 _PREFIX = "matcher."  # of the Lightning module around the network
@@ -59,48 +58,23 @@ def convert_matcher(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     Raises:
         CheckpointError: A name is not one of an official matcher.
     """
-    converted: dict[str, Tensor] = {}
-    unknown: list[str] = []
-    blocks: dict[tuple[str, str], dict[str, Tensor]] = {}
-    for full_name, tensor in state.items():
-        name = full_name.removeprefix(_PREFIX)
-        if inside := _BLOCK.fullmatch(name):
-            blocks.setdefault((inside[1], inside[2]), {})[inside[3]] = tensor
-        elif target := _renamed(name, _AROUND_BLOCKS):
-            converted[target] = tensor
-        else:
-            unknown.append(full_name)
-    for (part, index), tensors in blocks.items():
-        prefix = f"{part}_transformer.layers.{index}."
-        try:
-            inner = convert_match_block(tensors)
-        except CheckpointError:
-            unknown += [f"loftr_{part}.layers.{index}.{name}" for name in tensors]
-            continue
-        converted |= {prefix + name: tensor for name, tensor in inner.items()}
-    if unknown:
-        raise CheckpointError(
-            f"{len(unknown)} tensors are not part of an official matcher: {', '.join(unknown)}; "
-            "pass the state dict of one, such as the entry 'state_dict' of its file"
-        )
-    return converted
+    return convert_parts(
+        {name.removeprefix(_PREFIX): tensor for name, tensor in state.items()},
+        "matcher",
+        _BLOCK,
+        lambda part, index: f"{part}_transformer.layers.{index}.",
+        convert_match_block,
+        lambda name: _renamed(name, _AROUND_BLOCKS),
+    )
 
 
-def convert_match_block(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors of one block of an official matcher's transformers, as ours.
-
-    Raises:
-        CheckpointError: A name is not one of such a block.
-    """
+def convert_match_block(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
+    """Tensors of one block of the transformers as ours, and the names that are no part of one."""
     if not any(name.startswith("merge.") for name in state):
-        return convert_attention(state)
+        return convert_block(state)
     names = {name: _renamed(name, _LOFTR_BLOCK) for name in state}
-    if unknown := [name for name, target in names.items() if target is None]:
-        raise CheckpointError(
-            f"{len(unknown)} tensors are not part of an official matching block: "
-            f"{', '.join(unknown)}; pass the tensors of one block, without the names above it"
-        )
-    return {target: state[name] for name, target in names.items() if target is not None}
+    found = {target: state[name] for name, target in names.items() if target is not None}
+    return found, [name for name, target in names.items() if target is None]
 
 
 def infer_matcher(state: Mapping[str, Tensor]) -> str:
@@ -116,17 +90,6 @@ def infer_matcher(state: Mapping[str, Tensor]) -> str:
             "alike; name the one the file was published as"
         )
     return "loftr"
-
-
-def load_official_matcher(model: LoFTR, state: Mapping[str, Tensor]) -> None:
-    """Loads an official state dict into one of our matchers, every tensor or none.
-
-    Raises:
-        CheckpointError: Tensors are missing, left over, or of another shape; all are named.
-    """
-    converted = convert_matcher(state)
-    check_fit(model, converted)
-    model.load_state_dict(converted)
 
 
 def _renamed(name: str, rules: tuple[tuple[str, str], ...]) -> str | None:

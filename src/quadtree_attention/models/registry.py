@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from quadtree_attention import checks
 from quadtree_attention.errors import CheckpointError, OptionError
@@ -123,16 +123,7 @@ class Spec:
     def load(self) -> type["nn.Module"]:
         """The class."""
         module, name = self.network.split(":")
-        cls: type[nn.Module] = getattr(import_module(f"{__package__}.{module}"), name)
-        return cls
-
-    def build(self, name: str, **options: Any) -> "nn.Module":
-        """The network of this name; backbones by timm, which keeps its configuration with them."""
-        if self.task != "classify":
-            return self.load()(**options)
-        self.load()  # registers the names
-        network: nn.Module = import_module("timm").create_model(name, **options)
-        return network
+        return cast("type[nn.Module]", getattr(import_module(f"{__package__}.{module}"), name))
 
 
 SPECS = {
@@ -193,8 +184,11 @@ def create(name: str, pretrained: bool = False, **options: Any) -> "nn.Module":
     _check_options(name, options)
     options = preset(name, options)
     try:
+        if spec.task == "classify":
+            spec.load()  # registers the name with timm, which keeps its configuration with it
+            return cast("nn.Module", import_module("timm").create_model(name, **options))
         if spec.backbone is None:
-            return spec.build(name, **options)
+            return spec.load()(**options)
         own = {key: value for key, value in options.items() if key in _own_parameters(spec)}
         rest = {key: value for key, value in options.items() if key not in own}
         body = create(spec.backbone, num_classes=0, **rest)
@@ -229,6 +223,7 @@ def load_with_card(
     name_or_path: StrPath | None, *, task: str | None = None, **overrides: Any
 ) -> tuple[dict[str, Any], "nn.Module"]:
     """As `load`: the complete card and the network; None means the packaged weights of the task."""
+    from quadtree_attention.models.topk import set_topk
     from quadtree_attention.models.weights import fill, read_card, read_checkpoint
 
     path = weights_path(name_or_path, task)
@@ -238,15 +233,14 @@ def load_with_card(
         found = read_checkpoint(path).items()
         tensors = {name[6:]: tensor for name, tensor in found if name.startswith("model.")}
     card = complete_card(read_card(described), path, task)
-    network = create(card["model"], **{**card["kwargs"], **overrides})
+    try:
+        network = create(card["model"], **{**card["kwargs"], **overrides})
+        set_topk(network, card.get("topk", {}))
+    except OptionError as error:
+        if overrides:
+            raise
+        raise CheckpointError(f"the card of {path} does not fit this version: {error}") from error
     fill(network, path, tensors)
-    if topk := card.get("topk"):
-        from quadtree_attention.models.topk import set_topk
-
-        try:
-            set_topk(network, topk)
-        except OptionError as error:
-            raise CheckpointError(f"the card of {path} does not fit: {error}") from error
     return card, network
 
 
@@ -256,23 +250,19 @@ def weights_path(name_or_path: StrPath | None, task: str | None = None) -> Path:
     Raises:
         CheckpointError: No weights of that name or task come with the package.
     """
-    if name_or_path is None or name_or_path == "default":
-        found = names(task, pretrained=True)
-        what = f"the task {task}"
-    elif name_or_path in SPECS:
-        found = [name for name in PRETRAINED if name == name_or_path]
-        what = str(name_or_path)
-    else:
-        return Path(name_or_path)
-    if not found:
+    name, what = str(name_or_path), str(name_or_path)
+    if name_or_path is None or name == "default":
+        name, what = next(iter(names(task, pretrained=True)), ""), f"the task {task}"
+    elif name not in SPECS:
+        return Path(name)
+    if name not in PRETRAINED:
         raise CheckpointError(
             f"no weights of {what} come with the package, only those of {', '.join(PRETRAINED)}; "
             "pass the path of weights that quadtree train or quadtree convert has written"
         )
-    path = PRETRAINED[found[0]]
-    if not path.is_file():
+    if not (path := PRETRAINED[name]).is_file():
         raise CheckpointError(
-            f"the weights of {found[0]} are not installed: there is no file {path.name} in the "
+            f"the weights of {name} are not installed: there is no file {path.name} in the "
             f"folder {WEIGHTS.name} of the package; pass other weights (--weights FILE), or "
             "install a version of quadtree-attention that has them"
         )

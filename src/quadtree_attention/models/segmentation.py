@@ -23,15 +23,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from quadtree_attention.errors import MissingDependencyError, OptionError, ShapeError
+from quadtree_attention import checks
+from quadtree_attention.errors import OptionError
 from quadtree_attention.models.backbone import PyramidTransformer
 
-try:
+with checks.needs("models", "a segmenter"):
     from torchvision.ops import FeaturePyramidNetwork
-except ModuleNotFoundError as error:
-    raise MissingDependencyError(
-        f"segmenters need torchvision, got {error}; pip install 'quadtree-attention[models]'"
-    ) from error
 
 Norm = Literal["batch", "group"]
 STRIDE = 4  # of the finest map, at which pixels are classified
@@ -61,7 +58,15 @@ class SemanticFPN(nn.Module):
         norm: Norm = "batch",
     ) -> None:
         super().__init__()
-        _check_head(num_classes, channels, head_channels, dropout, norm)
+        checks.at_least(1, num_classes=num_classes, channels=channels, head_channels=head_channels)
+        checks.one_of(get_args(Norm), norm=norm)
+        if not 0 <= dropout < 1:
+            raise OptionError(f"dropout must be from 0 to below 1, got {dropout}; pass such")
+        if norm == "group" and head_channels % _GROUPS:
+            raise OptionError(
+                f"head_channels must be a multiple of {_GROUPS} with norm='group', got "
+                f"{head_channels}; pass such"
+            )
         info = backbone.feature_info
         self.num_classes = num_classes
         self.backbone = backbone
@@ -76,11 +81,6 @@ class SemanticFPN(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, 3, H, W) -> (B, num_classes, H, W), logits"""
-        if x.ndim != 4 or 0 in x.shape[2:]:
-            raise ShapeError(
-                f"images must be (batch, channels, y, x) with at least one pixel, got "
-                f"x.shape={tuple(x.shape)}; add or move axes"
-            )
         logits = self.classifier(self.dropout(self.forward_features(x)))
         return _enlarged(logits, STRIDE, x)
 
@@ -197,24 +197,3 @@ def _conv(channels: int, out_channels: int, norm: Norm) -> nn.Sequential:
     batch = norm == "batch"
     after = nn.BatchNorm2d(out_channels) if batch else nn.GroupNorm(_GROUPS, out_channels)
     return nn.Sequential(conv, after, nn.ReLU(inplace=True))
-
-
-def _check_head(
-    num_classes: int, channels: int, head_channels: int, dropout: float, norm: str
-) -> None:
-    for name, value in (
-        ("num_classes", num_classes),
-        ("channels", channels),
-        ("head_channels", head_channels),
-    ):
-        if value < 1:
-            raise OptionError(f"{name} must be at least 1, got {value}; pass a larger one")
-    if not 0 <= dropout < 1:
-        raise OptionError(f"dropout must be from 0 to below 1, got {dropout}; pass such")
-    if norm not in get_args(Norm):
-        raise OptionError(f"norm must be one of {', '.join(get_args(Norm))}, got {norm!r}")
-    if norm == "group" and head_channels % _GROUPS:
-        raise OptionError(
-            f"head_channels must be a multiple of {_GROUPS} with norm='group', got "
-            f"{head_channels}; pass such"
-        )

@@ -26,14 +26,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quadtree_attention.errors import DTypeError, OptionError, ShapeError
+from quadtree_attention import checks
+from quadtree_attention.errors import OptionError
 from quadtree_attention.models.parts.assignment import RowAssignment
+from quadtree_attention.models.parts.inputs import check_same, pair_of
 from quadtree_attention.models.parts.row_attention import RowAttentionKind, RowTransformer
-from quadtree_attention.models.parts.stereo_features import (
-    ContextAdjustment,
-    Hourglass,
-    resampled,
-)
+from quadtree_attention.models.parts.stereo_features import ContextAdjustment, Hourglass, resampled
 
 LEAST_SIDE = 16
 CNN_STRIDE = 2
@@ -114,8 +112,7 @@ class STTR(nn.Module):
         dtype: Any = None,
     ) -> None:
         super().__init__()
-        if stride not in STRIDES:
-            raise OptionError(f"stride must be {', '.join(map(str, STRIDES))}, got {stride}")
+        checks.one_of(STRIDES, stride=stride)
         given = {"num_levels": num_levels, "topk": topk, "backend": backend}
         options = {name: value for name, value in given.items() if value is not None}
         if attention == "full" and options:
@@ -154,7 +151,8 @@ class STTR(nn.Module):
             true_disparity: (B, H, W) pixels, to be told how probable it is (in training).
             max_disparity: Largest disparity in pixels; None: that of the network.
         """
-        image0, image1 = _check_inputs(data)
+        image0, image1 = pair_of(data, channels=3, least=LEAST_SIDE)
+        check_same("shape", tuple(image0.shape), tuple(image1.shape))
         size = image0.shape[2:]
         features0, features1 = self._encode(image0, image1)
         truth = None if true_disparity is None else self.at_cells(true_disparity) / self.stride
@@ -191,30 +189,3 @@ class STTR(nn.Module):
 def _normalised(images: Tensor) -> Tensor:
     """Images in [0, 1] to a mean of about 0 and a deviation of about 1."""
     return ((images - 0.45) / 0.25).contiguous(memory_format=torch.channels_last)
-
-
-def _check_inputs(data: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-    if missing := [name for name in ("image0", "image1") if name not in data]:
-        raise OptionError(
-            f"data must have image0 and image1, got {', '.join(data) or 'nothing'}; "
-            f"add {' and '.join(missing)}"
-        )
-    image0, image1 = data["image0"], data["image1"]
-    for name, image in (("image0", image0), ("image1", image1)):
-        if image.ndim != 4 or image.shape[1] != 3 or min(image.shape[2:]) < LEAST_SIDE:
-            raise ShapeError(
-                f"{name} must be (B, 3, H, W) with sides of at least {LEAST_SIDE} pixels, got "
-                f"{name}.shape={tuple(image.shape)}; pass colour images of such sizes"
-            )
-        if not image.is_floating_point():
-            raise DTypeError(
-                f"{name} must be floating point, in [0, 1], got {name}.dtype={image.dtype}; "
-                "divide bytes by 255"
-            )
-    if image0.shape != image1.shape:
-        raise ShapeError(
-            "image0 and image1 must have the same shape, got "
-            f"image0.shape={tuple(image0.shape)}, image1.shape={tuple(image1.shape)}; "
-            "rectified views have"
-        )
-    return image0, image1

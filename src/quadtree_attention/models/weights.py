@@ -57,9 +57,8 @@ _WRAPPERS = ("module.", "_orig_mod.")  # DistributedDataParallel, torch.compile
 
 
 # Of a card, also inside the weights: what building the network, its input and its output need
-_INSIDE = ("model", "kwargs", "task", "topk", "classes", "palette")
-_INSIDE += ("image_size", "eval_crop", "base_size")
 _FROM_INSIDE = ("model", "kwargs", "task", "topk")  # which no card beside them can replace
+_INSIDE = (*_FROM_INSIDE, "classes", "palette", "image_size", "eval_crop", "base_size")
 
 
 def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Tensor]:
@@ -134,11 +133,8 @@ def check_target(path: str | os.PathLike[str], *, overwrite: bool = False) -> Pa
     path = Path(path)
     if path.suffix != ".safetensors":
         raise OptionError(f"weights are written as .safetensors, got {str(path)!r}; name it so")
-    if not os.path.isdir(path.parent):
-        raise OptionError(f"there is no directory {str(path.parent)!r} to write to; make it first")
     for target in (path, card_path(path)):
-        if os.path.isdir(target):
-            raise OptionError(f"{str(target)!r} is a directory; write to another name")
+        files.check_writable(target)
         if os.path.exists(target) and not overwrite:
             raise OptionError(
                 f"{str(target)!r} is there already; write to another name, or overwrite it "

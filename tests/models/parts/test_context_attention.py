@@ -82,5 +82,5 @@ def test_options_an_attention_does_not_have():
         build_context_attention("quadtree_bb", 16, 4, {})
     with pytest.raises(OptionError, match=r"got dim=16, num_heads=3; change"):
         build_context_attention("full", 16, 3, {})
-    with pytest.raises(OptionError, match=r"got pool_size=0; the paper has 8"):
+    with pytest.raises(OptionError, match="pool_size must be at least 1, got 0"):
         build_context_attention("spatial_reduction", 16, 4, {"pool_size": 0})

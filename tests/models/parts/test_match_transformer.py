@@ -42,7 +42,7 @@ def test_official_transformer(path):
         **({"topk": meta["topks"][:2]} if quadtree else {}),
     )
     for i, layer in enumerate(model.layers):
-        layer.load_state_dict(convert_match_block(golden.with_prefix(f"sd:layers.{i}.")))
+        layer.load_state_dict(convert_match_block(golden.with_prefix(f"sd:layers.{i}."))[0])
     leaves = [golden.tensor(f"in:feat{i}", dtype).requires_grad_() for i in range(2)]
     maps = [x.movedim(1, -1) if quadtree else x for x in leaves]
     outs = model(*maps)
@@ -158,5 +158,5 @@ def test_how_blocks_start():
 
 
 def test_unknown_block():
-    with pytest.raises(OptionError, match=r"block must be one of loftr, vit, got 'vti'; 'vit' is"):
+    with pytest.raises(OptionError, match=r"one of loftr, vit, got 'vti'; did you mean vit"):
         build(block="vti")

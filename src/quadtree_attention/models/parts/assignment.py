@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from quadtree_attention.errors import OptionError
+from quadtree_attention import checks
 from quadtree_attention.ops.transport import sinkhorn
 
 HIDDEN = -1e9  # score of a pair that cannot be; finite, so that sums have gradients
@@ -50,21 +50,14 @@ class RowAssignment(nn.Module):
     """
 
     def __init__(
-        self,
-        dim: int,
-        *,
-        iterations: int = 10,
-        max_entries: int | None = None,
-        device: Any = None,
-        dtype: Any = None,
+        self, dim: int, *, iterations: int = 10, max_entries: int | None = None, **dd: Any
     ) -> None:
         super().__init__()
-        if iterations < 1:
-            raise OptionError(f"iterations must be at least 1, got {iterations}; the paper has 10")
+        checks.at_least(1, iterations=iterations)
         self.iterations = iterations
         self.max_entries = max_entries
-        self.proj = nn.Linear(dim, dim, device=device, dtype=dtype)
-        self.bin_score = nn.Parameter(torch.zeros((), device=device, dtype=dtype))
+        self.proj = nn.Linear(dim, dim, **dd)
+        self.bin_score = nn.Parameter(torch.zeros((), **dd))
 
     def forward(
         self,

@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from quadtree_attention.errors import OptionError
+from quadtree_attention import checks
 from quadtree_attention.models.parts.masks import extent
 from quadtree_attention.models.parts.similarity import HIDDEN, Similarity
 from quadtree_attention.ops.transport import with_bin
@@ -76,11 +76,13 @@ class CoarseMatching(nn.Module):
         border: int = 2,
         iterations: int = 3,
         max_entries: int = 2**26,
-        device: Any = None,
-        dtype: Any = None,
+        **dd: Any,
     ) -> None:
         super().__init__()
-        _check_options(method, temperature, border, iterations, max_entries)
+        checks.one_of(get_args(Method), matching=method)
+        checks.above(0, temperature=temperature)
+        checks.at_least(0, border=border)
+        checks.at_least(1, iterations=iterations, max_entries=max_entries)
         self.method = method
         self.temperature = temperature
         self.threshold = threshold
@@ -89,7 +91,7 @@ class CoarseMatching(nn.Module):
         self.max_entries = max_entries
         self.bin_score = None
         if method == "optimal_transport":
-            self.bin_score = nn.Parameter(torch.tensor(1.0, device=device, dtype=dtype))
+            self.bin_score = nn.Parameter(torch.tensor(1.0, **dd))
 
     def confidence(
         self, map0: Tensor, map1: Tensor, mask0: Tensor | None, mask1: Tensor | None
@@ -123,9 +125,9 @@ class CoarseMatching(nn.Module):
         """Matches in a matrix from `confidence`, by sample, then by cell of map 0."""
         scores, columns = confidence.max(dim=2)
         rows = confidence.argmax(dim=1)
-        allowed0 = self._allowed(grid0, mask0, confidence)
-        allowed1 = self._allowed(grid1, mask1, confidence)
-        return self._mutual(scores, columns, rows, allowed0, allowed1)
+        pairs = ((grid0, mask0), (grid1, mask1))
+        allowed = [self._allowed(*pair, confidence) for pair in pairs]
+        return self._mutual((scores, columns, rows), allowed, None)
 
     @torch.no_grad()
     def forward(
@@ -143,10 +145,9 @@ class CoarseMatching(nn.Module):
         with torch.autocast(map0.device.type, enabled=False):
             similarity = self._similarity(map0, map1, mask0, mask1, self.max_entries)
             scores, columns, rows = similarity.best(*self._potentials(similarity))
-        grid0, grid1 = map0.shape[1:3], map1.shape[1:3]
-        allowed0 = self._allowed((grid0[0], grid0[1]), mask0, scores)
-        allowed1 = self._allowed((grid1[0], grid1[1]), mask1, scores)
-        return self._mutual(scores.exp(), columns, rows, allowed0, allowed1, threshold)
+        pairs = ((map0, mask0), (map1, mask1))
+        allowed = [self._allowed((x.shape[1], x.shape[2]), mask, scores) for x, mask in pairs]
+        return self._mutual((scores.exp(), columns, rows), allowed, threshold)
 
     def extra_repr(self) -> str:
         return (
@@ -196,18 +197,13 @@ class CoarseMatching(nn.Module):
         return inside.flatten(1)
 
     def _mutual(
-        self,
-        scores: Tensor,
-        columns: Tensor,
-        rows: Tensor,
-        allowed0: Tensor,
-        allowed1: Tensor,
-        threshold: float | None = None,
+        self, best: tuple[Tensor, Tensor, Tensor], allowed: list[Tensor], threshold: float | None
     ) -> CoarseMatches:
+        scores, columns, rows = best
         cells = torch.arange(columns.shape[1], device=columns.device)
         least = self.threshold if threshold is None else threshold
         kept = (rows.gather(1, columns) == cells) & (scores > least)
-        kept &= allowed0 & allowed1.gather(1, columns)
+        kept &= allowed[0] & allowed[1].gather(1, columns)
         batch_indexes, cells0 = kept.nonzero(as_tuple=True)
         return CoarseMatches(
             batch_indexes, cells0, columns[batch_indexes, cells0], scores[batch_indexes, cells0]
@@ -271,19 +267,3 @@ def matches_for_training(
     truth = truth[drawn.to(truth.cells0.device)]
     pairs = zip(vars(predicted).values(), vars(truth).values(), strict=True)
     return CoarseMatches(*(torch.cat(pair) for pair in pairs))
-
-
-def _check_options(
-    method: str, temperature: float, border: int, iterations: int, max_entries: int
-) -> None:
-    if method not in get_args(Method):
-        raise OptionError(
-            f"matching must be one of {', '.join(get_args(Method))}, got {method!r}; "
-            "the published weights are of dual_softmax"
-        )
-    if not temperature > 0:
-        raise OptionError(f"temperature must be above 0, got {temperature=}; the original has 0.1")
-    least = {"border": (border, 0), "iterations": (iterations, 1), "max_entries": (max_entries, 1)}
-    for name, (value, bound) in least.items():
-        if value < bound:
-            raise OptionError(f"{name} must be at least {bound}, got {name}={value}; raise it")

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from quadtree_attention import checks
 from quadtree_attention.errors import OptionError
 from quadtree_attention.models.parts.masks import extent
 from quadtree_attention.nn.attention import QuadtreeAttention
@@ -27,7 +28,7 @@ class ContextAttention(nn.Module):
         num_heads: Heads.
     """
 
-    def __init__(self, dim: int, num_heads: int, *, device: Any = None, dtype: Any = None) -> None:
+    def __init__(self, dim: int, num_heads: int, **dd: Any) -> None:
         super().__init__()
         if num_heads < 1 or dim % num_heads:
             raise OptionError(
@@ -35,7 +36,7 @@ class ContextAttention(nn.Module):
             )
         self.num_heads = num_heads
         self.q_proj, self.k_proj, self.v_proj, self.proj = (
-            nn.Linear(dim, dim, bias=False, device=device, dtype=dtype) for _ in range(4)
+            nn.Linear(dim, dim, bias=False, **dd) for _ in range(4)
         )
 
     def forward(
@@ -104,8 +105,7 @@ class PooledAttention(FullAttention):
 
     def __init__(self, dim: int, num_heads: int, *, pool_size: int = 8, **dd: Any) -> None:
         super().__init__(dim, num_heads, **dd)
-        if pool_size < 1:
-            raise OptionError(f"pool_size must be at least 1, got {pool_size=}; the paper has 8")
+        checks.at_least(1, pool_size=pool_size)
         self.pool_size = pool_size
 
     def keys(self, context: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -153,12 +153,6 @@ _OPTIONS: dict[str, tuple[str, ...]] = {
 ATTENTIONS = tuple(_OPTIONS)
 
 
-def options_of_attention(name: str) -> tuple[str, ...]:
-    """Options that an attention of the matcher has."""
-    check_attention(name, ATTENTIONS)
-    return _OPTIONS[name]
-
-
 def build_context_attention(
     name: str, dim: int, num_heads: int, options: Mapping[str, Any], **dd: Any
 ) -> nn.Module:
@@ -171,7 +165,8 @@ def build_context_attention(
         options: `num_levels` (3), `topk` (8 at the finest level that selects, doubled at every
             coarser one) and `backend` of quadtree attention, `pool_size` (8) of spatial reduction.
     """
-    known = options_of_attention(name)
+    check_attention(name, ATTENTIONS)
+    known = _OPTIONS[name]
     if unknown := [
         f"{option}={value!r}" for option, value in options.items() if option not in known
     ]:

@@ -20,21 +20,12 @@ class FineWindows(nn.Module):
         size: Cells per side of a window; odd.
     """
 
-    def __init__(
-        self,
-        coarse_dim: int,
-        fine_dim: int,
-        size: int = 5,
-        *,
-        device: Any = None,
-        dtype: Any = None,
-    ) -> None:
+    def __init__(self, coarse_dim: int, fine_dim: int, size: int = 5, **dd: Any) -> None:
         super().__init__()
         if size < 3 or size % 2 == 0:
             raise OptionError(
                 f"window_size must be an odd number from 3 on, got {size}; the original has 5"
             )
-        dd = {"device": device, "dtype": dtype}
         self.size = size
         self.project = nn.Linear(coarse_dim, fine_dim, **dd)
         self.merge = nn.Linear(2 * fine_dim, fine_dim, **dd)

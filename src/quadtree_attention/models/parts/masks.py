@@ -33,9 +33,11 @@ def rectangles(
     return rows[:, :, None] & columns[:, None]
 
 
-def masks_of_maps(mask: Tensor, num_maps: int) -> list[Tensor | None]:
-    """Visible cells at 1/4, 1/8, ... of an image (B, H, W); a cell is if any of its pixels is."""
-    return visible_levels(Tree(tuple(mask.shape[1:]), num_maps + 2), mask)[::-1][2:]
+def masks_of_maps(mask: Tensor | None, num_maps: int) -> list[Tensor | None]:
+    """Visible cells at 1, 1/2, 1/4, ... of an image (B, H, W): those with a visible pixel."""
+    if mask is None:
+        return [None] * num_maps
+    return visible_levels(Tree(tuple(mask.shape[1:]), num_maps), mask)[::-1]
 
 
 def stack_masks(mask0: Tensor | None, mask1: Tensor | None) -> Tensor | None:

@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from quadtree_attention.errors import OptionError
+from quadtree_attention import checks
 from quadtree_attention.models.parts.masks import stack_masks
 from quadtree_attention.nn.block import ContextBlock, ConvMlp
 from quadtree_attention.nn.norm import TokenNorm
@@ -26,9 +26,8 @@ class LoftrBlock(nn.Module):
         attn: The attention, with the interface of `QuadtreeAttention`.
     """
 
-    def __init__(self, dim: int, attn: nn.Module, *, device: Any = None, dtype: Any = None) -> None:
+    def __init__(self, dim: int, attn: nn.Module, **dd: Any) -> None:
         super().__init__()
-        dd = {"device": device, "dtype": dtype}
         self.attn = attn
         self.norm1 = TokenNorm(dim, 1e-5, before_linear=True, **dd)
         self.mlp = nn.Sequential(
@@ -82,17 +81,10 @@ class MatchTransformer(nn.Module):
         num_pairs: int,
         make_attention: MakeAttention,
         block: BlockKind = "vit",
-        *,
-        device: Any = None,
-        dtype: Any = None,
+        **dd: Any,
     ) -> None:
         super().__init__()
-        if block not in get_args(BlockKind):
-            raise OptionError(
-                f"block must be one of {', '.join(get_args(BlockKind))}, got {block!r}; "
-                "'vit' is that of the official quadtree transformer"
-            )
-        dd = {"device": device, "dtype": dtype}
+        checks.one_of(get_args(BlockKind), block=block)
         self.one_after_the_other = block == "loftr"
         layers: list[nn.Module]
         if block == "loftr":
@@ -106,11 +98,7 @@ class MatchTransformer(nn.Module):
         self.layers = nn.ModuleList(layers)  # self, cross, self, cross, ...
 
     def forward(
-        self,
-        map0: Tensor,
-        map1: Tensor,
-        mask0: Tensor | None = None,
-        mask1: Tensor | None = None,
+        self, map0: Tensor, map1: Tensor, mask0: Tensor | None = None, mask1: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """(B, *grid0, C) and (B, *grid1, C), masks without C -> the same shapes"""
         masks = (mask0, mask1)

@@ -15,13 +15,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from quadtree_attention.errors import MissingDependencyError
+from quadtree_attention import checks
 from quadtree_attention.models.backbone import PyramidTransformer
 from quadtree_attention.models.parts.masks import rectangles
 from quadtree_attention.models.parts.resnet_fpn import hide_map
 from quadtree_attention.ops.tree import accumulation_dtype
 
-try:
+with checks.needs("models", "a detector"):
     from torchvision.models.detection.anchor_utils import AnchorGenerator
     from torchvision.models.detection.faster_rcnn import FastRCNNPredictor
     from torchvision.models.detection.image_list import ImageList
@@ -32,10 +32,6 @@ try:
     from torchvision.ops import FeaturePyramidNetwork, MultiScaleRoIAlign
     from torchvision.ops.feature_pyramid_network import LastLevelMaxPool, LastLevelP6P7
     from torchvision.ops.poolers import initLevelMapper
-except ModuleNotFoundError as error:
-    raise MissingDependencyError(
-        f"detectors need torchvision, got {error}; pip install 'quadtree-attention[models]'"
-    ) from error
 
 Size = tuple[int, int]
 Masks = Sequence[Tensor | None]
@@ -53,10 +49,7 @@ class ThinTransform(GeneralizedRCNNTransform):
         self, image: Tensor, target: dict[str, Tensor] | None = None
     ) -> tuple[Tensor, dict[str, Tensor] | None]:
         height, width = image.shape[-2:]
-        scale = min(
-            min(self.min_size) / min(height, width),
-            self.max_size / max(height, width),
-        )
+        scale = min(min(self.min_size) / min(height, width), self.max_size / max(height, width))
         if int(min(height, width) * scale) >= 1:
             return super().resize(image, target)
         self.fixed_size = (max(1, int(width * scale)), max(1, int(height * scale)))

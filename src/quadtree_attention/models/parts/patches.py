@@ -21,17 +21,9 @@ class PatchEmbed(nn.Module):
     """
 
     def __init__(
-        self,
-        in_chans: int,
-        dim: int,
-        *,
-        stride: int,
-        kernel_size: int,
-        device: Any = None,
-        dtype: Any = None,
+        self, in_chans: int, dim: int, *, stride: int, kernel_size: int, **dd: Any
     ) -> None:
         super().__init__()
-        dd = {"device": device, "dtype": dtype}
         self.in_chans = in_chans
         self.stride = stride
         self.overlap = kernel_size > stride
@@ -61,9 +53,8 @@ class PatchEmbed(nn.Module):
 class PatchMerging(nn.Module):
     """Concatenates 2x2 cells, normalises, and maps them to one cell of `dim_out` channels."""
 
-    def __init__(self, dim: int, dim_out: int, *, device: Any = None, dtype: Any = None) -> None:
+    def __init__(self, dim: int, dim_out: int, **dd: Any) -> None:
         super().__init__()
-        dd = {"device": device, "dtype": dtype}
         self.norm = TokenNorm(4 * dim, before_linear=True, **dd)
         self.reduction = nn.Linear(4 * dim, dim_out, bias=False, **dd)
 

@@ -7,6 +7,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
+from quadtree_attention import checks
 from quadtree_attention.errors import OptionError
 
 Frequencies = Literal["fixed", "legacy"]
@@ -19,11 +20,7 @@ def check_position(dim: int, frequencies: str) -> None:
             f"a position has sine and cosine of x and y, so the coarse channels must be a multiple "
             f"of 4, got {dim=}; change them"
         )
-    if frequencies not in get_args(Frequencies):
-        raise OptionError(
-            f"position must be one of {', '.join(get_args(Frequencies))}, got {frequencies!r}; "
-            "weights trained with the official code's temp_bug_fix=False need 'legacy'"
-        )
+    checks.one_of(get_args(Frequencies), position=frequencies)
 
 
 def sine_table(

@@ -25,16 +25,13 @@ class ResNetFPN(nn.Module):
             the coarse one.
     """
 
-    def __init__(
-        self, dims: Sequence[int] = (128, 196, 256), *, device: Any = None, dtype: Any = None
-    ) -> None:
+    def __init__(self, dims: Sequence[int] = (128, 196, 256), **dd: Any) -> None:
         super().__init__()
         if len(dims) != 3 or min(dims) < 1:
             raise OptionError(
                 f"dims must be three numbers of channels, at 1/2, 1/4 and 1/8, got {tuple(dims)}; "
                 "the original has (128, 196, 256)"
             )
-        dd = {"device": device, "dtype": dtype}
         self.stem = _conv(1, dims[0], 7, stride=2, **dd)
         self.stem_norm = nn.BatchNorm2d(dims[0], **dd)
         # The lists run fine -> coarse: 1/2, 1/4, 1/8.

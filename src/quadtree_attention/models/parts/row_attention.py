@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from quadtree_attention import checks
 from quadtree_attention.errors import OptionError
 from quadtree_attention.nn.block import ConvMlp
 from quadtree_attention.nn.norm import TokenNorm
@@ -51,8 +52,7 @@ class RowAttention(nn.Module):
         num_levels: int = 4,
         topk: int | Sequence[int] = 6,
         backend: str = "auto",
-        device: Any = None,
-        dtype: Any = None,
+        **dd: Any,
     ) -> None:
         super().__init__()
         _check_options(dim, num_heads, attention)
@@ -62,11 +62,11 @@ class RowAttention(nn.Module):
         self.topk = topk
         self.backend = backend
         self.q_proj, self.k_proj, self.v_proj, self.proj = (
-            nn.Linear(dim, dim, device=device, dtype=dtype) for _ in range(4)
+            nn.Linear(dim, dim, **dd) for _ in range(4)
         )
         self.level_logits: nn.Parameter | None = None
         if attention == "quadtree_b":
-            self.level_logits = nn.Parameter(torch.zeros(num_levels, device=device, dtype=dtype))
+            self.level_logits = nn.Parameter(torch.zeros(num_levels, **dd))
 
     def forward(self, x: Tensor, context: Tensor | None = None) -> Tensor:
         """(B, H, W, C), to the rows of `context` (B, H, W1, C) or its own -> (B, H, W, C)"""
@@ -195,8 +195,7 @@ class RowTransformer(nn.Module):
 
 
 def _check_options(dim: int, num_heads: int, attention: str) -> None:
-    if attention not in (known := get_args(RowAttentionKind)):
-        raise OptionError(f"attention must be {', '.join(known)}, got {attention!r}; take one")
+    checks.one_of(get_args(RowAttentionKind), attention=attention)
     if num_heads < 1 or dim % (4 * num_heads):
         raise OptionError(
             "every head must have a multiple of 4 channels, half of which tell the position, got "
