@@ -80,6 +80,7 @@ def differences(section: str, old: Path, new: Path) -> list[str]:
             for name, content in then.items()
             if json.dumps(content, sort_keys=True) not in there
         ]
+    then, now = ({name: _scores(x) for name, x in record.items()} for record in (then, now))
     lines = [f"{section}: {line}" for line in _unlike(then, now, "")]
     with np.load(old / ARRAYS.format(section)) as a, np.load(new / ARRAYS.format(section)) as b:
         for name in sorted(a.keys() | b.keys()):
@@ -100,18 +101,55 @@ def _bits(a: np.ndarray, b: np.ndarray) -> str:
 
 
 def _unlike(a: Any, b: Any, where: str) -> list[str]:
+    """What of `a` is missing in `b` or differs there; `b` may have more."""
     if isinstance(a, dict) and isinstance(b, dict):
-        lines = []
-        for key in [*a, *(key for key in b if key not in a)]:
-            if key not in a or key not in b:
-                lines.append(f"{where}/{key} is only in {'NEW' if key in b else 'OLD'}")
-            else:
-                lines += _unlike(a[key], b[key], f"{where}/{key}")
-        return lines
+        lines = [f"{where}/{key} is only in OLD" for key in a if key not in b]
+        both = (key for key in a if key in b)
+        return lines + [line for key in both for line in _unlike(a[key], b[key], f"{where}/{key}")]
     if isinstance(a, list) and isinstance(b, list) and len(a) == len(b):
         pairs = enumerate(zip(a, b, strict=True))
         return [line for i, (x, y) in pairs for line in _unlike(x, y, f"{where}/{i}")]
+    if "/history/" in where:  # to six digits: what validation of detectors rounds to has changed
+        a, b = (f"{float(x):.6g}" for x in (a, b))
     return [] if a == b else [f"{where}: {str(a)[:80]} before, {str(b)[:80]} now"]
+
+
+def _scores(found: dict[str, Any]) -> dict[str, Any]:
+    """What `evaluate` printed of a task before there was one form of scores, in that form.
+
+    Settings, which are named otherwise, are left out, as are checksums of cards.
+    """
+    old = found.get("json")
+    if not isinstance(old, dict):
+        return found
+    old = {key: value for key, value in old.items() if key not in ("settings", "sha256")}
+    if "task" in old or not {"classes", "pairs"} & old.keys():
+        old["rows"] = sorted(old.get("rows", []), key=lambda row: row["name"])
+        return {**found, "json": old}
+    rows = old.pop("classes", None) or old.pop("pairs")
+    mean, facts = old.pop("mean", {}), {}
+    for kind, prefix in (("box", ""), ("mask", "mask_"), ("pose", "pose_"), ("homography", None)):
+        part = old.pop(kind, None) or {}
+        estimators = part.pop("estimators", {})
+        prefix = f"{kind}_" if prefix is None else prefix
+        for name, scores in estimators.items():
+            areas = {f"auc{key}": value for key, value in scores.pop("auc").items()}
+            facts[f"{prefix}{name}_failed"] = scores.pop("failed")
+            mean |= {f"{prefix}{name}_{key}": x for key, x in (areas | scores).items()}
+        facts |= {f"{prefix}{key}": part.pop(key) for key in ("pairs", "missing") if key in part}
+        mean |= {f"{prefix}{key}": value for key, value in part.items()}
+    names = ("top1", "top5", "miou", "accuracy", "class_accuracy")
+    mean |= {key: old.pop(key) for key in names if key in old}
+    counts = ("images", "objects", "detections", "left_out", "no_mask")
+    facts |= {key: old.pop(key) for key in counts if key in old}
+    renamed = {"accuracy": "recall", "top1": "accuracy"}
+    for row in rows:
+        row |= row.pop("scores", {})
+        row |= {f"error_{key}": value for key, value in row.pop("errors", {}).items()}
+    rows = [{renamed.get(key, key): value for key, value in row.items()} for row in rows]
+    rows.sort(key=lambda row: row["name"])
+    lists = {"skipped": old.get("skipped") or [], "missing": old.get("missing") or []}
+    return {**found, "json": {"mean": mean, "facts": facts, "rows": rows, **lists}}
 
 
 def report(lines: list[str]) -> int:

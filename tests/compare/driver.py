@@ -349,8 +349,9 @@ def commands(checkout: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
                              f"{INPUTS}/labels", out, "out/segments", *evaluated],
         "evaluate-stereo": ["evaluate", "stereo", weights["stereo"], "--data", f"{INPUTS}/pairs",
                             out, "out/scored", "--size", "160", *evaluated],
-        "evaluate-match": ["evaluate", "match", "--pairs", f"{INPUTS}/pairs.txt", "--images",
-                           images, "--predictions", "out/matches", "--json"],
+        "evaluate-match": ["evaluate", "match", "--data" if new else "--pairs",
+                           f"{INPUTS}/pairs.txt", "--images", images, "--predictions",
+                           "out/matches", "--json"],
     }  # fmt: skip
     for name, words in calls.items():
         command = [sys.executable, "-P", "-m", "quadtree_attention.cli", *words]
