@@ -148,7 +148,7 @@ def test_pictures_and_one_file_for_all():
     again = run("photos", "--save", "answers.npz", "--top", "2")
     assert "3 there already" in again.stdout
     # The labels of these images are unknown
-    assert "no true label" in refused("evaluate", "classify", "--predictions", "answers.npz")
+    assert "has no label" in refused("evaluate", "classify", "--predictions", "answers.npz")
 
 
 # ---- mistakes

@@ -168,7 +168,7 @@ def test_no_root():
 def test_npz(tmp_path):
     source = open_source(make_npz(tmp_path), split="train")
     assert isinstance(source, NpzSource)
-    assert (len(source), source.classes, source.skipped) == (5, ["0", "1"], [])
+    assert (len(source), source.classes, source.skipped) == (5, ["0", "1"], ())
     assert (source.truth(3), source.name(3)) == (1, "image 3")
     assert np.array_equal(source.images(3)[0], decode(encoded(picture(3)), ""))
 

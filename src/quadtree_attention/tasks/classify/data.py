@@ -14,8 +14,7 @@ from quadtree_attention.checks import at_least, one_of
 from quadtree_attention.errors import DataError, OptionError
 from quadtree_attention.images import Array
 from quadtree_attention.tasks.classify.augment import DRAWS, BatchAugment
-from quadtree_attention.tasks.classify.readers import GeneratedSource, Kind, open_source
-from quadtree_attention.tasks.contract import Source
+from quadtree_attention.tasks.classify.readers import GeneratedSource, Kind, Labelled, open_source
 from quadtree_attention.tasks.readers import summary
 from quadtree_attention.tasks.training.data import (
     Batch,
@@ -123,13 +122,13 @@ class ClassifyData(TaskData):
                 ) from error
         self._stored: dict[Split, StoredImages] = {}
 
-    def open(self, split: Split) -> Source[int]:
+    def open(self, split: Split) -> Labelled:
         if self.kind == "generated":
             count = self.generated_count if split == "train" else self.generated_count // 4
             size = self.stored_size
             return GeneratedSource(split, count=count, classes=self.generated_classes, size=size)
         source = open_source(self.root, split=split, strict=self.strict, source=self.kind)
-        if unlabelled := sum(not _has_label(source, i) for i in range(len(source))):
+        if unlabelled := sum(label < 0 for label in source.labels):
             raise DataError(
                 f"{unlabelled} of {len(source)} images of {split} have no label (a negative one); "
                 "training needs one for every image"
@@ -215,13 +214,6 @@ class StoredImages(Dataset[Batch]):
             rng = torch.Generator().manual_seed(seed_from(self.seed, epoch, 0, len(self)))
             self._draws = epoch, torch.rand(len(self), DRAWS, generator=rng)
         return self._draws[1]
-
-
-def _has_label(source: Source[int], index: int) -> bool:
-    try:
-        return source.truth(index) >= 0
-    except DataError:
-        return False
 
 
 def _square(image: Image.Image, side: int) -> Array:

@@ -4,7 +4,6 @@
 import json
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -14,14 +13,50 @@ from PIL import Image
 from quadtree_attention.errors import DataError, OptionError
 from quadtree_attention.files import StrPath
 from quadtree_attention.images import SUFFIXES, Array, decode, to_image
-from quadtree_attention.tasks.contract import Source, file_identity
+from quadtree_attention.tasks.contract import file_identity
 from quadtree_attention.tasks.readers import read_npz, summary
 
 Split = Literal["train", "val"]
 Kind = Literal["auto", "folder", "npz", "generated"]
 
 
-class FolderSource:
+class Labelled:
+    """A `Source` of images with one label each; subclasses read the images.
+
+    Attributes:
+        path: Of the file or folder of the images.
+        classes: Names of the classes.
+        names: Of the images.
+        labels: Of the images; negative if unknown.
+        skipped: Files that are no images, with the reason.
+    """
+
+    path: Path
+    classes: list[str]
+    names: list[str]
+    labels: list[int]
+    skipped: Sequence[str] = ()
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def name(self, index: int) -> str:
+        return self.names[index]
+
+    def identity(self, index: int) -> list[Any]:
+        label = self.labels[index]
+        return [*file_identity(self.path), index, self.classes[label] if label >= 0 else None]
+
+    def images(self, index: int) -> tuple[Image.Image]:
+        raise DataError(f"{self.path} has no image of {self.name(index)}; pass the data")
+
+    def truth(self, index: int) -> int:
+        if (label := self.labels[index]) < 0:
+            raise DataError(f"{self.path}[{index}] {self.name(index)} has no label, got {label}")
+        return label
+
+
+class FolderSource(Labelled):
     """Images in one folder per class: `root/train/<class>/*.jpg`, `root/val/<class>/*.jpg`.
 
     Args:
@@ -30,45 +65,35 @@ class FolderSource:
     """
 
     def __init__(self, root: Path, split: str) -> None:
-        self.root = root / split
-        if not self.root.is_dir():
+        self.path = root / split
+        if not self.path.is_dir():
             raise DataError(
-                f"there is no folder {self.root}; images are expected in "
+                f"there is no folder {self.path}; images are expected in "
                 f"{root}/train/<class>/ and {root}/val/<class>/"
             )
-        self.classes = sorted(folder.name for folder in self.root.iterdir() if folder.is_dir())
-        self.skipped = []
-        self._items: list[tuple[Path, int]] = []
+        self.classes = sorted(folder.name for folder in self.path.iterdir() if folder.is_dir())
+        self.names, self.labels, self.skipped = [], [], []
         for label, name in enumerate(self.classes):
-            for path in sorted(p for p in (self.root / name).rglob("*") if p.is_file()):
+            for path in sorted(p for p in (self.path / name).rglob("*") if p.is_file()):
                 if path.suffix.lower() in SUFFIXES:
-                    self._items.append((path, label))
+                    self.names.append(str(path.relative_to(self.path)))
+                    self.labels.append(label)
                 else:
                     self.skipped.append(f"{path}: not an image by its name")
-        if not self._items:
+        if not self.names:
             raise DataError(
-                f"there are no images in {self.root}/<class>/; names must end in "
+                f"there are no images in {self.path}/<class>/; names must end in "
                 f"{', '.join(sorted(SUFFIXES))}"
             )
 
-    def __len__(self) -> int:
-        return len(self._items)
-
-    def name(self, index: int) -> str:
-        return str(self._items[index][0].relative_to(self.root))
-
     def identity(self, index: int) -> list[Any]:
-        path, label = self._items[index]
-        return [*file_identity(path), self.classes[label]]
+        return file_identity(self.path / self.names[index])  # the folder is the class
 
     def images(self, index: int) -> tuple[Image.Image]:
-        return (to_image(self._items[index][0]),)
-
-    def truth(self, index: int) -> int:
-        return self._items[index][1]
+        return (to_image(self.path / self.names[index]),)
 
 
-class NpzSource:
+class NpzSource(Labelled):
     """JPEG files one after another in `root/train.npz` and `root/val.npz`.
 
     Arrays: `data` (uint8, all files), `offsets` (N + 1), `labels` (N) and, optionally, `names` (N).
@@ -82,15 +107,21 @@ class NpzSource:
     def __init__(self, root: Path, split: str) -> None:
         self.path = root / f"{split}.npz"
         arrays = read_npz(self.path, ("data", "offsets", "labels"), ("names",))
-        self._data, self._offsets = arrays["data"], arrays["offsets"]
-        self._labels, names = arrays["labels"], arrays.get("names")
-        self.skipped: list[str] = []
-        self._check(names)
-        self._names = _unique(names.tolist()) if names is not None else None
-        self.classes = _class_names(root / "classes.json", int(self._labels.max()) + 1)
+        self._data, self._offsets, labels = (arrays[x] for x in ("data", "offsets", "labels"))
+        names = arrays.get("names")
+        self._check(labels, names)
+        self.labels = labels.tolist()
+        numbered = [f"{split}-{index}" for index in range(len(labels))]
+        self.names = numbered if names is None else _unique(names.tolist())
+        self.classes = _class_names(root / "classes.json", max(self.labels) + 1)
 
-    def _check(self, names: Array | None) -> None:
-        arrays = {"data": self._data, "offsets": self._offsets, "labels": self._labels}
+    def images(self, index: int) -> tuple[Image.Image]:
+        begin, end = self._offsets[index : index + 2]
+        where = f"{self.path}[{index}] {self.name(index)}"
+        return (decode(self._data[begin:end].tobytes(), where),)
+
+    def _check(self, labels: Array, names: Array | None) -> None:
+        arrays = {"data": self._data, "offsets": self._offsets, "labels": labels}
         for name, array in arrays.items():
             if array.ndim != 1 or array.dtype.kind not in ("u" if name == "data" else "iu"):
                 raise DataError(
@@ -98,39 +129,19 @@ class NpzSource:
                     f"{'bytes (uint8)' if name == 'data' else 'integers'}, got {array.dtype} of "
                     f"shape {array.shape}; write the file anew"
                 )
-        count = len(self._labels)
-        counts = count > 0 and len(self._offsets) == count + 1
-        named = names is None or names.shape == self._labels.shape
+        counts = len(labels) > 0 and len(self._offsets) == len(labels) + 1
+        named = names is None or names.shape == labels.shape
         inside = (self._offsets >= 0).all() and (self._offsets <= len(self._data)).all()
         ascending = (self._offsets[1:] >= self._offsets[:-1]).all()
         if not (counts and named and inside and ascending):
             raise DataError(
-                f"the arrays of {self.path} do not belong together: {len(self._labels)} labels, "
+                f"the arrays of {self.path} do not belong together: {len(labels)} labels, "
                 f"{len(self._offsets)} offsets into {len(self._data)} bytes; offsets must be one "
                 "more than labels, ascending, and end inside the data, and names as many as labels"
             )
 
-    def __len__(self) -> int:
-        return len(self._labels)
 
-    def name(self, index: int) -> str:
-        return self._names[index] if self._names else f"{self.path.stem}-{index}"
-
-    def identity(self, index: int) -> list[Any]:
-        return [*file_identity(self.path), index, int(self._labels[index])]
-
-    def images(self, index: int) -> tuple[Image.Image]:
-        begin, end = self._offsets[index : index + 2]
-        where = f"{self.path}[{index}] {self.name(index)}"
-        return (decode(self._data[begin:end].tobytes(), where),)
-
-    def truth(self, index: int) -> int:
-        if (label := int(self._labels[index])) < 0:
-            raise DataError(f"{self.path}[{index}] {self.name(index)} has no label, got {label}")
-        return label
-
-
-class GeneratedSource:
+class GeneratedSource(Labelled):
     """Gratings with noise; the class is their direction. For trying things out without data.
 
     Args:
@@ -141,27 +152,15 @@ class GeneratedSource:
     """
 
     def __init__(self, split: Split, *, count: int, classes: int, size: int) -> None:
+        self.path = Path(f"generated-{size}")
         self.classes = [f"{180 * i // classes} degrees" for i in range(classes)]
-        self.skipped: list[str] = []
-        self._split = split
-        self._count = count
-        self._size = size
-
-    def __len__(self) -> int:
-        return self._count
-
-    def name(self, index: int) -> str:
-        return f"{self._split}-{index}"
-
-    def identity(self, index: int) -> list[Any]:
-        return [self._size, len(self.classes)]
-
-    def truth(self, index: int) -> int:
-        return index % len(self.classes)
+        self.names = [f"{split}-{index}" for index in range(count)]
+        self.labels = [index % classes for index in range(count)]
+        self._split, self._size = split, size
 
     def images(self, index: int) -> tuple[Image.Image]:
         rng = np.random.default_rng((get_args(Split).index(self._split), index))
-        angle = np.pi * (self.truth(index) + rng.uniform(-0.2, 0.2)) / len(self.classes)
+        angle = np.pi * (self.labels[index] + rng.uniform(-0.2, 0.2)) / len(self.classes)
         period = rng.uniform(6, 14)
         y, x = np.mgrid[: self._size, : self._size]
         wave = np.sin(
@@ -172,37 +171,45 @@ class GeneratedSource:
         return (Image.fromarray(pixels.clip(0, 255).astype(np.uint8)),)
 
 
-class PredictionsSource:
-    """The images of a file of predictions: their names and true labels, without the pixels.
+class Predictions(Labelled):
+    """A file of predictions, of this or an earlier version: logits, names and true labels.
+
+    As a source it has no images, but all that scores need.
 
     Args:
-        path: File that `quadtree evaluate classify` has written.
+        path: The npz file.
+
+    Attributes:
+        logits: (N, classes), float32.
+        top: Classes per image that were asked for.
+
+    Raises:
+        DataError: There is no such file, or it holds no predictions.
     """
 
-    skipped: tuple[str, ...] = ()
-
     def __init__(self, path: Path) -> None:
-        read = read_predictions(path)
+        arrays = read_npz(path, ("logits", "labels", "names", "info"))
+        self.logits, labels, names = (arrays[x] for x in ("logits", "labels", "names"))
+        try:
+            info = json.loads(str(arrays["info"]))
+            self.classes, self.top = [str(name) for name in info["classes"]], info.get("top", 5)
+            count = len(self.classes)
+            shapes = self.logits.shape, labels.shape, names.shape
+            if self.logits.dtype != np.float32 or labels.dtype != np.int64:
+                raise ValueError(f"logits are {self.logits.dtype} and labels {labels.dtype}")
+            if shapes != ((len(labels), count), (len(labels),), (len(labels),)):
+                raise ValueError(f"logits, labels and names of {shapes}, {count} classes differ")
+            if not len(labels) or labels.min() < -1 or labels.max() >= count:
+                raise ValueError(f"there are no labels, or some outside -1 to {count - 1}")
+            if type(self.top) is not int or self.top < 1:
+                raise ValueError(f"top must be an integer above 0, got {self.top!r}")
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise DataError(
+                f"{str(path)!r} holds no predictions: {error}; pass a file that quadtree evaluate "
+                "classify has written"
+            ) from error
         self.path = path
-        self.classes = read.classes
-        self._names, self._labels = read.names, read.labels.tolist()
-
-    def __len__(self) -> int:
-        return len(self._names)
-
-    def name(self, index: int) -> str:
-        return self._names[index]
-
-    def identity(self, index: int) -> list[Any]:
-        return [*file_identity(self.path), self._labels[index]]
-
-    def images(self, index: int) -> tuple[Image.Image]:
-        raise DataError(f"{self.path} has no image of {self.name(index)}; pass the data")
-
-    def truth(self, index: int) -> int:
-        if (label := self._labels[index]) < 0:
-            raise DataError(f"{self.path} has no true label of {self.name(index)}; pass the data")
-        return int(label)
+        self.labels, self.names = labels.tolist(), _unique(names.tolist())
 
 
 def open_source(
@@ -211,7 +218,7 @@ def open_source(
     split: str = "val",
     strict: bool = False,
     source: Kind = "auto",
-) -> Source[int]:
+) -> Labelled:
     """The labelled images of a split.
 
     Args:
@@ -231,7 +238,7 @@ def open_source(
         )
     root = Path(root)
     if root.suffix == ".npz" and not root.is_dir():
-        return PredictionsSource(root)
+        return Predictions(root)
     if not root.is_dir():
         raise DataError(f"there is no folder {root}; pass the one that holds train and val")
     if source == "auto":
@@ -243,57 +250,6 @@ def open_source(
             "leave out strict (--data.strict, --strict)"
         )
     return found
-
-
-@dataclass(frozen=True)
-class Predictions:
-    """What a file of predictions holds.
-
-    Attributes:
-        logits: (N, classes), float32.
-        labels: (N,) true labels, int64; -1 if unknown.
-        names: Of the images.
-        classes: Names of the classes.
-        top: Classes per image that were asked for.
-    """
-
-    logits: Array
-    labels: Array
-    names: list[str]
-    classes: list[str]
-    top: int
-
-
-def read_predictions(path: Path) -> Predictions:
-    """The predictions in a file of this or an earlier version.
-
-    Raises:
-        DataError: There is no such file, or it holds no predictions.
-    """
-    arrays = read_npz(path, ("logits", "labels", "names", "info"))
-    logits, labels, names = (arrays[name] for name in ("logits", "labels", "names"))
-    problem = None
-    try:
-        info = json.loads(str(arrays["info"]))
-        classes, top = [str(name) for name in info["classes"]], info.get("top", 5)
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
-        problem, classes, top = f"info must be JSON with the classes, got {error!r}", [], 5
-    count = len(classes)
-    shapes = logits.shape, labels.shape, names.shape
-    if problem is None and (logits.dtype != np.float32 or labels.dtype != np.int64):
-        problem = f"logits are {logits.dtype} and labels {labels.dtype}"
-    elif problem is None and shapes != ((len(labels), count), (len(labels),), (len(labels),)):
-        problem = f"logits, labels and names of {shapes} and {count} classes do not fit"
-    elif problem is None and not (len(labels) and -1 <= labels.min() <= labels.max() < count):
-        problem = f"there are no labels, or some outside -1 to {count - 1}"
-    elif problem is None and not (isinstance(top, int) and top > 0):
-        problem = f"top must be an integer above 0, got {top!r}"
-    if problem is not None:
-        raise DataError(
-            f"{str(path)!r} holds no predictions: {problem}; pass a file that quadtree evaluate "
-            "classify has written"
-        )
-    return Predictions(logits, labels, _unique(names.tolist()), classes, top)
 
 
 def _unique(names: Sequence[Any]) -> list[str]:

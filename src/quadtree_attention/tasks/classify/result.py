@@ -14,7 +14,7 @@ import torch
 
 from quadtree_attention.errors import DataError
 from quadtree_attention.images import Array
-from quadtree_attention.tasks.classify.readers import read_predictions
+from quadtree_attention.tasks.classify.readers import Predictions
 from quadtree_attention.tasks.contract import Result, Source, share_lines
 from quadtree_attention.tasks.readers import match_classes
 
@@ -96,7 +96,7 @@ class ClassificationCodec:
         return content.getvalue()
 
     def decode(self, path: Path) -> dict[str, Classification]:
-        read = read_predictions(path)
+        read = Predictions(path)
         return {
             name: Classification(logits=logits, classes=read.classes, top=read.top)
             for name, logits in zip(read.names, read.logits, strict=True)
