@@ -114,6 +114,7 @@ def test_the_network_is_not_changed(folder, image, kind):
     other = Detector(own.network, own.card, device="cpu", threshold=0.9, size=40)
     before = own(image)
     assert other(image).seen == ((40, 25),) and other(image).scores.min(initial=1) >= 0.9
+    assert (own.network.transform.min_size, own.network.transform.max_size) == ((48,), 64)
     after = own(image)
     assert after.seen == before.seen == ((64, 41),)
     assert np.array_equal(after.boxes, before.boxes)
