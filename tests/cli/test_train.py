@@ -107,11 +107,22 @@ def test_help_of_a_task_lists_its_options():
     for option in ("--model.lr", "--data.root", "--run_dir", "--resume", "--trainer.max_epochs"):
         assert option in result.stdout
     assert "Learning rate at a batch of 1024 images" in result.stdout
+    shown = run("detect", "--help").stdout  # options of the classes that its data are derived from
+    for option in ("--data.root", "--data.flip", "--data.workers", "--data.strict"):
+        assert option in shown
 
 
 def test_unknown_model():
     told = refused("classify", "--config", "tiny.yaml", "--model.model", "quadtree_c_b0")
     assert "got 'quadtree_c_b0'; did you mean quadtree_b_b0" in told
+
+
+def test_model_of_another_task():
+    told = refused("stereo", "--model.model", "loftr_lite", "--trainer.accelerator", "cpu")
+    assert told == (
+        "loftr_lite is a network of the task match, not of stereo; pass one of sttr, "
+        "sttr_quadtree, sttr_quadtree_small"
+    )
 
 
 def test_unknown_attention():
@@ -173,7 +184,7 @@ def test_wrong_type(option, value):
 
 def test_values_out_of_range():
     told = refused("classify", "--config", "tiny.yaml", "--data.batch_size", "0")
-    assert told == "batch_size must be at least 1, got 0; pass more"
+    assert told == "batch_size must be at least 1, got 0; pass a larger one"
     told = refused("classify", "--config", "tiny.yaml", "--save_every", "0")
     assert told == "--save_every must be at least 1, got 0; pass more"
 

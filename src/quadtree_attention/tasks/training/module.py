@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from quadtree_attention.checks import above, at_least, one_of
 from quadtree_attention.errors import DataError, OptionError
 from quadtree_attention.files import file_sha256
-from quadtree_attention.models.registry import create, weights_path
+from quadtree_attention.models.registry import SPECS, create, names, weights_path
 from quadtree_attention.models.weights import fill
 from quadtree_attention.tasks.readers import summary
 from quadtree_attention.tasks.training.loader import seed_from, set_seed
@@ -119,12 +119,18 @@ class TaskModule(pl.LightningModule):
         decays = list(h.get("decay_epochs", ()))
         if decays != sorted(decays) or any(epoch <= 0 for epoch in decays):
             raise OptionError(f"decay_epochs must be above 0 and rise, got {decays}; pass such")
+        task = self.task.name
+        if model in SPECS and SPECS[model].task != task:
+            raise OptionError(
+                f"{model} is a network of the task {SPECS[model].task}, not of {task}; pass one of "
+                f"{', '.join(names(task))}"
+            )
         set_seed(seed_from(h["seed"]))  # the same first weights on every process
         self.kwargs = {} if num_classes is None else {"num_classes": num_classes}
         self.kwargs |= options or {}
         self.model = create(model, **unsaved, **self.kwargs)
         if weights is not None:
-            path = weights_path(weights, self.task.name)
+            path = weights_path(weights, task)
             fill(self.model, path)
             self.start = file_sha256(path)
         if h.get("grad_checkpointing"):
