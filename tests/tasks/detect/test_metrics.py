@@ -350,19 +350,19 @@ def test_images_that_cannot_be_read_are_named(data, tmp_path):
 
 
 def test_changed_files_and_other_data_are_refused(data, tmp_path):
-    out = tmp_path / "r.json"
-    run(data, out)
+    root, out = shutil.copytree(data, tmp_path / "copy"), tmp_path / "r.json"
+    run(root, out)
     with pytest.raises(OptionError, match="other settings: shorter_side None there, 64 now"):
-        run(data, out, shorter_side=64)
-    run(data, out, shorter_side=64, force=True)
-    other = write_split(tmp_path, annotations=[], sizes=[(40, 30)]).parents[1]
+        run(root, out, shorter_side=64)
+    run(root, out, shorter_side=64, force=True)
+    truth = write_split(root, annotations=[], sizes=[(40, 30)])  # without the second image
     with pytest.raises(OptionError, match=r"holds results of other data as 2\.png"):
-        evaluate("detect", data / "w.safetensors", data=other, save=out, shorter_side=64)
+        run(root, out, shorter_side=64)
     out.write_text("[]")  # no longer what the note is of
     with pytest.raises(OptionError, match=r"no r\.settings\.json beside it says"):
-        run(data, out, force=True)
+        run(root, out, force=True)
     with pytest.raises(OptionError, match=r"instances_val\.json' exists, and no"):
-        run(data, data / "annotations" / "instances_val.json", force=True)
+        run(root, truth, force=True)
 
 
 def test_networks_that_do_not_know_a_class(data, tmp_path):

@@ -10,9 +10,9 @@ import json
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -26,20 +26,20 @@ from quadtree_attention.tasks.contract import file_identity
 from quadtree_attention.tasks.detect.rle import decode_mask, is_number, mask_problem, short
 from quadtree_attention.tasks.readers import summary
 
+T = TypeVar("T")
 Box = tuple[float, float, float, float]
 Target = dict[str, Tensor]
 LEAST_SIDE = 0.01  # pixels of a box; thinner ones have no area once they are float32
 CLIPPED = "box clipped"  # the one kind of problem that leaves nothing out
-NO_MASK = "broken mask"  # leaves an object out where masks are asked for
 OVERHANG = 1.0  # pixels that a box may stick out of its image by rounding
 
 
-@dataclass(frozen=True)
-class Problem:
-    """Something in a file that cannot be used as it is."""
+class Problem(Exception):  # noqa: N818 (also kept, as a record)
+    """An entry of a file that cannot be used as it is: its kind, and the reason."""
 
-    kind: str
-    reason: str  # with the file and the id
+    def __init__(self, kind: str, reason: str) -> None:
+        super().__init__(kind, reason)  # so that it can be pickled
+        self.kind, self.reason = kind, reason
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Truth:
     path: Path
     width: int
     height: int
-    annotations: tuple[Annotation, ...]
+    annotations: Sequence[Annotation]
 
     @property
     def objects(self) -> int:
@@ -133,15 +133,22 @@ class CocoFile:
         self.check_images = check_images
         self.problems: list[Problem] = []
         content = _read_json(self.path)
-        self.categories = self._categories(_entries(content, "categories", self.path))
+        found = self._read(content, "categories", "category", _category)
+        self.categories = {i: name for i, name in sorted(found.items()) if name is not None}
+        if not self.categories:
+            raise DataError(f"{self.path} names no categories; add them with id and name")
         listing = json.dumps(list(self.categories.items())).encode()
         self.categories_id = hashlib.sha256(listing).hexdigest()[:12]
         self.classes = list(self.categories.values())
         self.label_of = {category: i for i, category in enumerate(self.categories, start=1)}
         self.category_of = {label: category for category, label in self.label_of.items()}
-        self.truths = self._truths(
-            _entries(content, "images", self.path), _entries(content, "annotations", self.path)
-        )
+        self._files: dict[int, str] = {}  # names of the images, by id
+        self._images = self._read(content, "images", "image", self._image)
+        self._read(content, "annotations", "annotation", self._annotation)
+        self.truths = [truth for truth in self._images.values() if truth is not None]
+        uses = Counter(self._files[truth.id] for truth in self.truths)
+        names = ((self._files[truth.id], truth.id) for truth in self.truths)
+        self.names = [n if uses[n] == 1 else f"{n} (image {number})" for n, number in names]
         if strict and self.problems:
             raise DataError(
                 f"{len(self.problems)} entries of {self.path} cannot be used as they are: "
@@ -181,119 +188,77 @@ class CocoFile:
 
     # ---- what the file says
 
-    def _problem(self, kind: str, reason: str) -> None:
+    def _read(
+        self, content: dict[str, Any], key: str, what: str, read: Callable[[Any, int], T]
+    ) -> dict[int, T | None]:
+        """The entries of a list by id, None for those that cannot be used; problems are noted."""
+        entries = content.get(key)
+        if not isinstance(entries, list):
+            raise DataError(f"{self.path} must have a list of {key}, got {short(entries)}; add it")
+        found: dict[int, T | None] = {}
+        for place, entry in enumerate(entries):
+            number = entry.get("id") if isinstance(entry, dict) else None
+            try:
+                if type(number) is not int:
+                    raise Problem("broken entry", f"{place} in the list has no id")
+                if number in found:
+                    raise Problem("duplicate id", f"{number} is there twice")
+                found[number] = None
+                found[number] = read(entry, number)
+            except Problem as problem:
+                self._note(problem.kind, f"{what} {problem.reason}")
+        return found
+
+    def _note(self, kind: str, reason: str) -> None:
         self.problems.append(Problem(kind, f"{self.path}: {reason}"))
 
-    def _categories(self, entries: Sequence[Any]) -> dict[int, str]:
-        """Names by id, in the order of the ids."""
-        found: dict[int, str] = {}
-        for place, entry in enumerate(entries):
-            number = _id_of(entry)
-            if number is None or not isinstance(entry.get("name"), str):
-                self._problem("broken entry", f"category {place} has no id or no name")
-            elif number in found:
-                self._problem("duplicate id", f"category {number} is there twice")
-            else:
-                found[number] = entry["name"]
-        if not found:
-            raise DataError(f"{self.path} names no categories; add them with id and name")
-        return dict(sorted(found.items()))
-
-    def _truths(self, entries: Sequence[Any], annotations: Sequence[Any]) -> list[Truth]:
-        sizes: dict[int, _Entry] = {}
-        gone: set[int] = set()  # images that are left out, and their annotations with them
-        for place, entry in enumerate(entries):
-            number = _id_of(entry)
-            if number is None:
-                self._problem("broken entry", f"image {place} in the list has no id")
-            elif number in sizes or number in gone:
-                self._problem("duplicate id", f"image {number} is there twice")
-            elif (found := self._image(entry, number)) is None:
-                gone.add(number)
-            else:
-                sizes[number] = found
-        seen: set[int] = set()
-        for place, entry in enumerate(annotations):
-            number = _id_of(entry)
-            if number is None:
-                self._problem("broken entry", f"annotation {place} in the list has no id")
-            elif number in seen:
-                self._problem("duplicate id", f"annotation {number} is there twice")
-            else:
-                seen.add(number)
-                self._add(entry, number, sizes, gone)
-        uses = Counter(entry.name for entry in sizes.values())
-        self.names = [
-            e.name if uses[e.name] == 1 else f"{e.name} (image {number})"
-            for number, e in sizes.items()
-        ]
-        return [
-            Truth(number, e.path, e.width, e.height, tuple(e.annotations))
-            for number, e in sizes.items()
-        ]
-
-    def _image(self, entry: Mapping[str, Any], number: int) -> "_Entry | None":
+    def _image(self, entry: Mapping[str, Any], number: int) -> Truth:
         width, height, name = (entry.get(key) for key in ("width", "height", "file_name"))
-        if not (_is_count(width) and _is_count(height)):
-            self._problem("broken entry", f"image {number} has no width and height above 0")
-            return None
+        if not all(type(side) is int and side > 0 for side in (width, height)):
+            raise Problem("broken entry", f"{number} has no width and height above 0")
         if not isinstance(name, str) or not name:
-            self._problem("broken entry", f"image {number} has no file_name")
-            return None
+            raise Problem("broken entry", f"{number} has no file_name")
         path = Path(name) if self.folder is None else self.folder / name
         if self.folder is not None and self.check_images and not os.path.isfile(path):
-            self._problem("missing image", f"image {number}: there is no file {path}")
-            return None
-        return _Entry(name, path, width, height)
+            raise Problem("missing image", f"{number}: there is no file {path}")
+        self._files[number] = name
+        return Truth(number, path, cast(int, width), cast(int, height), [])
 
-    def _add(
-        self, entry: Mapping[str, Any], number: int, images: dict[int, "_Entry"], gone: set[int]
-    ) -> None:
-        where = f"annotation {number}"
-        owner, category = (_whole(entry.get(key)) for key in ("image_id", "category_id"))
-        if owner in gone:  # reported once, with the image
+    def _annotation(self, entry: Mapping[str, Any], number: int) -> None:
+        """Adds an object to its image, unless that was left out."""
+        owner, category = (entry.get(key) for key in ("image_id", "category_id"))
+        if type(owner) is not int or owner not in self._images:
+            raise Problem("unknown image", f"{number} is of image {short(owner)}, not listed")
+        if (image := self._images[owner]) is None:
             return
-        if owner is None or owner not in images:
-            shown = short(entry.get("image_id"))
-            self._problem("unknown image", f"{where} is of image {shown}, which is not listed")
-            return
-        if category is None or category not in self.label_of:
-            shown = short(entry.get("category_id"))
-            self._problem("unknown category", f"{where} is of category {shown}, not listed")
-            return
-        if found := self._annotation(entry, self.label_of[category], images[owner], where):
-            images[owner].annotations.append(found)
-
-    def _annotation(
-        self, entry: Mapping[str, Any], label: int, image: "_Entry", where: str
-    ) -> Annotation | None:
-        given = _box(entry.get("bbox"))
-        if given is None:
-            shown = short(entry.get("bbox"))
-            self._problem("broken box", f"{where}: bbox must be 4 finite numbers, got {shown}")
-            return None
-        crowd, area = entry.get("iscrowd", 0), entry.get("area")
+        if type(category) is not int or category not in self.label_of:
+            raise Problem(
+                "unknown category", f"{number} is of category {short(category)}, not listed"
+            )
+        box, crowd, area = entry.get("bbox"), entry.get("iscrowd", 0), entry.get("area")
+        if not isinstance(box, list) or len(box) != 4 or not all(is_number(x) for x in box):
+            raise Problem(
+                "broken box", f"{number}: bbox must be 4 finite numbers, got {short(box)}"
+            )
         if crowd not in (0, 1):
-            self._problem("broken entry", f"{where}: iscrowd must be 0 or 1, got {short(crowd)}")
-            return None
-        if (box := self._clipped(given, image, where)) is None:
-            return None
+            raise Problem("broken entry", f"{number}: iscrowd must be 0 or 1, got {short(crowd)}")
+        given: Box = (float(box[0]), float(box[1]), float(box[2]), float(box[3]))
+        corners = self._clipped(given, image, number)
         segmentation = None if self.masks is False else entry.get("segmentation")
         if self.masks and (why := mask_problem(segmentation, image.height, image.width)):
-            self._problem(NO_MASK, f"{where}: {why}")
-            return None
-        if not is_number(area) or area <= 0:
-            area = given[2] * given[3]
-        return Annotation(entry["id"], label, box, given, float(area), bool(crowd), segmentation)
+            raise Problem("broken mask", f"{number}: {why}")
+        pixels = float(area) if is_number(area) and area > 0 else given[2] * given[3]
+        label = self.label_of[category]
+        found = Annotation(number, label, corners, given, pixels, bool(crowd), segmentation)
+        cast(list[Annotation], image.annotations).append(found)
 
-    def _clipped(self, given: Box, image: "_Entry", where: str) -> Box | None:
-        """Corners of a box inside its image; None if nothing is left of it."""
+    def _clipped(self, given: Box, image: Truth, number: int) -> Box:
+        """Corners of a box inside its image."""
         x, y, width, height = given
+        what = f"{number}: the box {', '.join(f'{value:g}' for value in given)}"
         size = f"{image.width}x{image.height}"
-        shown = ", ".join(f"{value:g}" for value in given)
         if min(width, height) < LEAST_SIDE:
-            self._problem("empty box", f"{where}: the box {shown} has no width or no height")
-            return None
+            raise Problem("empty box", f"{what} has no width or no height")
         box = (
             min(max(x, 0.0), image.width),
             min(max(y, 0.0), image.height),
@@ -301,14 +266,16 @@ class CocoFile:
             min(max(y + height, 0.0), image.height),
         )
         if min(box[2] - box[0], box[3] - box[1]) < LEAST_SIDE:
-            self._problem("box outside", f"{where}: the box {shown} is outside the {size} image")
-            return None
-        over = max(-x, -y, x + width - image.width, y + height - image.height)
-        if over > OVERHANG:  # kept: what is inside is right
-            self._problem(
-                CLIPPED, f"{where}: the box {shown} sticks out of the {size} image; clipped"
-            )
+            raise Problem("box outside", f"{what} is outside the {size} image")
+        if max(-x, -y, x + width - image.width, y + height - image.height) > OVERHANG:
+            self._note(CLIPPED, f"annotation {what} extends beyond the {size} image; clipped")
         return box
+
+
+def _category(entry: Mapping[str, Any], number: int) -> str:
+    if not isinstance(name := entry.get("name"), str):
+        raise Problem("broken entry", f"{number} has no name")
+    return name
 
 
 def open_source(
@@ -368,17 +335,6 @@ def _first(paths: Sequence[Path], what: str, is_there: Callable[[Path], bool]) -
     return found
 
 
-@dataclass
-class _Entry:
-    """An image while its annotations are collected."""
-
-    name: str
-    path: Path
-    width: int
-    height: int
-    annotations: list[Annotation] = field(default_factory=list)
-
-
 def counted(problems: Iterable[Problem]) -> str:
     """How many of each kind: "2 empty box, 1 missing image"."""
     kinds = Counter(problem.kind for problem in problems)
@@ -399,29 +355,3 @@ def _read_json(path: Path) -> dict[str, Any]:
             f"{type(content).__name__}; pass a COCO file of objects, not one of results"
         )
     return content
-
-
-def _entries(content: dict[str, Any], key: str, path: Path) -> list[Any]:
-    entries = content.get(key)
-    if not isinstance(entries, list):
-        raise DataError(f"{path} must have a list of {key}, got {short(entries)}; add it")
-    return entries
-
-
-def _id_of(entry: Any) -> int | None:
-    return _whole(entry.get("id")) if isinstance(entry, dict) else None
-
-
-def _whole(value: Any) -> int | None:
-    return value if type(value) is int else None
-
-
-def _box(value: Any) -> Box | None:
-    if not isinstance(value, list) or len(value) != 4 or not all(is_number(x) for x in value):
-        return None
-    x, y, width, height = (float(number) for number in value)
-    return x, y, width, height
-
-
-def _is_count(value: Any) -> TypeGuard[int]:
-    return type(value) is int and value > 0
