@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -177,30 +177,47 @@ def _fresh(function: Callable[..., Any], args: tuple[Any, ...], threads: int) ->
     return function(*args)
 
 
-def resident_peak_mib(call: Call) -> float | None:
-    """Growth of the peak resident memory in one call, of all libraries; it repeats to about 1 MiB.
+class Memory:
+    """The most memory held in each stage, in MiB beyond what was there at first.
 
-    None where the system does not tell.
+    On a GPU that which torch allocates; on a CPU resident memory, of all libraries, which repeats
+    to about 1 MiB in a fresh process.
+
+    Raises:
+        OSError: The system does not tell.
     """
-    if not Path("/proc/self/status").exists():
-        return None
-    gc.collect()
-    with suppress(OSError):  # where it is not allowed, growth counts from the highest peak so far
-        reset_resident_peak()
-    before = peak_resident_mib()
-    call()
-    return max(0.0, peak_resident_mib() - before)
 
+    def __init__(self, device: str) -> None:
+        self.device = device
+        self.stages: dict[str, float] = {}
+        self._reset()
+        self._before = self._peak()
+        self._between = 0.0  # the most held where no stage was running
 
-def reset_resident_peak() -> None:
-    """Lets the peak start again from what is resident now."""
-    Path("/proc/self/clear_refs").write_text("5")
+    def begin(self, stage: str) -> None:
+        self._between = max(self._between, self._peak() - self._before)
+        self._reset()
 
+    def end(self, stage: str) -> None:
+        self.stages[stage] = max(self.stages.get(stage, 0.0), self._peak() - self._before)
 
-def peak_resident_mib() -> float:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    peak = next(line for line in lines if line.startswith("VmHWM:"))
-    return int(peak.split()[1]) / 1024
+    def whole(self) -> float:
+        """The most held at any time so far."""
+        return max(self._between, self._peak() - self._before, *self.stages.values())
+
+    def _reset(self) -> None:
+        """Lets the peak start again from what is held now."""
+        if self.device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        else:
+            Path("/proc/self/clear_refs").write_text("5")
+
+    def _peak(self) -> float:
+        if self.device == "cuda":
+            return torch.cuda.max_memory_allocated() / MIB
+        lines = Path("/proc/self/status").read_text().splitlines()
+        peak = next(line for line in lines if line.startswith("VmHWM:"))
+        return int(peak.split()[1]) / 1024
 
 
 def return_memory_when_freed() -> None:

@@ -9,7 +9,7 @@
 A run is one command; a file that grows over several commands has several. `case` says what was
 measured, `values` what was found; long lists, such as histories, are `details`. A row without a
 result says why: `error`, or `skipped`. Rows of a comparison by training are of several kinds, and
-name theirs: `kind`.
+name theirs: `kind`. kinds.yaml declares what rows of every kind hold.
 """
 
 import importlib.metadata
@@ -21,10 +21,11 @@ import shlex
 import subprocess
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from quadtree_attention.files import make_folder, write_whole
 
@@ -33,6 +34,11 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 OUT_OF_MEMORY = "out of memory"
 LARGEST_UNEXPLAINED = 0.05  # deviation from a published figure
+TASKS = ("classification", "backbone")
+PASSES = ("forward", "training")
+STAGES = ("CNN", "transformer", "coarse matching", "fine")  # of the matcher
+THRESHOLDS = {"pose": ("5", "10", "20"), "homography": ("3", "5", "10")}  # degrees, pixels
+FIGURES = ("code_params", "params_m", "gmacs", "score")  # what may be published of a model
 FOLDERS = ("data", "textures", "work", "weights")  # options that hold a folder of this machine
 
 Row = dict[str, Any]
@@ -46,199 +52,17 @@ class ResultFileError(ValueError):
     """A file that is no result, or a result of another kind."""
 
 
-@dataclass(frozen=True)
-class Kind:
-    """What rows of a kind hold.
-
-    A specification is a type, a tuple of choices, a list with the specification of all elements, or
-    a dict of specifications; a key that ends with "?" may be missing.
-
-    Attributes:
-        case: What was measured.
-        values: What was found. A row with an error may hold a part of it.
-        details: Lists that tables do not show as they are.
-        settings: What all rows of a command share.
-        check: Checks of a row beyond its types.
-    """
-
-    case: Mapping[str, Any]
-    values: Mapping[str, Any]
-    details: Mapping[str, Any] = field(default_factory=dict)
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    check: Callable[[Row, str], None] | None = None
-
-
-# ---- kinds
-
-TASKS = ("classification", "backbone")
-PASSES = ("forward", "training")
-STAGES = ("CNN", "transformer", "coarse matching", "fine")  # of the matcher
-THRESHOLDS = {"pose": ("5", "10", "20"), "homography": ("3", "5", "10")}  # degrees, pixels
-STEREO_SCORES = (
-    *(f"{name}_{region}" for region in ("noc", "all")
-      for name in ("epe", "bad1", "bad2", "bad3", "d1")),
-    "occlusion_iou", "occlusion_iou_both",
-)  # fmt: skip
-FIGURES = ("code_params", "params_m", "gmacs", "score")  # what may be published of a model
-
-_TIMES = {
-    "median_ms": float, "q25_ms": float, "q75_ms": float, "repeats": int, "peak_mib": float | None,
+TYPES = {
+    "str": str, "int": int, "float": float, "bool": bool, "dict": dict, "null": type(None),
 }  # fmt: skip
-_COUNTS = {"params": int, "macs": int, "attention_macs": int}
-_ESTIMATOR = {"auc": dict, "median": float | None, "failed": int}
-_MATCHES = {
-    "truth": tuple(THRESHOLDS), "pairs": int, "missing": int, "matches": float, "precision": float,
-    "median_seconds": float, "estimators": {"opencv": _ESTIMATOR, "poselib": _ESTIMATOR},
-}  # fmt: skip
-_ERRORS = {"opencv": float | None, "poselib": float | None}
-_SCORES = dict.fromkeys(STEREO_SCORES, float | None)
-_STEP = {"batch": int, "precision": str, "image?": [int]}
-
-
-def deviation(values: Mapping[str, Any], name: str) -> float | None:
-    """How far our count is above the published one, as a part of that; None for a score."""
-    whole = values.get("detector", values)
-    counted = {
-        "code_params": values["params"],
-        "params_m": whole["params"] / 1e6,
-        "gmacs": whole["macs"] / 1e9,
-    }
-    return counted[name] / values["published"][name]["value"] - 1 if name in counted else None
-
-
-def _check_counts(row: Row, where: str) -> None:
-    for name in row["values"]["published"]:
-        far = abs(deviation(row["values"], name) or 0) > LARGEST_UNEXPLAINED
-        if far and row["values"]["note"] is None:
-            raise ValueError(f"{where}.published.{name} is far from ours: a note must say why")
-
-
-def _check_matches(row: Row, where: str) -> None:
-    values, details = row["values"], row["details"]
-    areas = dict.fromkeys(THRESHOLDS[values["truth"]], float)
-    for name, score in values["estimators"].items():
-        check_value(score["auc"], areas, f"{where}.{name}.auc")
-    for name, pairs in details.get("errors", {"pairs": details.get("pairs", [])}).items():
-        _check_length(len(pairs), values["pairs"], f"{where}.details.{name}", "pairs")
-
-
-def _check_stereo(row: Row, where: str) -> None:
-    _check_length(len(row["details"]["pairs"]), row["values"]["pairs"], f"{where}.details", "pairs")
-
-
-def _check_history(row: Row, where: str) -> None:
-    history, epochs = row["details"]["history"], row["case"]["epochs"]
-    told = history.get("epoch", [])
-    if told[-1:] != [epochs]:
-        raise ValueError(f"{where}.history ends with epoch {told[-1:]} of {epochs}")
-    for name, column in history.items():
-        _check_length(len(column), len(told), f"{where}.history.{name}", "epochs")
-
-
-def _check_length(found: int, expected: int, where: str, what: str) -> None:
-    if found != expected:
-        raise ValueError(f"{where} has {found} {what} of {expected}")
-
-
-KINDS: dict[str, Kind] = {
-    "speed/ops": Kind(
-        case={"case": str, "implementation": str, "dtype": str,
-              "pass": ("forward", "forward+backward"), "mode": str},
-        values={"backend": str | None, **_TIMES},
-        settings={"variant": ("A", "B", "C")},
-    ),
-    "speed/counts": Kind(
-        case={"task": TASKS, "model": str},
-        values={"baseline": str | None, "image": [int], "topk": int | None, **_COUNTS,
-                "detector?": {"params": int, "macs": int, "published_image?": [int],
-                              "macs_at_published_image?": int},
-                "published": {f"{name}?": {"value": int | float, "source": str}
-                              for name in FIGURES},
-                "note": str | None},
-        check=_check_counts,
-    ),
-    "speed/backbones": Kind(
-        case={"task": TASKS, "model": str, "baseline": str | None, "images": [int],
-              "pass": PASSES, "mode": str, "precision": str},
-        values=_TIMES,
-    ),
-    "speed/detectors": Kind(
-        case={"model": str, "attention": str, "part": ("network", "detector"), "image": [int],
-              "batch": int, "precision": str, "mode": str},
-        values=_TIMES,
-    ),
-    "speed/matchers": Kind(
-        case={"model": str, "attention": str, "image": [int], "matches": int, "precision": str},
-        values={**_TIMES, "stages_ms": dict.fromkeys((*STAGES, "attention"), float),
-                "stages_mib?": dict.fromkeys(STAGES, float)},
-        settings={"memory_gib": float | None},
-    ),
-    "speed/stereo": Kind(
-        case={"network": str, "image": [int], "pass": PASSES, "precision": str},
-        values={**_COUNTS, **_TIMES},
-    ),
-    "speed/scenes": Kind(
-        case={"part": str},
-        values={**_TIMES, "host_ms?": float, "pairs_per_second?": float},
-        settings={"size": [int], "batch": int, "samples": int, "plain": bool},
-    ),
-    "quality/matching": Kind(
-        case={"set": str, "method": str},
-        values=_MATCHES,
-        details={"settings": dict, "pairs": [{"name": str, "matches": int, "precision": float,
-                                              "errors": _ERRORS}]},
-        settings={"methods": dict},
-        check=_check_matches,
-    ),
-    "quality/stereo": Kind(
-        case={"method": str},
-        values={"pairs": int, "median_seconds": float, "mean": _SCORES},
-        details={"pairs": [{"name": str, "scores": _SCORES, "seconds": float}]},
-        settings={"methods": dict},
-        check=_check_stereo,
-    ),
-    # rows of the files of `training`
-    "training/run": Kind(
-        case={"recipe": str, "seed": int, "epochs": int, "fingerprint": str, "data": str | None},
-        values={"seconds": float, "beside": int, "final": dict, "best": dict},
-        details={"history": dict, "weights?": {"sha256": str, "bytes": int, "epoch": int}},
-        settings={"seeds": [int], "extra": [str]},
-        check=_check_history,
-    ),
-    "training/step": Kind(
-        case={"recipe": str},
-        values={"params": int, "macs?": int, **_TIMES},
-        settings=_STEP,
-    ),
-    "training/memory": Kind(case={"recipe": str}, values={"peak_mib": float}, settings=_STEP),
-    "training/score": Kind(
-        case={"recipe": str, "seed": int | None, "weights": str | None, "set": str},
-        values=_MATCHES,
-        details={"errors": {"opencv": [float | None], "poselib": [float | None]}},
-        settings={"size": int, "synthetic": {"pairs": int, "seed": int, "height": int,
-                                             "width": int, "textures": str | None}},
-        check=_check_matches,
-    ),
-}  # fmt: skip
-ROW_KINDS = ("run", "step", "memory", "score")  # of "training/NAME"
+KINDS: dict[str, Any] = yaml.safe_load((ROOT / "benchmarks" / "kinds.yaml").read_text())
+_RESULT, _ = KINDS.pop("result"), KINDS.pop("shared")
+ROW_KINDS = "run|step|memory|score"  # of "training/NAME"
 
 
 def suites(group: str) -> list[str]:
     """The suites of a group, "speed" or "quality"."""
     return [kind.removeprefix(f"{group}/") for kind in KINDS if kind.startswith(f"{group}/")]
-
-
-# ---- checking
-
-_MACHINE = {
-    "device": str, "device_name": str, "cpu": str, "cores": int | None, "threads": int,
-    "load": float | None,
-}  # fmt: skip
-_RUN = {
-    "date": str, "command": str, "commit": str | None, "machine": _MACHINE, "versions": dict,
-    "settings": dict,
-}  # fmt: skip
-_RESULT = {"schema": int, "kind": str, "complete": bool, "runs": [_RUN], "rows": [dict]}
 
 
 def check(result: Any, kind: str | None = None) -> None:
@@ -259,52 +83,93 @@ def check(result: Any, kind: str | None = None) -> None:
 
 
 def _check_row(result: Result, row: Row, where: str) -> None:
-    kind = _kind_of(result, row, where)
-    check_value(row.get("case"), kind.case, f"{where}.case")
+    name = result["kind"]
+    if name not in KINDS:
+        check_value(row.get("kind"), ROW_KINDS, f"{where}.kind")
+        name = f"training/{row['kind']}"
+    kind = KINDS[name]
+    check_value(row.get("case"), kind["case"], f"{where}.case")
     if not isinstance(row.get("run"), int) or not 0 <= row["run"] < len(result["runs"]):
         raise ValueError(f"{where}.run must be one of {len(result['runs'])} runs, got {row}")
     settings = result["runs"][row["run"]]["settings"]
-    check_value(settings, kind.settings, f"runs[{row['run']}].settings")
-    if outcome := [key for key in ("error", "skipped") if key in row]:
-        check_value(row[outcome[0]], str, f"{where}.{outcome[0]}")
-        values = row.get("values", {})
-        part = {key: value for key, value in kind.values.items() if key.rstrip("?") in values}
-        check_value(values, part, f"{where}.values")
-        return
-    check_value(row.get("values"), kind.values, f"{where}.values")
-    check_value(row.get("details", {}), kind.details, f"{where}.details")
-    if kind.check is not None:
-        kind.check(row, where)
-
-
-def _kind_of(result: Result, row: Row, where: str) -> Kind:
-    if result["kind"] in KINDS:
-        return KINDS[result["kind"]]
-    check_value(row.get("kind"), ROW_KINDS, f"{where}.kind")
-    return KINDS[f"training/{row['kind']}"]
+    check_value(settings, kind.get("settings", {}), f"runs[{row['run']}].settings")
+    values, expected = row.get("values", {}), kind["values"]
+    outcome = next((key for key in ("error", "skipped") if key in row), None)
+    if outcome is not None:  # such a row may hold a part of the values
+        check_value(row[outcome], "str", f"{where}.{outcome}")
+        expected = {key: expected[key] for key in expected if key.strip("()") in values}
+    check_value(values, expected, f"{where}.values")
+    if outcome is None:
+        check_value(row.get("details", {}), kind.get("details", {}), f"{where}.details")
+        CHECKS.get(name, lambda row, where: None)(row, where)
 
 
 def check_value(value: Any, spec: Any, where: str) -> None:
-    """Raises `ValueError` if a value is not as a specification says; see `Kind`."""
-    if isinstance(spec, Mapping):
-        known = {key.rstrip("?") for key in spec}
-        needed = {key for key in spec if not key.endswith("?")}
-        if not isinstance(value, dict) or not needed <= value.keys() <= known:
+    """Raises `ValueError` if a value is not as a specification of kinds.yaml says."""
+    if isinstance(spec, dict):
+        known = {key.strip("()"): key for key in spec}
+        needed = {key for key in spec if key in known}
+        if not isinstance(value, dict) or not needed <= value.keys() <= known.keys():
             got = list(value) if isinstance(value, dict) else value
             raise ValueError(f"{where} must have the keys {sorted(known)}, got {got}")
-        for key, inner in spec.items():
-            if key.rstrip("?") in value:
-                check_value(value[key.rstrip("?")], inner, f"{where}.{key.rstrip('?')}")
+        for key, inner in value.items():
+            check_value(inner, spec[known[key]], f"{where}.{key}")
     elif isinstance(spec, list):
-        check_value(value, list, where)
+        if not isinstance(value, list):
+            raise ValueError(f"{where} must be a list, got {value!r}")
         for i, element in enumerate(value):
             check_value(element, spec[0], f"{where}[{i}]")
-    elif isinstance(spec, tuple):
-        if value not in spec:
-            raise ValueError(f"{where} is {value!r}, expected one of {spec}")
-    elif not isinstance(value, spec):
-        name = getattr(spec, "__name__", spec)
-        raise ValueError(f"{where} must be {name}, got {value!r}")
+    elif not any(
+        isinstance(value, TYPES[x]) if x in TYPES else value == x for x in spec.split("|")
+    ):
+        raise ValueError(f"{where} must be {spec}, got {value!r}")
+
+
+def deviation(values: Mapping[str, Any], name: str) -> float | None:
+    """How far our count is above the published one, as a part of that; None for a score."""
+    whole = values.get("detector", values)
+    counted = {"code_params": values["params"], "params_m": whole["params"] / 1e6,
+               "gmacs": whole["macs"] / 1e9}  # fmt: skip
+    return counted[name] / values["published"][name]["value"] - 1 if name in counted else None
+
+
+def _check_counts(row: Row, where: str) -> None:
+    for name in row["values"]["published"]:
+        far = abs(deviation(row["values"], name) or 0) > LARGEST_UNEXPLAINED
+        if far and row["values"]["note"] is None:
+            raise ValueError(f"{where}.published.{name} is far from ours: a note must say why")
+
+
+def _check_pairs(row: Row, where: str) -> None:
+    values, details = row["values"], row["details"]
+    for name, score in values.get("estimators", {}).items():
+        areas = dict.fromkeys(THRESHOLDS[values["truth"]], "float")
+        check_value(score["auc"], areas, f"{where}.{name}.auc")
+    for name, pairs in details.get("errors", {"pairs": details.get("pairs")}).items():
+        _check_length(pairs, values["pairs"], f"{where}.details.{name}", "pairs")
+
+
+def _check_history(row: Row, where: str) -> None:
+    history, epochs = row["details"]["history"], row["case"]["epochs"]
+    told = history.get("epoch", [])
+    if told[-1:] != [epochs]:
+        raise ValueError(f"{where}.history ends with epoch {told[-1:]} of {epochs}")
+    for name, column in history.items():
+        _check_length(column, len(told), f"{where}.history.{name}", "epochs")
+
+
+def _check_length(found: Sequence[Any], expected: int, where: str, what: str) -> None:
+    if len(found) != expected:
+        raise ValueError(f"{where} has {len(found)} {what} of {expected}")
+
+
+CHECKS: dict[str, Callable[[Row, str], None]] = {  # beyond types
+    "speed/counts": _check_counts,
+    "quality/matching": _check_pairs,
+    "quality/stereo": _check_pairs,
+    "training/run": _check_history,
+    "training/score": _check_pairs,
+}
 
 
 # ---- files

@@ -16,8 +16,9 @@ And, where it is not as for the others: `check_options(parser, options)`, `setti
 import importlib
 import sys
 from argparse import ArgumentParser, Namespace
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from types import ModuleType
 from typing import Any
 
@@ -47,6 +48,12 @@ class Work:
 
     def __getitem__(self, key: str) -> Any:
         return self.case[key]
+
+
+def cases(**axes: Iterable[Any]) -> list[dict[str, Any]]:
+    """All combinations of values; the last key varies fastest. A "_" after a key is left out."""
+    names = [name.rstrip("_") for name in axes]
+    return [dict(zip(names, values, strict=True)) for values in product(*axes.values())]
 
 
 class SkippedError(Exception):

@@ -17,7 +17,7 @@ import quadtree_attention.models.backbone  # noqa: F401  registers our models wi
 from benchmarks.measure import Call
 from benchmarks.options import at_least_one, list_of
 from benchmarks.result import PASSES, TASKS
-from benchmarks.speed import Work
+from benchmarks.speed import Work, cases
 
 # What each model of ours replaces: the same layout with another attention.
 BASELINES = {
@@ -60,17 +60,16 @@ def add_options(parser: ArgumentParser) -> None:
 
 def plan(options: Namespace) -> list[list[Work]]:
     """Every call to time; those that are compared with each other are adjacent."""
-    return [
-        [Work({
-            "task": task, "model": model, "baseline": BASELINES.get(model),
-            "images": [options.batch if task == TASKS[0] else 1, 3, *IMAGE[task]],
-            "pass": name, "mode": mode, "precision": _precision(options, name),
-        }, options.device)]
-        for task in options.tasks
-        for name in options.passes
-        for mode in options.modes
-        for model in options.models
-    ]  # fmt: skip
+    planned = cases(task=options.tasks, pass_=options.passes, mode=options.modes,
+                    model=options.models)  # fmt: skip
+    for case in planned:
+        batch = options.batch if case["task"] == TASKS[0] else 1
+        case |= {
+            "baseline": BASELINES.get(case["model"]),
+            "images": [batch, 3, *IMAGE[case["task"]]],
+        }
+        case["precision"] = _precision(options, case["pass"])
+    return [[Work(case, options.device)] for case in planned]
 
 
 def _precision(options: Namespace, name: str) -> str:

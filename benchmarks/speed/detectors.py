@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from benchmarks.measure import Call, scores_held
 from benchmarks.options import at_least_one, list_of, sizes
-from benchmarks.speed import Work
+from benchmarks.speed import Work, cases
 from quadtree_attention import models
 
 ATTENTIONS: dict[str, dict[str, Any]] = {  # options of the detector
@@ -63,17 +63,16 @@ def add_options(parser: ArgumentParser) -> None:
 
 def plan(options: Namespace) -> list[list[Work]]:
     """Every call to measure, together with those that it is compared with."""
-    return [
-        [
-            Work({"model": options.model, "attention": attention, "part": part, "image": image,
-                  "batch": options.batch, "precision": precision, "mode": mode}, options.device)
-            for attention in options.attentions
-        ]
-        for image in options.images
-        for part in options.parts
-        for precision in options.precisions
-        for mode in (options.modes if part == PARTS[0] else MODES[:1])
-    ]  # fmt: skip
+    planned = cases(model=[options.model], image=options.images, part=options.parts,
+                    batch=[options.batch], precision=options.precisions,
+                    mode=options.modes)  # fmt: skip
+    lists = []
+    for case in planned:
+        if case["part"] == PARTS[0] or case["mode"] == options.modes[0]:
+            case |= {"mode": case["mode"] if case["part"] == PARTS[0] else MODES[0]}
+            works = [case | {"attention": attention} for attention in options.attentions]
+            lists.append([Work(work, options.device) for work in works])
+    return lists
 
 
 def prepare(work: Work) -> Call:

@@ -15,18 +15,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.measure import (
-    MIB,
-    Call,
-    in_fresh_process,
-    measure,
-    peak_resident_mib,
-    release_memory,
-    reset_resident_peak,
-)
+from benchmarks.measure import Call, Memory, in_fresh_process, measure, release_memory
 from benchmarks.options import at_least_one, list_of, positive, sizes
 from benchmarks.result import STAGES
-from benchmarks.speed import Work
+from benchmarks.speed import Work, cases
 from benchmarks.speed.stereo import PRECISIONS
 from quadtree_attention import models
 from quadtree_attention.models.parts.coarse_matching import CoarseMatches
@@ -78,14 +70,9 @@ def plan(options: Namespace) -> list[list[Work]]:
     if options.memory is not None:
         whole = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, options.memory * 2**30 / whole))
-    return [
-        [Work({"model": model, "attention": attention, "image": image, "matches": options.matches,
-               "precision": precision}, options.device)]
-        for image in options.images
-        for model in options.models
-        for precision in options.precisions
-        for attention in options.attentions
-    ]  # fmt: skip
+    planned = cases(image=options.images, model=options.models, matches=[options.matches],
+                    precision=options.precisions, attention=options.attentions)  # fmt: skip
+    return [[Work(case, options.device)] for case in planned]
 
 
 def measure_row(work: Work, options: Namespace) -> dict[str, Any]:
@@ -200,36 +187,3 @@ class Clock:
         if self.device == "cpu":
             return sum((end - begin) * 1e3 for begin, end in pairs)
         return sum(begin.elapsed_time(end) for begin, end in pairs)
-
-
-class Memory:
-    """The most memory held in each stage, in MiB beyond what was there at first."""
-
-    def __init__(self, device: str) -> None:
-        self.device = device
-        self.stages: dict[str, float] = {}
-        self._reset()
-        self._before = self._peak()
-        self._between = 0.0  # the most held where no stage was running
-
-    def begin(self, stage: str) -> None:
-        self._between = max(self._between, self._peak() - self._before)
-        self._reset()
-
-    def end(self, stage: str) -> None:
-        self.stages[stage] = max(self.stages.get(stage, 0.0), self._peak() - self._before)
-
-    def whole(self) -> float:
-        """The most held at any time so far."""
-        return max(self._between, self._peak() - self._before, *self.stages.values())
-
-    def _reset(self) -> None:
-        if self.device == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-        else:
-            reset_resident_peak()
-
-    def _peak(self) -> float:
-        if self.device == "cuda":
-            return torch.cuda.max_memory_allocated() / MIB
-        return peak_resident_mib()

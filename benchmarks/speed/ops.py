@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Quadtree attention beside full attention on the same maps, forward and backward."""
 
+import gc
 import math
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Callable
@@ -11,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.measure import Call, in_fresh_process, measure, resident_peak_mib
+from benchmarks.measure import Call, Memory, in_fresh_process, measure
 from benchmarks.options import list_of, positive
-from benchmarks.speed import SkippedError, Work
+from benchmarks.speed import SkippedError, Work, cases
 from benchmarks.tables.table import number
 from quadtree_attention import available_backends, quadtree_attention
 from quadtree_attention.ops.backends import BACKENDS
@@ -101,15 +102,10 @@ def settings(options: Namespace) -> dict[str, Any]:
 def plan(options: Namespace) -> list[list[Work]]:
     """Every row to measure, one at a time; those that are compared with each other are adjacent."""
     more = {"variant": options.variant, "limit": options.max_estimated_seconds}
-    return [
-        [Work({"case": case.name, "implementation": implementation, "dtype": dtype, "pass": name,
-               "mode": mode}, options.device, more)]
-        for case in options.cases
-        for dtype in options.dtypes
-        for name in options.passes
-        for mode in options.modes
-        for implementation in options.implementations
-    ]  # fmt: skip
+    names = [case.name for case in options.cases]
+    planned = cases(case=names, dtype=options.dtypes, pass_=options.passes, mode=options.modes,
+                    implementation=options.implementations)  # fmt: skip
+    return [[Work(case, options.device, more)] for case in planned]
 
 
 def prepare(work: Work) -> Call:
@@ -178,7 +174,14 @@ def peak(work: Work, options: Namespace) -> float | None:
 def _peak(work: Work, case: Case) -> float | None:
     side = 2**case.num_levels
     call_of(work, replace(case, batch=1, grid=(side, side)))()  # warm-up
-    return resident_peak_mib(call_of(work, case))
+    call = call_of(work, case)
+    gc.collect()
+    try:
+        memory = Memory("cpu")
+    except OSError:
+        return None
+    call()
+    return memory.whole()
 
 
 def estimate(work: Work) -> float:

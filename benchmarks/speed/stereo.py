@@ -20,7 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from benchmarks.measure import Call, scores_held
 from benchmarks.options import list_of, sizes
 from benchmarks.result import PASSES
-from benchmarks.speed import Work
+from benchmarks.speed import Work, cases
 from benchmarks.speed.counts import is_attention
 from quadtree_attention import models, use_backend
 from quadtree_attention.tasks.stereo.losses import stereo_losses
@@ -46,15 +46,10 @@ def add_options(parser: ArgumentParser) -> None:
 
 def plan(options: Namespace) -> list[list[Work]]:
     """Every call to measure; those that are compared with each other are adjacent."""
-    return [
-        [Work({"network": network, "image": image, "pass": name, "precision": precision},
-              options.device)]
-        for images, passes in ((options.images, options.passes), (options.large, PASSES[:1]))
-        for image in images
-        for name in passes
-        for precision in options.precisions
-        for network in options.networks
-    ]  # fmt: skip
+    same = {"precision": options.precisions, "network": options.networks}
+    planned = cases(image=options.images, pass_=options.passes, **same)
+    planned += cases(image=options.large, pass_=PASSES[:1], **same)
+    return [[Work(case, options.device)] for case in planned]
 
 
 def values(work: Work) -> dict[str, int]:

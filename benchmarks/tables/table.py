@@ -97,6 +97,11 @@ def word(heading: str, value: Value, format: Callable[[Any], str] = str) -> Colu
     return Column(heading, value, format, words=True)
 
 
+def words(keys: str) -> list[Column]:
+    """Columns of text that show entries of the case."""
+    return [word(key, f"case.{key}") for key in keys.split()]
+
+
 @dataclass(frozen=True)
 class View:
     """A table.

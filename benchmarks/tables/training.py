@@ -8,26 +8,16 @@ its mean but for the first epoch; `step.X`, of measured training steps. Formats:
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean, stdev
 from typing import Any
 
 from benchmarks.result import Result, Row
-from benchmarks.tables.table import Column, View, number, outcome_of, shape, word
+from benchmarks.tables import words
+from benchmarks.tables.table import Column, View, find, number, shape, word
 from benchmarks.tables.views import TRUTHS, circumstances, errors_of, matching_view
-from benchmarks.tables.words import Other, gains, growth, verdict
-from benchmarks.training.comparison import (
-    PEAK,
-    SYNTHETIC,
-    Comparison,
-    compared_runs,
-    comparisons,
-    rows_of,
-    samples_per_second,
-    scored_rows,
-    short,
-    steps_of,
-)
+from benchmarks.training import comparison as compared
+from benchmarks.training.comparison import PEAK, SYNTHETIC, Comparison, rows_of, short
 
 NOT_YET = "not yet"
 JUDGED = (SYNTHETIC, "scannet")  # sets whose order is put in words
@@ -40,29 +30,26 @@ Runs = Mapping[str, Sequence[Row]]
 
 def section(name: str, result: Result) -> str:
     """Heading, table, sentences, what is missing, pictures and circumstances of a result file."""
-    comparison = comparisons()[result["kind"].partition("/")[2]]
-    runs = compared_runs(comparison, result)
+    comparison = compared.comparisons()[result["kind"].partition("/")[2]]
+    runs = compared.compared_runs(comparison, result)
     trained = [run["machine"] for run in result["runs"] if "size" not in run["settings"]]
     devices = ", ".join(dict.fromkeys(machine["device_name"] for machine in trained))
+    pictures = comparison.pictures if any(runs.values()) else {}
     paragraphs = [
         [f"### {devices or NOT_YET}: `{name}.json`"],
         [_summary(comparison, runs)],
         _table(comparison, result, runs).markdown([{"case": {"recipe": name}} for name in runs]),
         *(matching_view(truth).markdown(pooled(comparison, result)) for truth in TRUTHS),
-        *([line] for line in _sentences(comparison, result, runs)),
+        *([sentence] for sentence in _sentences(comparison, result, runs)),
         *_missing(comparison, result, runs),
-        *([f"![{words}]({file})"] for file, words in comparison.pictures.items() if _flat(runs)),
+        *([f"![{about}]({file})"] for file, about in pictures.items()),
         *_sources(result),
     ]
     return "\n\n".join("\n".join(lines) for lines in paragraphs if lines)
 
 
-def _flat(runs: Runs) -> list[Row]:
-    return [row for mine in runs.values() for row in mine]
-
-
 def _summary(comparison: Comparison, runs: Runs) -> str:
-    every = [row["case"] for row in _flat(runs)]
+    every = [row["case"] for mine in runs.values() for row in mine]
     if not every:
         return "No run has finished yet."
     seeds = ", ".join(map(str, sorted({case["seed"] for case in every})))
@@ -78,44 +65,41 @@ def _summary(comparison: Comparison, runs: Runs) -> str:
 
 
 def _table(comparison: Comparison, result: Result, runs: Runs) -> View:
-    steps = steps_of(result)
-    columns = comparison.columns or [
-        ("runs", "runs", "count"),
-        *((heading, f"final.{short(metric)}", "spread 2")
-          for metric, heading in comparison.scores.items()),
-        ("best epoch", f"best.{short(comparison.score)}", "spread 2"),
-        ("training loss", f"last.{comparison.losses[0]}", "spread 3"),
-        *(STEP_COSTS if steps else RUN_COSTS),
-    ]  # fmt: skip
+    steps = compared.steps_of(result)
+    scores = [(title, f"final.{short(m)}", "spread 2") for m, title in comparison.scores.items()]
+    best = ("best epoch", f"best.{short(comparison.score)}", "spread 2")
+    loss = ("training loss", f"last.{comparison.losses[0]}", "spread 3")
+    costs = STEP_COSTS if steps else RUN_COSTS
+    columns = comparison.columns or [("runs", "runs", "count"), *scores, best, loss, *costs]
 
-    def text(source: str, form: str) -> Any:
-        def cell(row: Row) -> str:
-            name = row["case"]["recipe"]
-            if source.startswith("step."):
-                return _step_text(result, steps.get(name), source.partition(".")[2], form)
-            return _text(_values(runs[name], source), form)
+    def cell(source: str, form: str) -> Callable[[Row], str]:
+        def text(row: Row) -> str:
+            name, step = row["case"]["recipe"], steps.get(row["case"]["recipe"], {})
+            if source.startswith("step.") and "error" in step:
+                return "failed"
+            return _text(_values(result, runs[name], step, source), form)
 
-        return cell
+        return text
 
-    return View(
-        [
-            word("attention", "case.recipe", comparison.label),
-            *(Column(heading, text(source, form), str) for heading, source, form in columns),
-        ]
-    )
+    shown = [Column(title, cell(source, form), str) for title, source, form in columns]
+    return View([word("attention", "case.recipe", comparison.label), *shown])
 
 
-def _values(runs: Sequence[Row], source: str) -> list[Any]:
-    """What all runs have of a source."""
+def _values(result: Result, runs: Sequence[Row], step: Row, source: str) -> list[Any]:
+    """What all runs, or a measured step, have of a source."""
     what, _, name = source.partition(".")
-    if what == "runs":
-        return list(runs)
-    if what in ("final", "best"):
-        return [row["values"][what][name] for row in runs]
-    columns = [row["details"]["history"].get(name, []) for row in runs]
-    if what == "last":
-        return [column[-1] for column in columns]
-    found = [value for column in columns for value in column[1:] or column]
+    if what == "step":
+        speed = name == "speed" and step
+        value = compared.samples_per_second(result, step) if speed else None
+        found = [value if speed else step.get("values", {}).get(name)]
+    elif what == "runs":
+        found = list(runs)
+    elif what in ("final", "best"):
+        found = [row["values"][what][name] for row in runs]
+    else:
+        columns = [row["details"]["history"].get(name, []) for row in runs]
+        last = what == "last"
+        found = [v for column in columns for v in (column[-1:] if last else column[1:] or column)]
     return [value for value in found if value is not None]
 
 
@@ -125,21 +109,11 @@ def _text(values: Sequence[Any], form: str) -> str:
         return str(len(values))
     if not values:
         return NOT_YET
-    mean = fmean(values)
     if what == "number":
-        return number(mean / float(digits or 1))
+        return number(fmean(values) / float(digits or 1))
     half = (max(values) - min(values)) / 2
     spread = f" ± {half:.{digits}f}" if what == "spread" and len(values) > 1 else ""
-    return f"{mean:.{digits}f}{spread}"
-
-
-def _step_text(result: Result, row: Row | None, name: str, form: str) -> str:
-    if row is None:
-        return NOT_YET
-    if "error" in row:
-        return "failed"
-    value = samples_per_second(result, row) if name == "speed" else row["values"].get(name)
-    return _text([] if value is None else [value], form)
+    return f"{fmean(values):.{digits}f}{spread}"
 
 
 # ---- sentences
@@ -147,14 +121,16 @@ def _step_text(result: Result, row: Row | None, name: str, form: str) -> str:
 
 def _sentences(comparison: Comparison, result: Result, runs: Runs) -> list[str]:
     metric, digits = comparison.scores[comparison.score], comparison.digits
+    name = short(comparison.score)
     scores = {
-        name: fmean(_values(mine, f"final.{short(comparison.score)}"))
-        for name, mine in runs.items()
+        variant: fmean(row["values"]["final"][name] for row in mine)
+        for variant, mine in runs.items()
         if mine
     }
-    said = _verdicts_on_pairs(comparison, result) if comparison.weights else []
-    if not comparison.weights and comparison.ours in scores:
-        said = _verdict_on_runs(comparison, scores)
+    rows = pooled(comparison, result)
+    said = _verdict_on_runs(comparison, scores)
+    if comparison.weights:
+        said = _verdicts_on_pairs(comparison, rows)
     if comparison.claim:
         said = [comparison.claim, *(said or ["Whether that holds here cannot be told yet."])]
     sentences = [" ".join(said)] if said else []
@@ -163,79 +139,76 @@ def _sentences(comparison: Comparison, result: Result, runs: Runs) -> list[str]:
         for without, with_ in comparison.lepe.items()
         if {without, with_} <= scores.keys()
     }
-    sentences += [gains(metric, pairs, digits)] if pairs else []
+    sentences += [words.gains(metric, pairs, digits)] if pairs else []
     if comparison.weights:
         metric = f"AUC@{DEGREES}° on {SYNTHETIC}"
-        rows = pooled(comparison, result)
         scores = {r["case"]["recipe"]: area(r) for r in rows if r["case"]["set"] == SYNTHETIC}
-    steps = {k: scores[name] for k, name in comparison.topk.items() if name in scores}
-    sentences += [growth(metric, steps, comparison.noise, digits)] if len(steps) > 1 else []
+    steps = {k: scores[variant] for k, variant in comparison.topk.items() if variant in scores}
+    if len(steps) > 1:
+        sentences.append(words.growth(metric, steps, comparison.noise, digits))
     return sentences
 
 
 def _verdict_on_runs(comparison: Comparison, scores: Mapping[str, float]) -> list[str]:
     """From means over seeds and the noise that is known."""
+    there = [name for name in comparison.baselines if name in scores]
+    if comparison.ours not in scores or not there:
+        return []
     ours, noise = scores[comparison.ours], comparison.noise
     others = [
-        Other(comparison.label(name), scores[name], scores[name] - ours, noise)
-        for name in comparison.baselines
-        if name in scores
+        words.Other(comparison.label(name), scores[name], scores[name] - ours, noise)
+        for name in there
     ]
-    if not others:
-        return []
-    metric = comparison.scores[comparison.score]
-    said = verdict(comparison.label(comparison.ours), metric, ours, others, comparison.digits)
-    absent = [comparison.label(name) for name in comparison.baselines if name not in scores]
+    label, metric = comparison.label(comparison.ours), comparison.scores[comparison.score]
+    said = words.verdict(label, metric, ours, others, comparison.digits)
+    absent = [comparison.label(name) for name in comparison.baselines if name not in there]
     missing = [f"Not yet compared: {', '.join(absent)}."] if absent else []
     return [f"{said} (differences up to {noise} are too close to call).", *missing]
 
 
-def _verdicts_on_pairs(comparison: Comparison, result: Result) -> list[str]:
+def _verdicts_on_pairs(comparison: Comparison, rows: Sequence[Row]) -> list[str]:
     """From the scores of all pairs, and the standard error of a difference over these."""
-    rows = {(r["case"]["set"], r["case"]["recipe"]): r for r in pooled(comparison, result)}
     said = []
     for set_ in JUDGED:
-        if (ours := rows.get((set_, comparison.ours))) is None:
+        if (ours := find(rows, {"set": set_, "recipe": comparison.ours})) is None:
             continue
         others = []
         for name in comparison.baselines:
-            if (row := rows.get((set_, name))) is not None:
+            if (row := find(rows, {"set": set_, "recipe": name})) is not None:
                 ahead, error = difference(row, ours)
-                others.append(Other(comparison.label(name), area(row), ahead, 2 * error, error))
-        metric = f"AUC@{DEGREES}° ({JUDGE})"
+                label = comparison.label(name)
+                others.append(words.Other(label, area(row), ahead, 2 * error, error))
         label = f"On {set_} ({pairs_of(ours)} pairs) {comparison.label(comparison.ours)}"
-        said.append(f"{verdict(label, metric, area(ours), others, comparison.digits)}.")
+        metric = f"AUC@{DEGREES}° ({JUDGE})"
+        said.append(f"{words.verdict(label, metric, area(ours), others, comparison.digits)}.")
     rule = "± is the standard error of the difference over the same pairs, and two of them decide."
     return [*said, rule] if said else []
 
 
-def area(row: Row, degrees: str = DEGREES) -> float:
+def area(row: Row) -> float:
     """AUC of a row, in percent."""
     areas: dict[str, float] = row["values"]["estimators"][JUDGE]["auc"]
-    return areas[degrees]
+    return areas[DEGREES]
 
 
 def pairs_of(row: Row) -> int:
     """Pairs of the set, of which a pooled row has those of every seed."""
-    return row["values"]["pairs"] // row["values"].get("seeds", 1)
+    return row["values"]["pairs"] // row["values"]["seeds"]
 
 
 def difference(first: Row, second: Row) -> tuple[float, float]:
-    """By how many points of AUC the first is ahead, and the standard error of that over pairs."""
-    shares = [_shares(row) for row in (first, second)]
+    """By how many points of AUC the first is ahead, and the standard error of that over pairs.
+
+    What a pair adds to the AUC, whose mean over pairs it is nearly, is averaged over seeds.
+    """
+    shares = []
+    for row in (first, second):
+        errors, pairs = errors_of(row, JUDGE), pairs_of(row)
+        found = [0.0 if e is None else 100 * max(0.0, 1 - e / float(DEGREES)) for e in errors]
+        shares.append([fmean(found[i::pairs]) for i in range(pairs)])
     differences = [a - b for a, b in zip(*shares, strict=True)]
     error = stdev(differences) / math.sqrt(len(differences)) if len(differences) > 1 else math.inf
     return fmean(differences), error
-
-
-def _shares(row: Row) -> list[float]:
-    """What each pair adds to the AUC, whose mean over pairs it is nearly; means over seeds."""
-    largest, pairs = float(DEGREES), pairs_of(row)
-    shares = [
-        0.0 if error is None else 100 * max(0.0, 1 - error / largest)
-        for error in errors_of(row, JUDGE)
-    ]
-    return [fmean(shares[i::pairs]) for i in range(pairs)]
 
 
 def pooled(comparison: Comparison, result: Result) -> list[Row]:
@@ -243,7 +216,7 @@ def pooled(comparison: Comparison, result: Result) -> list[Row]:
 
     Sets are in the order in which they were evaluated, variants in that of the table.
     """
-    rows, found = scored_rows(result), []
+    rows, found = compared.scored_rows(result), []
     names = dict.fromkeys([*comparison.variants, *(row["case"]["recipe"] for row in rows)])
     for set_ in dict.fromkeys(row["case"]["set"] for row in rows):
         for name in names:
@@ -255,13 +228,10 @@ def pooled(comparison: Comparison, result: Result) -> list[Row]:
 
 def _pool(rows: Sequence[Row]) -> dict[str, Any]:
     every = [row["values"] for row in rows]
-    estimators = {
-        name: {"auc": {
-            key: fmean(values["estimators"][name]["auc"][key] for values in every)
-            for key in score["auc"]
-        }}
-        for name, score in every[0]["estimators"].items()
-    }  # fmt: skip
+    estimators: dict[str, Any] = {}
+    for name, score in every[0]["estimators"].items():
+        areas = [values["estimators"][name]["auc"] for values in every]
+        estimators[name] = {"auc": {key: fmean(auc[key] for auc in areas) for key in score["auc"]}}
     errors = {name: [e for row in rows for e in errors_of(row, name)] for name in estimators}
     means = ("matches", "precision", "median_seconds")
     values = {key: fmean(found[key] for found in every) for key in means}
@@ -277,37 +247,33 @@ def _missing(comparison: Comparison, result: Result, runs: Runs) -> list[list[st
     """Runs that were asked for or belong to the table, their scores and their speeds."""
     lines = []
     wanted = {s for run in result["runs"] for s in run["settings"].get("seeds", ())} or {0}
-    failures = {
-        (row["case"]["recipe"], row["case"]["seed"]): outcome_of(row).splitlines()
-        for row in result["rows"]
-        if row["kind"] == "run" and "error" in row
-    }
+    failed = [row for row in result["rows"] if row["kind"] == "run" and "error" in row]
     for name, mine in runs.items():
         for seed in sorted(wanted - {row["case"]["seed"] for row in mine}):
-            last = failures.get((name, seed))
-            outcome = NOT_YET if last is None else f"failed: {last[-1].removeprefix('failed: ')}"
+            row = find(failed, {"recipe": name, "seed": seed})
+            outcome = f"failed: {row['error'].splitlines()[-1]}" if row else NOT_YET
             lines.append(f"- {comparison.label(name)}, seed {seed}: {outcome}")
-    steps = steps_of(result)
+    steps = compared.steps_of(result)
     unmeasured = [comparison.label(name) for name in runs if name not in steps]
     if unmeasured and (steps or comparison.columns):
         lines.append(f"- speed and memory of {', '.join(unmeasured)}: {NOT_YET}")
-    if comparison.weights:
-        scored = {(r["case"]["recipe"], r["case"]["seed"]) for r in scored_rows(result)}
-        keys = [(row["case"]["recipe"], row["case"]["seed"]) for row in _flat(runs)]
-        for name, seed in (key for key in keys if key not in scored):
-            lines.append(f"- scores of {comparison.label(name)}, seed {seed}: {NOT_YET}")
+    scored = compared.scored_rows(result)
+    for row in (row for mine in runs.values() for row in mine if comparison.weights):
+        key = {name: row["case"][name] for name in ("recipe", "seed")}
+        if find(scored, key) is None:
+            label = comparison.label(key["recipe"])
+            lines.append(f"- scores of {label}, seed {key['seed']}: {NOT_YET}")
     return [["Missing:"], lines] if lines else []
 
 
 def _sources(result: Result) -> list[list[str]]:
     """How, when and where all of it was made, training first."""
     paragraphs = []
-    for kind, words in (("run", _trained), ("step", _measured), ("memory", _memory),
-                        ("score", _scored)):  # fmt: skip
+    for kind, said in SAID.items():
         for i, run in enumerate(result["runs"]):
             if made := [row for row in rows_of(result, kind) if row["run"] == i]:
                 where = f"{run['machine']['device_name']}. {circumstances(run)}"
-                paragraphs += [[f"{words(run, made, result)}: {where}"], [f"    {run['command']}"]]
+                paragraphs += [[f"{said(run, made, result)}: {where}"], [f"    {run['command']}"]]
     return paragraphs
 
 
@@ -325,10 +291,6 @@ def _measured(run: Result, rows: Sequence[Row], result: Result) -> str:
     return f"Measured (training steps of {samples}, {settings['precision']})"
 
 
-def _memory(run: Result, rows: Sequence[Row], result: Result) -> str:
-    return "Memory, by itself"
-
-
 def _scored(run: Result, rows: Sequence[Row], result: Result) -> str:
     scenes = run["settings"]["synthetic"]
     stored = [row["details"].get("weights") for row in rows_of(result, "run")]
@@ -340,3 +302,7 @@ def _scored(run: Result, rows: Sequence[Row], result: Result) -> str:
         f"{scenes['textures'] or 'their own'}; others with a longer side of at most "
         f"{run['settings']['size']} pixels){weights}"
     )
+
+
+SAID = {"run": _trained, "step": _measured, "memory": lambda *_: "Memory, by itself",
+        "score": _scored}  # fmt: skip

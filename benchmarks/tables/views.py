@@ -9,7 +9,6 @@ from benchmarks.result import (
     OUT_OF_MEMORY,
     PASSES,
     STAGES,
-    STEREO_SCORES,
     TASKS,
     THRESHOLDS,
     Result,
@@ -29,19 +28,18 @@ from benchmarks.tables.table import (
     spread,
     times,
     word,
+    words,
 )
 
 NOT_MEASURED = "Not measured yet."
 CHECKSUM = 12  # characters that are shown of one
 
 MS, MIB = "values.median_ms", "values.peak_mib"
-GMACS = [Column("GMACs", "values.macs", scaled(1e9)),
-         Column("of it attention", "values.attention_macs", scaled(1e9))]  # fmt: skip
-
-
-def where(**case: Any) -> Callable[[Sequence[Row]], list[Row]]:
-    """Rows with these entries in their case."""
-    return lambda rows: [row for row in rows if case.items() <= row["case"].items()]
+TIME = [Column("ms", MS, outcome=True), Column("q25 - q75", spread, str)]
+GMACS = [
+    Column("GMACs", "values.macs", scaled(1e9)),
+    Column("of it attention", "values.attention_macs", scaled(1e9)),
+]
 
 
 # ---- speed
@@ -49,33 +47,30 @@ def where(**case: Any) -> Callable[[Sequence[Row]], list[Row]]:
 
 def _ops(rows: Sequence[Row]) -> list[Column]:
     """Time and memory of every implementation, then their speed relative to full attention."""
-    names = list(dict.fromkeys(row["case"]["implementation"] for row in rows))
-    columns = [word(key, f"case.{key}") for key in ("case", "dtype", "mode")]
-    for name in names:
-        of = {"implementation": name}
+    names = dict.fromkeys(row["case"]["implementation"] for row in rows)
+    ofs = {name: {"implementation": name} for name in names}
+    columns = words("case dtype mode")
+    for name, of in ofs.items():
         columns += [Column(f"{name} ms", MS, of=of), Column(f"{name} MiB", MIB, of=of)]
-    base = {"implementation": "sdpa"}
-    return columns + [
-        Column(f"{name} vs sdpa", MS, times, of={"implementation": name}, relative=base,
-               inverse=True)
-        for name in names if "sdpa" in names and name != "sdpa"
-    ]  # fmt: skip
+    for name in names if "sdpa" in names else ():
+        if name != "sdpa":
+            more = {"of": ofs[name], "relative": ofs["sdpa"], "inverse": True}
+            columns.append(Column(f"{name} vs sdpa", MS, times, **more))
+    return columns
 
 
 def _baseline(row: Row) -> Mapping[str, Any]:
-    name = row["case"].get("baseline", row.get("values", {}).get("baseline"))
-    entries: dict[str, Any] = {"model": name}
-    return entries | ({"baseline": None} if "baseline" in row["case"] else {})
+    if "baseline" in row["case"]:
+        return {"model": row["case"]["baseline"], "baseline": None}
+    return {"model": row["values"]["baseline"]}
 
 
 BACKBONES = [
     word("images", "case.images", shape),
-    word("mode", "case.mode"),
-    word("precision", "case.precision"),
-    word("model", "case.model"),
+    *words("mode precision model"),
     Column("ms", MS),
     Column("MiB", MIB),
-    word("baseline", "case.baseline"),
+    *words("baseline"),
     Column("speed", MS, times, relative=_baseline, inverse=True),
     Column("memory", MIB, times, relative=_baseline),
 ]
@@ -93,31 +88,24 @@ def _shares(path: str) -> list[Column]:
     ]
 
 
-def _detector_images(row: Row) -> str:
-    return f"{row['case']['batch']} of {size(row['case']['image'])}"
-
-
 DETECTORS = [
-    word("images", _detector_images),
-    *(word(key, f"case.{key}") for key in ("part", "precision", "mode")),
+    word("images", "case", lambda case: f"{case['batch']} of {size(case['image'])}"),
+    *words("part precision mode"),
     word("attention", "case.attention", lambda name: DETECTOR_ATTENTIONS.get(name, name)),
-    Column("ms", MS, outcome=True),
-    Column("q25 - q75", spread, str),
+    *TIME,
     *_shares(MS),
     Column("peak MiB", MIB),
     *_shares(MIB),
 ]
-_MATCHER = [
-    word("image", "case.image", size),
-    *(word(key, f"case.{key}") for key in ("model", "precision", "attention")),
-]
+_MATCHER = [word("image", "case.image", size), *words("model precision attention")]
+_STAGES = [Column(stage, f"values.stages_ms.{stage}") for stage in STAGES]
 MATCHER_TIMES = [
     *_MATCHER,
     Column("median", MS, outcome=True),
-    Column("q25 - q75", spread, str),
-    *(Column(stage, f"values.stages_ms.{stage}") for stage in STAGES[:2]),
+    TIME[1],
+    *_STAGES[:2],
     Column("of it attention", "values.stages_ms.attention"),
-    *(Column(stage, f"values.stages_ms.{stage}") for stage in STAGES[2:]),
+    *_STAGES[2:],
 ]
 MATCHER_MEMORY = [
     *_MATCHER,
@@ -125,19 +113,17 @@ MATCHER_MEMORY = [
     *(Column(stage, f"values.stages_mib.{stage}") for stage in STAGES),
 ]
 STEREO_NETWORKS = {
-    f"{name}-{stride}": f"{words}, 1/{stride}"
-    for stride in (3, 2)
-    for name, words in (
-        ("explicit", "full attention, scores held"),
-        ("full", "full attention, fused"),
-        ("quadtree", "QuadTree-B"),
-    )
+    "explicit": "full attention, scores held",
+    "full": "full attention, fused",
+    "quadtree": "QuadTree-B",
 }
 # Of the paper, at 960x540: STTR, features at 1/3; QuadTree-B, features at 1/2
-STEREO_PAPER = {
-    "explicit-3": "490 GFLOPs, 8507 MB",
-    "quadtree-2": "254 GFLOPs, 5381 MB",
-}
+STEREO_PAPER = {"explicit-3": "490 GFLOPs, 8507 MB", "quadtree-2": "254 GFLOPs, 5381 MB"}
+
+
+def _stereo_network(name: str) -> str:
+    kind, _, stride = name.partition("-")
+    return f"{STEREO_NETWORKS[kind]}, 1/{stride}"
 
 
 def _stereo_paper(row: Row) -> str | None:
@@ -149,19 +135,16 @@ def _stereo_paper(row: Row) -> str | None:
 
 STEREO_COSTS = [
     word("image", "case.image", size),
-    word("pass", "case.pass"),
-    word("precision", "case.precision"),
-    word("network and features", "case.network", lambda name: STEREO_NETWORKS.get(name, name)),
+    *words("pass precision"),
+    word("network and features", "case.network", _stereo_network),
     *GMACS,
-    Column("ms", MS, outcome=True),
-    Column("q25 - q75", spread, str),
+    *TIME,
     Column("peak MiB", MIB),
     Column("paper", _stereo_paper, str),
 ]
 SCENES = [
-    word("part", "case.part"),
-    Column("ms", MS, outcome=True),
-    Column("q25 - q75", spread, str),
+    *words("part"),
+    *TIME,
     Column("host ms", "values.host_ms"),
     Column("pairs/s", "values.pairs_per_second"),
     Column("peak MiB", MIB),
@@ -173,17 +156,14 @@ SCENES = [
 
 def counts_views(result: Result) -> list[View]:
     """A table of classifiers and one of backbones."""
-    sources = _sources(result)
-    return [
-        View(
-            columns=_count_columns(task, sources),
-            title=f"{task.capitalize()}, {shape(rows[0]['values']['image'])}",
-            rows=where(task=task),
-            notes=_count_notes,
-        )
-        for task in TASKS
-        if (rows := where(task=task)(result["rows"]))
-    ]
+    views, sources = [], _sources(result)
+    for task in TASKS:
+        if mine := [row for row in result["rows"] if row["case"]["task"] == task]:
+            title = f"{task.capitalize()}, {shape(mine[0]['values']['image'])}"
+            columns = _count_columns(task, sources)
+            views.append(View(columns, title=title, rows=lambda _, mine=mine: mine,
+                              notes=_count_notes))  # fmt: skip
+    return views
 
 
 def _sources(result: Result) -> list[str]:
@@ -192,29 +172,22 @@ def _sources(result: Result) -> list[str]:
 
 
 def _count_columns(task: str, sources: Sequence[str]) -> list[Column]:
-    params, macs, score = (_published(name, sources) for name in FIGURES[1:])
-    columns = [
-        word("model", "case.model"),
+    whole = task == TASKS[1]  # published figures are then of a RetinaNet
+    texts = [_published(name, sources) for name in FIGURES[1:]]
+    counted = [("RetinaNet params M", "params", 1e6), ("GMACs", "macs", 1e9)]
+    ours = [Column(h, f"values.detector.{key}", scaled(unit)) for h, key, unit in counted]
+    return [
+        *words("model"),
         Column("K", "values.topk", str),
         Column("params M", "values.params", scaled(1e6)),
         Column("official code", _code_params, str),
         *GMACS,
         Column("vs baseline", "values.macs", times, relative=_baseline),
-    ]
-    if task == TASKS[0]:
-        return [
-            *columns,
-            Column("published M", params, str),
-            Column("published G", macs, str),
-            Column("top-1", score, str),
-        ]
-    return [
-        *columns,
-        Column("RetinaNet params M", "values.detector.params", scaled(1000000.0)),
-        Column("published M", params, str),
-        Column("GMACs", "values.detector.macs", scaled(1000000000.0)),
-        Column("published G", macs, str),
-        Column("box AP", score, str),
+        *(ours[:1] if whole else []),
+        Column("published M", texts[0], str),
+        *(ours[1:] if whole else []),
+        Column("published G", texts[1], str),
+        Column("box AP" if whole else "top-1", texts[2], str),
     ]
 
 
@@ -263,8 +236,7 @@ def matching_view(truth: str) -> View:
     title, unit = TRUTHS[truth]
     thresholds = THRESHOLDS[truth]
     columns = [
-        word("set", "case.set"),
-        word("method", "case.method"),
+        *words("set method"),
         Column("matches", "values.matches", fixed(0)),
         Column("correct %", "values.precision", fixed(1)),
     ]
@@ -303,31 +275,28 @@ def errors_of(row: Row, estimator: str) -> list[float | None]:
 
 
 STEREO_MEANS = [
-    word("method", "case.method"),
-    *(Column(f"{title}, {words}", f"values.mean.{name}_{region}", fixed(2))
-      for region, words in (("noc", "not occluded"), ("all", "all"))
+    *words("method"),
+    *(Column(f"{title}, {region}", f"values.mean.{name}_{key}", fixed(2))
+      for key, region in (("noc", "not occluded"), ("all", "all"))
       for name, title in STEREO_COLUMNS.items()),
-    Column("occlusion IoU", f"values.mean.{STEREO_SCORES[-2]}", fixed(2)),
+    Column("occlusion IoU", "values.mean.occlusion_iou", fixed(2)),
     Column("s per pair", "values.median_seconds"),
 ]  # fmt: skip
 
 
 def _pairs(rows: Sequence[Row]) -> list[Row]:
     """A row for every pair and method."""
-    return [
-        {"case": {"pair": pair["name"], **row["case"]}, "values": pair["scores"]}
-        for row in rows
-        for pair in row["details"]["pairs"]
-    ]
+    return [{"case": {"pair": pair["name"], **row["case"]}, "values": pair["scores"]}
+            for row in rows for pair in row["details"]["pairs"]]  # fmt: skip
 
 
 def _pair_columns(rows: Sequence[Row]) -> list[Column]:
-    methods = dict.fromkeys(row["case"]["method"] for row in rows)
-    return [word("pair", "case.pair")] + [
-        Column(f"{method} {title}", f"values.{name}_all", fixed(2), of={"method": method})
-        for method in methods
-        for name, title in STEREO_COLUMNS.items()
-    ]
+    columns = words("pair")
+    for method in dict.fromkeys(row["case"]["method"] for row in rows):
+        for name, title in STEREO_COLUMNS.items():
+            path, of = f"values.{name}_all", {"method": method}
+            columns.append(Column(f"{method} {title}", path, fixed(2), of=of))
+    return columns
 
 
 # ---- sections

@@ -3,37 +3,31 @@
 
 import re
 from argparse import ArgumentParser, Namespace
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import cv2
+from PIL import Image
+
+from benchmarks.measure import use_threads
 from benchmarks.options import add_threads, at_least_one, list_of, working_folder
+from benchmarks.quality import Method, matching, without_truth
 from benchmarks.result import ROOT, ResultFile, ResultFileError, Row, describe, slug
 from benchmarks.tables.views import TRUTHS, matching_view
-from benchmarks.training.comparison import (
-    SIFT,
-    SYNTHETIC,
-    Comparison,
-    comparisons,
-    rows_of,
-    scored_rows,
-)
+from benchmarks.training import comparison as compared
+from benchmarks.training.comparison import SIFT, SYNTHETIC, Comparison
 from benchmarks.training.runs import Job, RunFailedError, find_recipes, tell
 from quadtree_attention.errors import QuadtreeAttentionError
 from quadtree_attention.files import file_sha256
-from quadtree_attention.models.weights import (
-    card_path,
-    read_card,
-    read_checkpoint,
-    save_weights,
-)
+from quadtree_attention.models import weights as files
+from quadtree_attention.tasks.match.predictor import Matcher
+from quadtree_attention.tasks.match.readers import PairsSource
 
-DATA = ROOT.parent / "shared" / "data" / "matching"
-REAL = ("scannet", "graf", "bikes", "rgbd")  # sets of `quality matching`
+LIBRARIES = ("timm", "pytorch_lightning", "opencv", "poselib")
 HELD_OUT = 20_260_101  # seed of the scenes to score on; runs take small ones
-_NAME = re.compile(r"(?P<recipe>.+)-s(?P<seed>\d+)")
+SETS = (SYNTHETIC, *matching.SETS)
 
 
 def keep_weights(job: Job, folder: Path, *, target: Path) -> dict[str, Any]:
@@ -42,16 +36,13 @@ def keep_weights(job: Job, folder: Path, *, target: Path) -> dict[str, Any]:
     Raises:
         RunFailedError: There are none, or they cannot be written.
     """
+    best, path = folder / "best.safetensors", target / f"{job.name}.safetensors"
     try:
         target.mkdir(parents=True, exist_ok=True)
-        best, path = folder / "best.safetensors", target / f"{job.name}.safetensors"
-        card = read_card(best)
-        half = {
-            name: tensor.half() if tensor.is_floating_point() else tensor
-            for name, tensor in read_checkpoint(best).items()
-        }
-        stored = save_weights(path, half, card, overwrite=True)
-        card_path(path).unlink()  # the weights hold what is needed to use them
+        card, state = files.read_card(best), files.read_checkpoint(best)
+        half = {name: x.half() if x.is_floating_point() else x for name, x in state.items()}
+        stored = files.save_weights(path, half, card, overwrite=True)
+        files.card_path(path).unlink()  # the weights hold what is needed to use them
     except (QuadtreeAttentionError, OSError) as error:
         raise RunFailedError(str(error)) from error
     size = path.stat().st_size
@@ -62,9 +53,8 @@ def add_options(parser: ArgumentParser) -> None:
     add = parser.add_argument
     add("--results", type=Path, help="file to add scores to; default: the only one there is")
     add("--weights", type=Path, help="folder that `train` has filled; default: runs/NAME")
-    add("--data", type=Path, default=DATA, help="folder of the real pairs")
-    known = (SYNTHETIC, *REAL)
-    add("--sets", type=list_of(known), default=list(known), help="separated by commas")
+    add("--data", type=Path, default=matching.DATA, help="folder of the real pairs")
+    add("--sets", type=list_of(SETS), default=list(SETS), help="separated by commas")
     add("--pairs", type=at_least_one, default=100, help="synthetic pairs")
     add("--textures", help="folder of photographs for them; default: procedural ones")
     add("--size", type=at_least_one, default=640, help="longer side that a matcher sees")
@@ -76,25 +66,12 @@ def add_options(parser: ArgumentParser) -> None:
 
 def check_options(parser: ArgumentParser, options: Namespace) -> None:
     if not options.comparison.weights:
-        kept = ", ".join(name for name, other in comparisons().items() if other.weights)
+        kept = ", ".join(name for name, other in compared.comparisons().items() if other.weights)
         parser.error(f"{options.name} keeps no weights to score; those that do: {kept}")
-    if any(name in REAL for name in options.sets) and not options.data.is_dir():
+    if options.sets != [SYNTHETIC] and not options.data.is_dir():
         parser.error(f"argument --data: there is no folder {options.data} of real pairs")
     if not options.weights.is_dir():
         parser.error(f"argument --weights: there is no folder {options.weights}")
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """Something to score: the weights of a run, or SIFT, which has none."""
-
-    recipe: str
-    seed: int | None = None
-    weights: str | None = None  # sha256
-    path: Path | None = None
-
-    def case(self, set_: str) -> dict[str, Any]:
-        return {"recipe": self.recipe, "seed": self.seed, "weights": self.weights, "set": set_}
 
 
 def evaluate(options: Namespace, argv: Sequence[str], path: Path) -> int:
@@ -102,121 +79,98 @@ def evaluate(options: Namespace, argv: Sequence[str], path: Path) -> int:
 
     Scores of other settings, or of runs that were made again, are removed.
     """
-    import cv2
-
-    from benchmarks.measure import use_threads
-
     use_threads(options.threads)
     cv2.setNumThreads(options.threads)
     comparison: Comparison = options.comparison
-    file = ROOT / "recipes" / f"{comparison.recipe}.yaml"
-    options.scenes = find_recipes(comparison, options.recipe_file or file)[0].content["data"]
+    file = options.recipe_file or ROOT / "recipes" / f"{comparison.recipe}.yaml"
+    options.scenes = find_recipes(comparison, file)[0].content["data"]
+    textures = Path(options.textures).resolve().name if options.textures else None
+    scenes = {"pairs": options.pairs, "seed": HELD_OUT, "textures": textures}
+    scenes |= {key: options.scenes[key] for key in ("height", "width")}
     results = ResultFile(path, comparison.kind, grows=True)
-    candidates = find_candidates(options.weights, rows_of(results.read(), "run"), comparison)
-    settings = {"size": options.size, "synthetic": _scenes(options)}
-    libraries = ("timm", "pytorch_lightning", "opencv", "poselib")
-    results.begin(describe(argv, options, libraries=libraries, **settings))
+    candidates = find_candidates(options.weights, results.read(), comparison)
+    settings = {"size": options.size, "synthetic": scenes}
+    results.begin(describe(argv, options, libraries=LIBRARIES, **settings))
     with working_folder(options.work) as work:
-        for row in _new_rows(candidates, results, options, work):
-            result = results.read()
-            kept = [r for r in scored_rows(result)
-                    if result["runs"][r["run"]]["settings"] == settings]  # fmt: skip
-            results.change(
-                lambda rows, kept=kept, row=row: [
-                    *(r for r in rows if r["kind"] != "score" or r in kept), row
-                ]
-            )  # fmt: skip
-    shown = [
-        row | {"case": row["case"] | {"method": comparison.label(row["case"]["recipe"])}}
-        for row in scored_rows(results.read())
-    ]
+        for name in options.sets:
+            there = [row["case"] for row in _current(results)]
+            missing = {file: case | {"set": name} for file, case in candidates.items()}
+            missing = {file: case for file, case in missing.items() if case not in there}
+            source = prepare(name, options, work / name) if missing else None
+            for file, case in missing.items():
+                method = _method(file, options.size)
+                row = {"kind": "score", "case": case, **_scores(method, source, work / name)}
+                kept = _current(results)
+                results.change(lambda rows, kept=kept, row=row: [
+                    *(r for r in rows if r["kind"] != "score" or r in kept), row,
+                ])  # fmt: skip
+                tell(f"{name}: {case['recipe']} done")
+    labels = [(row, comparison.label(row["case"]["recipe"])) for row in _current(results)]
+    shown = [row | {"case": row["case"] | {"method": label}} for row, label in labels]
     views = [matching_view(truth) for truth in TRUTHS]
     print("\n\n".join(view.text(shown) for view in views if view.rows(shown)))
     print(f"written: {path}")
     return 0
 
 
-def find_candidates(folder: Path, runs: Sequence[Row], comparison: Comparison) -> list[Candidate]:
-    """SIFT, and the weights in a folder, which must be those of the runs; others may be missing.
+def _current(results: ResultFile) -> list[Row]:
+    """Scores with these settings, of runs that are there."""
+    result = results.read()
+    same = [run["settings"] == results.run["settings"] for run in result["runs"]]
+    return [row for row in compared.scored_rows(result) if same[row["run"]]]
+
+
+def find_candidates(
+    folder: Path, result: dict[str, Any], comparison: Comparison
+) -> dict[Path | None, dict[str, Any]]:
+    """Cases by files of weights, which must be those of the runs; some may be missing. None: SIFT.
 
     Raises:
         ResultFileError: A file belongs to none of the runs, or there are no files.
     """
-    known = {(r["case"]["recipe"], r["case"]["seed"]): r["details"].get("weights") for r in runs}
+    known = {
+        (row["case"]["recipe"], row["case"]["seed"]): row["details"].get("weights", {})
+        for row in compared.rows_of(result, "run")
+    }
     found = []
     for path in sorted(folder.glob("*.safetensors")):
-        name = _NAME.fullmatch(path.stem)
-        key = (name["recipe"], int(name["seed"])) if name else ("", 0)
-        stored, checksum = known.get(key), file_sha256(path)
-        if stored is None or stored["sha256"] != checksum:
+        name = re.fullmatch(r"(.+)-s(\d+)", path.stem)
+        recipe, seed = (name[1], int(name[2])) if name else ("", 0)
+        checksum = file_sha256(path)
+        if known.get((recipe, seed), {}).get("sha256") != checksum:
             raise ResultFileError(f"{path} holds weights of no run in the result file; remove it")
-        found.append(Candidate(*key, checksum, path))
+        found.append((path, {"recipe": recipe, "seed": seed, "weights": checksum}))
     if not found:
         raise ResultFileError(f"there are no weights in {folder}; train fills it")
-    return [Candidate(SIFT), *sorted(found, key=lambda c: comparison.rank(c.recipe))]
+    found.sort(key=lambda item: comparison.rank(item[1]["recipe"]))
+    return {None: {"recipe": SIFT, "seed": None, "weights": None}, **dict(found)}
 
 
-def _scenes(options: Namespace) -> dict[str, Any]:
-    """What the synthetic set depends on."""
-    textures = Path(options.textures).resolve().name if options.textures else None
-    size = {key: options.scenes[key] for key in ("height", "width")}
-    return {"pairs": options.pairs, "seed": HELD_OUT, **size, "textures": textures}
+def _method(path: Path | None, size: int) -> Method:
+    if path is None:
+        return Method(SIFT, partial(without_truth, matching.sift), {})
+    matcher = Matcher.from_pretrained(path, device="cpu", size=size)
+    return Method(path.stem, partial(without_truth, matcher), {})
 
 
-def _new_rows(
-    candidates: Sequence[Candidate], results: ResultFile, options: Namespace, work: Path
-) -> Iterator[Row]:
-    from benchmarks.quality.matching import measure, prepare
-
-    result = results.read()
-    there = [
-        row["case"] for row in scored_rows(result)
-        if result["runs"][row["run"]]["settings"] == results.run["settings"]
-    ]  # fmt: skip
-    for name in options.sets:
-        missing = [c for c in candidates if c.case(name) not in there]
-        if not missing:
-            continue
-        synthetic = name == SYNTHETIC
-        folder = work / name
-        samples = prepare_scenes(options, folder) if synthetic else prepare(
-            name, options.data, folder)  # fmt: skip
-        for candidate in missing:
-            method = _method(candidate, options.size)
-            place = folder / slug(method.name)
-            place.mkdir(parents=True, exist_ok=True)
-            values, details = measure(method, samples, place)
-            errors = {
-                estimator: [_rounded(pair["errors"][estimator]) for pair in details["pairs"]]
-                for estimator in values["estimators"]
-            }
-            tell(f"{name}: {candidate.recipe} done")
-            yield {"kind": "score", "case": candidate.case(name), "values": values,
-                   "details": {"errors": errors}}  # fmt: skip
+def _scores(method: Method, source: PairsSource | None, folder: Path) -> dict[str, Any]:
+    assert source is not None
+    place = folder / slug(method.name)
+    place.mkdir(parents=True, exist_ok=True)
+    values, details = matching.measure(method, source, place)
+    errors: dict[str, list[float | None]] = {name: [] for name in values["estimators"]}
+    for pair in details["pairs"]:
+        for name, error in pair["errors"].items():
+            errors[name].append(None if error is None else round(error, 3))
+    return {"values": values, "details": {"errors": errors}}
 
 
-def _rounded(error: float | None) -> float | None:
-    return None if error is None else round(error, 3)
-
-
-def _method(candidate: Candidate, size: int) -> Any:
-    from benchmarks.quality import Method, without_truth
-    from benchmarks.quality.matching import sift
-    from quadtree_attention.tasks import Matcher
-
-    if candidate.path is None:
-        return Method(SIFT, partial(without_truth, sift), {})
-    matcher = Matcher.from_pretrained(candidate.path, device="cpu", size=size)
-    return Method(candidate.path.stem, partial(without_truth, matcher), {})
-
-
-def prepare_scenes(options: Namespace, work: Path) -> Any:
-    """Pairs of scenes of a recipe, rendered under a seed that training does not use."""
-    from PIL import Image
-
-    from benchmarks.quality.matching import words_of, write_pairs
+def prepare(name: str, options: Namespace, work: Path) -> PairsSource:
+    """The pairs of a set; synthetic scenes are rendered under a seed that training does not use."""
     from quadtree_attention.tasks.match.data import MatchData
 
+    if name != SYNTHETIC:
+        return matching.prepare(name, options.data, work)
     work.mkdir(parents=True, exist_ok=True)
     more = {"textures": options.textures, "val_pairs": options.pairs, "batch_size": 1}
     data = MatchData(**options.scenes | more, seed=HELD_OUT)
@@ -225,9 +179,9 @@ def prepare_scenes(options: Namespace, work: Path) -> Any:
     for i, batch in enumerate(data.val_dataloader()):
         pair = data.on_after_batch_transfer(batch, 0)
         names = [f"{i:04d}_{k}.png" for k in range(2)]
-        for k, name in enumerate(names):
+        for k, file in enumerate(names):
             pixels = (pair[f"image{k}"][0].clamp(0, 1) * 255).round().byte().permute(1, 2, 0)
-            Image.fromarray(pixels.cpu().numpy()).save(work / name)
+            Image.fromarray(pixels.cpu().numpy()).save(work / file)
         matrices = (pair[key][0].double().numpy() for key in ("K0", "K1", "T_0to1"))
-        lines.append(f"{' '.join(names)} 0 0 {words_of(*matrices)}")
-    return write_pairs(work, work, lines)
+        lines.append(f"{' '.join(names)} 0 0 {matching.words_of(*matrices)}")
+    return matching.write_pairs(work, work, lines)

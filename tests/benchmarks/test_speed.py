@@ -62,7 +62,7 @@ def test_a_command_of_its_own(tmp_path):
     assert result["runs"][0]["machine"]["threads"] == 1
     quadtree, sdpa = result["rows"]
     assert quadtree["values"]["backend"] and sdpa["values"]["backend"] is None
-    assert "[2/2] tiny sdpa float32 forward eager: " in run.stderr
+    assert "[2/2] tiny float32 forward eager sdpa: " in run.stderr
     ratio = sdpa["values"]["median_ms"] / quadtree["values"]["median_ms"]
     from benchmarks.tables.table import number
 
@@ -348,11 +348,11 @@ def test_committed_counts_meet_what_is_published(counts):
 
 
 def test_counts_far_from_what_is_published_need_a_note(counts):
-    from benchmarks.result import KINDS
+    from benchmarks.result import CHECKS
 
     row = next(row for row in counts if row["values"]["published"] and not row["values"]["note"])
     with pytest.raises(ValueError, match="far from ours: a note must say why"):
-        KINDS["speed/counts"].check({**row, "values": row["values"] | {"params": 1}}, "rows[0]")
+        CHECKS["speed/counts"]({**row, "values": row["values"] | {"params": 1}}, "rows[0]")
 
 
 def test_count(tmp_path):
@@ -459,7 +459,7 @@ def test_matchers(tmp_path, capsys):
     options = "--models loftr_quadtree_small --attentions linear,full --images 80x64 --matches 30"
     rows = rows_of("matchers", f"{options} {QUICK}", tmp_path / "x.json")
     told = capsys.readouterr()
-    assert "[2/2] loftr_quadtree_small full 80x64 30 float32: " in told.err
+    assert "[2/2] 80x64 loftr_quadtree_small 30 float32 full: " in told.err
     assert "Peak memory in MiB" in told.out
     assert [row["attention"] for row in rows] == ["linear", "full"]
     for row in rows:
@@ -501,8 +501,7 @@ def stages_of_a_fresh_process() -> tuple[dict[str, float], float] | None:
 
     Other tests leave memory in their process that comes and goes while this is measured.
     """
-    from benchmarks.measure import return_memory_when_freed
-    from benchmarks.speed.matchers import Memory
+    from benchmarks.measure import Memory, return_memory_when_freed
 
     return_memory_when_freed()
     try:

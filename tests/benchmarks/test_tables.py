@@ -143,7 +143,7 @@ def test_matching():
     for change, message in (
         (lambda row: row["values"].update(pairs=3), "details.pairs has 2 pairs of 3"),
         (lambda row: row["values"]["estimators"]["opencv"]["auc"].pop("5"), "auc must have"),
-        (lambda row: row["values"].update(truth="flow"), "truth is 'flow'"),
+        (lambda row: row["values"].update(truth="flow"), "truth must be pose.homography"),
     ):
         bad = match_row("pose", {"5": 10.0, "10": 40.0, "20": 60.5}, set="scannet", method="SIFT")
         change(bad)
@@ -152,9 +152,10 @@ def test_matching():
 
 
 def test_stereo_scores():
-    from benchmarks.result import STEREO_SCORES
+    from benchmarks.result import KINDS
 
-    scores = dict.fromkeys(STEREO_SCORES, 1.25) | {"occlusion_iou": None}
+    names = KINDS["quality/stereo"]["values"]["mean"]
+    scores = dict.fromkeys(names, 1.25) | {"occlusion_iou": None}
     of_pair = scores | {"epe_all": 2.5, "d1_all": 30.0}
     pairs = [{"name": name, "scores": of_pair, "seconds": 0.5} for name in ("a", "b")]
     values = {"pairs": 2, "median_seconds": 0.5, "mean": scores | {"occlusion_iou": 0.625}}
@@ -168,7 +169,7 @@ def test_stereo_scores():
     (head,) = (line for line in lines if line.startswith("| pair |"))
     assert head.count("SGBM") == head.count("mine") == 3
     rows[0]["details"] = {"pairs": pairs[:1]}
-    with pytest.raises(ValueError, match="details has 1 pairs of 2"):
+    with pytest.raises(ValueError, match=r"details.pairs has 1 pairs of 2"):
         result_of("quality/stereo", *rows, methods={})
 
 
