@@ -319,6 +319,11 @@ def test_thresholds_and_sizes_of_a_call(kind):
     least = every[0]["scores"].median().item()
     for one, all_of_it in zip(model(batch, score_threshold=least), every, strict=True):
         assert torch.equal(one["scores"], all_of_it["scores"][all_of_it["scores"] >= least])
+    heads = getattr(model, "roi_heads", model)
+    heads.score_thresh = least  # which no call goes below
+    for one, all_of_it in zip(model(batch, score_threshold=0.0), every, strict=True):
+        assert torch.equal(one["scores"], all_of_it["scores"][all_of_it["scores"] > least])
+    heads.score_thresh = 0.0
     other = create(f"{kind}_test_quadtree", num_classes=3, **SMALL | {"min_size": 64}).float()
     other.load_state_dict(model.state_dict(), strict=kind == "retinanet")
     for one, wanted in zip(model(batch, sides=(64, 96)), other.eval()(batch), strict=True):
@@ -415,9 +420,9 @@ def test_options_reach_detector_and_backbone():
     ("options", "message"),
     [
         ({"topq": 3}, "got 'topq'; did you mean topk"),
-        ({"num_classes": 0}, "num_classes must be an integer of at least 1, got 0"),
+        ({"num_classes": 0}, "num_classes must be at least 1, got 0"),
         ({"min_size": ()}, "min_size must be one size or several, got none"),
-        ({"min_size": (64, 0)}, "min_size must be an integer of at least 1, got 0"),
+        ({"min_size": (64, 0)}, "min_size must be at least 1, got 0"),
         ({"anchor_scale": 0}, r"above 0, got 0 and \(0\.5, 1\.0, 2\.0\)"),
         ({"global_pool": "avg"}, "got 'global_pool'; "),
         ({"attention": "window", "topk": 3}, "no use for options of quadtree attention, got topk"),

@@ -389,6 +389,15 @@ def test_cards_that_are_not_followed(tmp_path, model, kwargs, words):
     assert words in str(caught.value) and f"the card of {path} does not" in str(caught.value)
 
 
+@pytest.mark.parametrize("number", [torch.nan, torch.inf])
+def test_one_number_that_is_not_finite(tmp_path, number):
+    path, state = tmp_path / "x.safetensors", tiny().state_dict()
+    state["head.weight"][2, 3] = number
+    save_weights(path, state, CARD)
+    with pytest.raises(CheckpointError, match=r"x\.safetensors holds numbers .*, in head\.weight;"):
+        load(path)
+
+
 def test_loading_is_strict(tmp_path):
     path, state = tmp_path / "x.safetensors", tiny().state_dict()
     state["extra"] = state.pop("head.bias")

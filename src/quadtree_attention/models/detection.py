@@ -138,7 +138,7 @@ class RetinaNet(_Detector, detection.RetinaNet):
         topk_candidates: int = 1000,
     ) -> None:
         _check_sizes(min_size, max_size=max_size, size_divisible=size_divisible)
-        _check_counts(num_classes=num_classes, channels=channels)
+        checks.at_least(1, num_classes=num_classes, channels=channels)
         _check_anchors(anchor_scale, anchor_ratios)
         extra = LevelsOfLastMap(body.num_features, channels)
         backbone = PyramidBackbone(body, channels, first_stage=1, extra=extra, num_extra=2)
@@ -196,7 +196,7 @@ class RetinaNet(_Detector, detection.RetinaNet):
         detections = network.postprocess_detections(by_level, anchors, batch.image_sizes)
         for one in detections:
             one["labels"] = one["labels"] + 1
-        return transform.postprocess(detections, batch.image_sizes, _sizes(images))
+        return transform.postprocess(detections, batch.image_sizes, [x.shape[1:] for x in images])
 
 
 class MaskRCNN(_Detector, detection.MaskRCNN):
@@ -237,8 +237,8 @@ class MaskRCNN(_Detector, detection.MaskRCNN):
         detections_per_img: int = 100,
     ) -> None:
         _check_sizes(min_size, max_size=max_size, size_divisible=size_divisible)
-        _check_counts(num_classes=num_classes, channels=channels)
-        _check_counts(proposals=proposals, rois_per_image=rois_per_image)
+        checks.at_least(1, num_classes=num_classes, channels=channels)
+        checks.at_least(1, proposals=proposals, rois_per_image=rois_per_image)
         _check_anchors(anchor_scale, anchor_ratios)
         backbone = PyramidBackbone(body, channels, first_stage=0, extra=MaxPoolLevel(), num_extra=1)
         anchors = PyramidAnchors(backbone.strides, [anchor_scale], anchor_ratios)
@@ -305,7 +305,7 @@ class MaskRCNN(_Detector, detection.MaskRCNN):
         found, losses = heads(maps, proposals, batch.image_sizes, truth)
         if self.training:
             return {**proposal_losses, **losses}
-        return transform.postprocess(found, batch.image_sizes, _sizes(images))
+        return transform.postprocess(found, batch.image_sizes, [x.shape[1:] for x in images])
 
 
 def check_images(images: Sequence[Tensor]) -> None:
@@ -372,10 +372,6 @@ def _check_values(which: str, boxes: Tensor, labels: Tensor, num_classes: int) -
     )
 
 
-def _sizes(images: Sequence[Tensor]) -> list[tuple[int, int]]:
-    return [(image.shape[1], image.shape[2]) for image in images]
-
-
 def _selecting(heads: Any, score: float | None) -> Any:
     """The module that selects detections, for one call with a higher threshold."""
     if score is None:
@@ -391,13 +387,7 @@ def _check_sizes(min_size: int | Sequence[int], **others: int) -> None:
     if not sizes:
         raise OptionError("min_size must be one size or several, got none; 800 is usual")
     for size in sizes:
-        _check_counts(min_size=size, **others)
-
-
-def _check_counts(**values: int) -> None:
-    for name, value in values.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise OptionError(f"{name} must be an integer of at least 1, got {value!r}; change it")
+        checks.at_least(1, min_size=size, **others)
 
 
 def _check_anchors(scale: float, ratios: Sequence[float]) -> None:

@@ -13,7 +13,6 @@ Example:
 """
 
 import inspect
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -22,11 +21,11 @@ from typing import TYPE_CHECKING, Any, cast
 
 from quadtree_attention import checks
 from quadtree_attention.errors import CheckpointError, OptionError
+from quadtree_attention.files import StrPath
 
 if TYPE_CHECKING:
     from torch import nn
 
-StrPath = str | os.PathLike[str]
 WEIGHTS = Path(__file__).parents[1] / "weights"
 PRETRAINED = {  # by name of the network; the first of a task is its default
     "loftr_quadtree_small": WEIGHTS / "matcher.safetensors",

@@ -33,9 +33,7 @@ from quadtree_attention.models.parts.inputs import check_same, pair_of
 from quadtree_attention.models.parts.row_attention import RowAttentionKind, RowTransformer
 from quadtree_attention.models.parts.stereo_features import ContextAdjustment, Hourglass, resampled
 
-LEAST_SIDE = 16
-CNN_STRIDE = 2
-STRIDES = (2, 3, 4)
+LEAST_SIDE, CNN_STRIDE, STRIDES = 16, 2, (2, 3, 4)
 
 
 @dataclass(frozen=True)

@@ -52,10 +52,7 @@ _PLAIN_DATA: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = [
     *(type(np.dtype(name)) for name in ("float64", "float32", "int64", "int32", "bool")),
     *((_numpy_scalar, f"numpy.{core}.multiarray.scalar") for core in ("core", "_core")),
 ]
-_UNPACKED = 10  # times as large as the file, beside 64 MiB: more than weights can be compressed
 _WRAPPERS = ("module.", "_orig_mod.")  # DistributedDataParallel, torch.compile
-
-
 # Of a card, also inside the weights: what building the network, its input and its output need
 _FROM_INSIDE = ("model", "kwargs", "task", "topk")  # which no card beside them can replace
 _INSIDE = (*_FROM_INSIDE, "classes", "palette", "image_size", "eval_crop", "base_size")
@@ -265,7 +262,7 @@ def _check_unpacked(path: Path) -> None:
             unpacked = sum(entry.file_size for entry in archive.infolist())
     except (zipfile.BadZipFile, OSError):
         return  # an older format, which is not compressed, or damaged
-    if unpacked > _UNPACKED * (packed := path.stat().st_size) + 2**26:
+    if unpacked > 10 * (packed := path.stat().st_size) + 2**26:  # no weights compress so well
         raise CheckpointError(
             f"{path} has {packed / 2**20:.1f} MiB and unpacks to {unpacked / 2**20:,.0f} MiB, as "
             "no weights do; nothing was unpacked; torch.save compresses nothing, so save it again "
@@ -288,7 +285,7 @@ def _unwrap(data: object, path: Path) -> dict[str, Tensor]:
                 break
     if not isinstance(data, Mapping) or not data:
         found = "nothing" if isinstance(data, Mapping) else f"a {type(data).__name__}"
-    elif others := [str(name) for name, value in data.items() if not _is_tensor(name, value)]:
+    elif others := [str(name) for name, x in data.items() if not _is_tensor(name, x)]:
         found = f"{len(others)} entries that are none, such as {', '.join(others[:3])}"
     else:
         return dict(data)

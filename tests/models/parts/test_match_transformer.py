@@ -6,7 +6,8 @@ from torch import nn
 from quadtree_attention import OptionError, QuadtreeBlock
 from quadtree_attention.models.matcher_convert import convert_match_block
 from quadtree_attention.models.parts.context_attention import ATTENTIONS, build_context_attention
-from quadtree_attention.models.parts.match_transformer import MatchTransformer, VitBlock
+from quadtree_attention.models.parts.match_transformer import MatchTransformer
+from quadtree_attention.nn.block import ContextBlock, ConvMlp
 from tests.conftest import Golden, golden_files
 
 KINDS = [(attention, block) for attention in ATTENTIONS for block in ("loftr", "vit")]
@@ -136,7 +137,8 @@ class InHalves(nn.Module):
 @pytest.mark.usefixtures("only_reference")
 def test_vit_block_is_the_quadtree_block_of_the_original():
     attn = build_context_attention("quadtree_b", 16, 2, {"topk": 3}, dtype=torch.float64)
-    block = VitBlock(16, attn, dtype=torch.float64)
+    mlp = ConvMlp(16, 64, extra_relu=True, dtype=torch.float64)
+    block = ContextBlock(16, attn, mlp, norm_eps=1e-5, dtype=torch.float64)
     other = QuadtreeBlock(
         16, 2, num_levels=3, topk=3, extra_relu=True, norm_eps=1e-5, dtype=torch.float64
     )

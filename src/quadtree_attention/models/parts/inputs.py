@@ -13,7 +13,7 @@ def check_image(name: str, image: Tensor, channels: int, *, least: int = 1) -> N
     if image.ndim != 4 or image.shape[1] != channels or min(image.shape[2:]) < least:
         raise ShapeError(
             f"{name} must be (batch, {channels}, y, x) with sides of at least {least} pixels, got "
-            f"{name}.shape={tuple(image.shape)}; pass {'colour' if channels == 3 else 'grey'} ones"
+            f"{name}.shape={tuple(image.shape)}; pass images of {channels} channels"
         )
     check_floating(name, image)
 

@@ -50,20 +50,6 @@ class LoftrBlock(nn.Module):
         return x + self.norm2(self.mlp(torch.cat([x, message.to(x.dtype)], dim=-1)))
 
 
-class VitBlock(ContextBlock):
-    """Pre-norm block with a convolution in the MLP, around any attention with a context.
-
-    Args:
-        dim: Channels.
-        attn: The attention, with the interface of `QuadtreeAttention`.
-        mlp_ratio: Hidden channels of the MLP per channel.
-    """
-
-    def __init__(self, dim: int, attn: nn.Module, *, mlp_ratio: float = 4.0, **dd: Any) -> None:
-        mlp = ConvMlp(dim, int(dim * mlp_ratio), extra_relu=True, **dd)
-        super().__init__(dim, attn, mlp, norm_eps=1e-5, **dd)
-
-
 class MatchTransformer(nn.Module):
     """Pairs of a self and a cross block, shared by the two maps.
 
@@ -92,7 +78,8 @@ class MatchTransformer(nn.Module):
             for layer in layers:
                 _init_loftr(layer)
         else:  # as in the original, all blocks start the same
-            first = VitBlock(dim, make_attention(), **dd)
+            attn, mlp = make_attention(), ConvMlp(dim, 4 * dim, extra_relu=True, **dd)
+            first = ContextBlock(dim, attn, mlp, norm_eps=1e-5, **dd)
             first.apply(_init_vit)
             layers = [first, *(copy.deepcopy(first) for _ in range(2 * num_pairs - 1))]
         self.layers = nn.ModuleList(layers)  # self, cross, self, cross, ...

@@ -6,7 +6,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from quadtree_attention.errors import ShapeError
+from quadtree_attention.models.parts.inputs import check_image
 from quadtree_attention.nn.norm import TokenNorm
 
 
@@ -39,12 +39,7 @@ class PatchEmbed(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, in_chans, H, W) -> (B, C, ceil(H / stride), ceil(W / stride))"""
-        if x.ndim != 4 or x.shape[1] != self.in_chans or 0 in x.shape[2:]:
-            raise ShapeError(
-                f"x must be (batch, {self.in_chans}, y, x) with at least one pixel, got "
-                f"x.shape={tuple(x.shape)}; another number of channels needs in_chans=... "
-                "when the model is built"
-            )
+        check_image("x", x, self.in_chans)
         if not self.overlap:
             x = _pad(x, self.stride)
         return self.norm(self.proj(x).movedim(1, -1)).movedim(-1, 1)
