@@ -186,13 +186,11 @@ ONE_ABOVE = ((1, 33), (33, 1), (17, 9), (1, 1, 17), (17, 1, 4), (257,))
 
 def with_few_bits(function, *arguments):
     limits.PLACE_BITS = FEW_BITS
-    limits.bits_of.cache_clear()
     launch.grids_of.cache_clear()
     try:
         function(*arguments)
     finally:
         limits.PLACE_BITS = 31
-        limits.bits_of.cache_clear()
         launch.grids_of.cache_clear()
 
 

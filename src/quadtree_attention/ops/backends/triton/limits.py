@@ -6,7 +6,6 @@ before anything runs.
 """
 
 from collections.abc import Sequence
-from functools import lru_cache
 from math import prod
 
 from quadtree_attention.ops.problem import Problem
@@ -29,7 +28,6 @@ def usual_bits(ndim: int) -> Grid:
     return PLACE_BITS - inner * (ndim - 1), *[inner] * (ndim - 1)
 
 
-@lru_cache(maxsize=1024)
 def bits_of(grid: Grid) -> Grid:
     """Bits that each axis of a grid takes in the places of its cells, at all levels.
 
@@ -62,6 +60,8 @@ def reasons(problem: Problem) -> list[str]:
 
 def grid_reasons(name: str, grid: Sequence[int]) -> list[str]:
     """Why the cells of a grid cannot be numbered."""
+    if max(grid) <= 2 ** (PLACE_BITS // 3) and prod(grid) < LARGEST_QUOTIENT:
+        return []  # as most are, and this is asked at every call
     found = []
     cells, rows = prod(grid), prod(grid[:-1])
     if cells > LARGEST_CELLS:
