@@ -488,7 +488,7 @@ def test_initial_weights():
         (model.head.weight, 0.02),
         (attn.q_proj.weight, 0.02),
         (model.patch_embed.proj.weight, math.sqrt(2 / (7 * 7 * 32))),
-        (model.stages[0].blocks[0].mlp.dwconv.conv.weight, math.sqrt(2 / 9)),
+        (model.stages[0].blocks[0].mlp.dwconv.weight, math.sqrt(2 / 9)),
     ):
         assert weight.float().std().item() == pytest.approx(std, rel=0.05)
         assert weight.float().abs().max() < 6 * std

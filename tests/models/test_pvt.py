@@ -5,9 +5,8 @@ import pytest
 import torch
 from torch import nn
 
-from quadtree_attention.models.convert import convert_pvt_v2, is_pvt_v2
-
 timm = pytest.importorskip("timm", reason="the backbones need timm (extra 'models')")
+pytest.importorskip("quadtree_attention.models.backbone")  # registers them
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 LINEAR = {"attention": "linear_spatial_reduction"}
@@ -39,7 +38,7 @@ def test_whole_model_equals_timm(name, ours, sizes):
     model = timm.create_model(
         ours[0], num_classes=10, lepe=False, dtype=torch.float64, **ours[1]
     ).eval()
-    model.load_state_dict(convert_pvt_v2(reference.state_dict()))
+    model.load_state_dict(reference.state_dict())
     for size in sizes:
         x = torch.randn(1, 3, *size, dtype=torch.float64)
         features, expected = model.forward_features(x), reference.forward_features(x)
@@ -60,7 +59,7 @@ def test_timm_loads_it_by_itself(tmp_path):
         num_classes=10,
         attention="spatial_reduction",
     )
-    expected = convert_pvt_v2(reference.state_dict())
+    expected = reference.state_dict()
     assert expected.keys() == model.state_dict().keys()
     assert all(torch.equal(tensor, expected[key]) for key, tensor in model.state_dict().items())
 
@@ -68,15 +67,9 @@ def test_timm_loads_it_by_itself(tmp_path):
 def test_warm_start_of_quadtree_attention():
     state = theirs("pvt_v2_b0").state_dict()
     model = timm.create_model("quadtree_b_b0")
-    left = model.load_state_dict(convert_pvt_v2(state), strict=False)
+    left = model.load_state_dict(state, strict=False)
     assert all(".attn." in name for name in left.missing_keys + left.unexpected_keys)
     assert torch.equal(
-        model.stages[2].blocks[1].mlp.dwconv.conv.weight,
+        model.stages[2].blocks[1].mlp.dwconv.weight,
         state["stages.2.blocks.1.mlp.dwconv.weight"],
     )
-
-
-def test_our_own_names_are_left_alone():
-    state = timm.create_model("test_quadtree", attention="spatial_reduction").state_dict()
-    assert not is_pvt_v2(state)
-    assert convert_pvt_v2(state).keys() == state.keys()

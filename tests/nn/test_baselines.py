@@ -334,7 +334,7 @@ def test_lepe_is_a_convolution_of_the_values(kind, qkv_bias):
 
     projection = module.kv if hasattr(module, "kv") else module.qkv
     v = projection(x)[..., -DIM:].permute(0, 3, 1, 2)
-    conv = module.lepe.conv
+    conv = module.lepe
     local = F.conv2d(v, conv.weight, conv.bias, padding=1, groups=DIM).permute(0, 2, 3, 1)
     expected = without + F.linear(local, module.proj.weight)
     torch.testing.assert_close(with_lepe, expected, rtol=0, atol=1e-9)

@@ -24,12 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 from quadtree_attention import checks
 from quadtree_attention.errors import OptionError
-from quadtree_attention.models.convert import (
-    convert_backbone,
-    convert_pvt_v2,
-    is_official_backbone,
-    is_pvt_v2,
-)
+from quadtree_attention.models.convert import convert_backbone, is_official_backbone
 from quadtree_attention.models.parts.attention import build_attention, options_by_stage
 from quadtree_attention.models.parts.masks import masks_of_maps
 from quadtree_attention.models.parts.patches import PatchEmbed, PatchMerging
@@ -39,7 +34,8 @@ from quadtree_attention.nn.attention import QuadtreeAttention, ValuePyramid
 from quadtree_attention.nn.baselines import MapAttention
 from quadtree_attention.nn.block import Block, ConvMlp
 from quadtree_attention.nn.norm import TokenNorm
-from quadtree_attention.nn.value_pyramid import Activation, VisibleNorm
+from quadtree_attention.nn.position import DepthwiseConv
+from quadtree_attention.nn.value_pyramid import Activation, NormActLinear
 from quadtree_attention.ops.problem import Variant, check_mask
 from quadtree_attention.ops.tree import hide
 
@@ -350,7 +346,13 @@ def _init(module: nn.Module) -> None:
     elif isinstance(module, nn.Conv2d):
         fan_out = math.prod(module.kernel_size) * module.out_channels // module.groups
         _normal(module.weight, math.sqrt(2.0 / fan_out))
-    elif isinstance(module, nn.LayerNorm | VisibleNorm):
+    elif isinstance(module, DepthwiseConv):
+        _normal(module.weight, math.sqrt(2.0 / 3**module.ndim))
+    elif isinstance(module, NormActLinear):
+        _normal(module.weight, 0.02)
+        nn.init.ones_(module.norm_weight)
+        nn.init.zeros_(module.norm_bias)
+    elif isinstance(module, nn.LayerNorm):
         nn.init.ones_(module.weight)
     elif isinstance(module, QuadtreeAttention) and module.level_logits is not None:
         _normal(module.level_logits, 1.0)
@@ -382,10 +384,8 @@ def _check_pool(global_pool: str) -> None:
 
 
 def checkpoint_filter_fn(state: Mapping[str, Tensor], model: nn.Module) -> Mapping[str, Tensor]:
-    """Lets timm load official and PVTv2 weights under their own names, and ours as they are."""
-    if is_official_backbone(state):
-        return convert_backbone(state)
-    return convert_pvt_v2(state) if is_pvt_v2(state) else state
+    """Lets timm load official weights under their own names, and ours and PVTv2's as they are."""
+    return convert_backbone(state) if is_official_backbone(state) else state
 
 
 def _cfg(**options: Any) -> dict[str, Any]:

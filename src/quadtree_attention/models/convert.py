@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from quadtree_attention.checks import few
 from quadtree_attention.errors import CheckpointError
+from quadtree_attention.nn.renamed import with_new_names
 
 Transform = Callable[[Tensor], Tensor]
 
@@ -40,16 +41,16 @@ _RULES: tuple[tuple[str, str, Transform], ...] = (
     (r"(q|k|v)_proj\.bias", r"\1_proj.bias", _same),
     (r"proj\.(weight|bias)", r"proj.\1", _same),
     (r"py_att\.weight", "level_logits", _same),
-    (r"py_att\.get_vs\.(\d+)\.(weight|bias)", r"lepe.\1.conv.\2", _same),
-    (r"value_branchs\.\d+\.0\.(weight|bias)", r"value_branches.{level}.norm1.\1", _same),
+    (r"py_att\.get_vs\.(\d+)\.(weight|bias)", r"lepe.\1.\2", _same),
+    (r"value_branchs\.\d+\.0\.(weight|bias)", r"value_branches.{level}.reduce.norm_\1", _same),
     (r"value_branchs\.\d+\.2\.weight", "value_branches.{level}.reduce.weight", _children),
     (r"value_branchs\.\d+\.2\.bias", "value_branches.{level}.reduce.bias", _same),
-    (r"value_branchs\.\d+\.3\.(weight|bias)", r"value_branches.{level}.norm2.\1", _same),
+    (r"value_branchs\.\d+\.3\.(weight|bias)", r"value_branches.{level}.mix.norm_\1", _same),
     (r"value_branchs\.\d+\.5\.weight", "value_branches.{level}.mix.weight", _pointwise),
     (r"value_branchs\.\d+\.5\.bias", "value_branches.{level}.mix.bias", _same),
     (r"norm(1|2)\.(weight|bias)", r"norm\1.\2", _same),
     (r"mlp\.fc(1|2)\.(weight|bias)", r"mlp.fc\1.\2", _same),
-    (r"mlp\.dwconv\.dwconv\.(weight|bias)", r"mlp.dwconv.conv.\1", _same),
+    (r"mlp\.dwconv\.dwconv\.(weight|bias)", r"mlp.dwconv.\1", _same),
 )
 
 
@@ -206,7 +207,7 @@ def infer_options(state: Mapping[str, Tensor]) -> dict[str, Any]:
 
 def check_fit(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     """Raises `CheckpointError` naming the first tensors of `state` that do not fit `model`."""
-    expected = model.state_dict()
+    expected, state = model.state_dict(), with_new_names(model, state)
     problems = {
         "missing": [name for name in expected if name not in state],
         "unexpected": [name for name in state if name not in expected],
@@ -258,27 +259,3 @@ def convert_block(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[
         else:
             unknown.append(name)
     return converted, unknown
-
-
-_PVT = re.compile(r"\.mlp\.dwconv\.(weight|bias)$")
-_PVT_HERE = r".mlp.dwconv.conv.\1"
-
-
-def is_pvt_v2(state: Mapping[str, Tensor]) -> bool:
-    """Whether the names are those of a `pvt_v2` model of timm."""
-    return any(_PVT.search(name) for name in state)
-
-
-def convert_pvt_v2(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors of a `pvt_v2` model of timm under our names.
-
-    They are all that a backbone of the same size needs with `attention="spatial_reduction"`, or
-    with `attention="linear_spatial_reduction"` for `pvt_v2_b2_li`, and timm loads them there by
-    itself. For a warm start with another attention use
-    `load_state_dict(convert_pvt_v2(state), strict=False)`: patch embeddings, MLPs, norms, output
-    projections and classifier then start from PVTv2.
-
-    Args:
-        state: State dict of the timm model.
-    """
-    return {_PVT.sub(_PVT_HERE, name): tensor for name, tensor in state.items()}

@@ -1,18 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Position encodings."""
 
-from typing import Any
+import math
+from typing import Any, ClassVar
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from quadtree_attention.nn.renamed import rename_on_load
 from quadtree_attention.nn.untouched import is_untouched
 
-_CONVOLUTIONS: dict[int, tuple[Any, Any]] = {
-    1: (nn.Conv1d, F.conv1d),
-    2: (nn.Conv2d, F.conv2d),
-    3: (nn.Conv3d, F.conv3d),
-}
+_CONVOLUTIONS: dict[int, Any] = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 
 
 class DepthwiseConv(nn.Module):
@@ -26,31 +25,39 @@ class DepthwiseConv(nn.Module):
         ndim: Grid axes, 1 to 3.
     """
 
+    OLD_NAMES: ClassVar = {"conv.weight": "weight", "conv.bias": "bias"}
+
     def __init__(self, dim: int, ndim: int = 2, *, device: Any = None, dtype: Any = None) -> None:
         super().__init__()
-        self.dim = dim
-        module, self._function = _CONVOLUTIONS[ndim]
-        self.conv = module(
-            dim, dim, kernel_size=3, padding=1, groups=dim, device=device, dtype=dtype
-        )
+        self.dim, self.ndim = dim, ndim
+        dd = {"device": device, "dtype": dtype}
+        self.weight = nn.Parameter(torch.empty(dim, 1, *(3,) * ndim, **dd))
+        self.bias = nn.Parameter(torch.empty(dim, **dd))
+        self.reset_parameters()
+        self.register_load_state_dict_pre_hook(rename_on_load)
+
+    def reset_parameters(self) -> None:
+        """As torch's convolutions."""
+        nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
+        bound = 1 / math.sqrt(3**self.ndim)
+        nn.init.uniform_(self.bias, -bound, bound)
 
     def parameters_if_untouched(self) -> list[Tensor] | None:
-        """Weight and bias; None where the layer was replaced or is watched."""
-        conv: Any = self._modules.get("conv")  # attributes of a module are slow to look up
-        if not is_untouched(self, DepthwiseConv) or not is_untouched(conv, nn.Conv2d):
+        """Weight and bias; None where the layer was changed or is watched."""
+        weight, bias = self._parameters.get("weight"), self._parameters.get("bias")
+        if not is_untouched(self, DepthwiseConv) or weight is None or bias is None:
             return None
-        weight, bias = conv._parameters.get("weight"), conv._parameters.get("bias")
-        if weight is None or bias is None:
-            return None
-        shapes = weight.shape, bias.shape, conv.padding
-        is_as_built = shapes == ((self.dim, 1, 3, 3), (self.dim,), (1, 1))
+        is_as_built = weight.shape == (self.dim, 1, 3, 3) and bias.shape == (self.dim,)
         return [weight, bias] if is_as_built else None
 
     def forward(self, x: Tensor, gain: Tensor | None = None) -> Tensor:
         """(B, *grid, C) -> (B, *grid, C), times a number `gain`."""
+        weight, bias = self.weight, self.bias
+        if gain is not None:  # on the few weights, not on the whole map
+            weight, bias = weight * gain, bias * gain
         x = x.movedim(-1, 1)
-        if gain is None:
-            return self.conv(x).movedim(1, -1)
-        # on the few weights, not on the whole map
-        weight, bias = self.conv.weight * gain, self.conv.bias * gain
-        return self._function(x, weight, bias, padding=1, groups=x.shape[1]).movedim(1, -1)
+        out: Tensor = _CONVOLUTIONS[self.ndim](x, weight, bias, padding=1, groups=x.shape[1])
+        return out.movedim(1, -1)
+
+    def extra_repr(self) -> str:
+        return f"{self.dim}, ndim={self.ndim}"

@@ -6,21 +6,23 @@ one, rounded up. So every cell of every level covers part of the map, and withou
 visible, whatever the size.
 """
 
-from collections.abc import Sequence
-from typing import Any, Literal
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quadtree_attention.errors import OptionError
-from quadtree_attention.nn.untouched import is_everything_watched, is_untouched
+from quadtree_attention.nn.renamed import rename_on_load
+from quadtree_attention.nn.untouched import is_untouched
 from quadtree_attention.ops.norms import can_fuse_map, map_norm
 from quadtree_attention.ops.tree import Tree, accumulation_dtype, hide, is_known
 
 Activation = Literal["gelu", "relu"]
 NORM_EPS = 1e-5
-_ACTIVATIONS: dict[str, type[nn.Module]] = {"gelu": nn.GELU, "relu": nn.ReLU}
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "relu": F.relu}
 
 
 def by_parent(x: Tensor, parents: Sequence[int]) -> Tensor:
@@ -71,48 +73,128 @@ def mean_over_children(x: Tensor, visible: Tensor | None, parents: Sequence[int]
     return (total / count).to(x.dtype)
 
 
-class VisibleNorm(nn.Module):
+def norm_of_maps(
+    x: Tensor, visible: Tensor | None, weight: Tensor, bias: Tensor, eps: float
+) -> Tensor:
     """Group norm with one group whose statistics come from visible cells only.
+
+    Shapes: (B, *grid, C) with (B, *grid) bool or None -> (B, *grid, C)
+    """
+    wide = x.to(accumulation_dtype(x.dtype))
+    axes = tuple(range(1, x.ndim))
+    if visible is None:
+        variance, mean = torch.var_mean(wide, dim=axes, correction=0, keepdim=True)
+    else:
+        shown = visible[..., None]
+        count = (shown.sum(dim=axes, keepdim=True) * x.shape[-1]).clamp(min=1)
+        mean = torch.where(shown, wide, 0).sum(dim=axes, keepdim=True) / count
+        variance = torch.where(shown, wide - mean, 0).square().sum(dim=axes, keepdim=True)
+        variance = variance / count
+    scale = (variance + eps).rsqrt() * weight  # (B, ..., C): one pass over the map
+    return torch.addcmul(bias - mean * scale, wide, scale).to(x.dtype)
+
+
+class NormActLinear(nn.Module):
+    """`linear(activation(norm(x)))` of cells, or of all children of a cell side by side.
+
+    The norm is that of `norm_of_maps`. All parameters are its own: there are no layers inside to
+    replace or to watch, and fused kernels may take their place.
 
     Args:
         dim: Channels.
-        eps: Added to the variance.
+        num_children: Children of a cell; 1: cells by themselves.
+        activation: "gelu" or "relu".
     """
 
+    eps = NORM_EPS
+
     def __init__(
-        self, dim: int, eps: float = NORM_EPS, *, device: Any = None, dtype: Any = None
+        self,
+        dim: int,
+        num_children: int,
+        activation: Activation,
+        *,
+        device: Any = None,
+        dtype: Any = None,
     ) -> None:
         super().__init__()
-        self.eps = eps
-        self.weight = nn.Parameter(torch.ones(dim, device=device, dtype=dtype))
-        self.bias = nn.Parameter(torch.zeros(dim, device=device, dtype=dtype))
+        dd = {"device": device, "dtype": dtype}
+        self.dim, self.num_children, self.activation = dim, num_children, activation
+        self.norm_weight = nn.Parameter(torch.ones(dim, **dd))
+        self.norm_bias = nn.Parameter(torch.zeros(dim, **dd))
+        self.weight = nn.Parameter(torch.empty(dim, num_children * dim, **dd))
+        self.bias = nn.Parameter(torch.empty(dim, **dd))
+        self.reset_parameters()
 
-    def forward(self, x: Tensor, visible: Tensor | None) -> Tensor:
-        """(B, *grid, C) with (B, *grid) bool or None -> (B, *grid, C)"""
-        wide = x.to(accumulation_dtype(x.dtype))
-        axes = tuple(range(1, x.ndim))
-        if visible is None:
-            variance, mean = torch.var_mean(wide, dim=axes, correction=0, keepdim=True)
+    def reset_parameters(self) -> None:
+        """As torch's norms and linear layers."""
+        nn.init.ones_(self.norm_weight)
+        nn.init.zeros_(self.norm_bias)
+        nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
+        bound = 1 / math.sqrt(self.weight.shape[1])
+        nn.init.uniform_(self.bias, -bound, bound)
+
+    def forward(
+        self,
+        x: Tensor,
+        visible: Tensor | None,
+        parents: Sequence[int] | None = None,
+        backend: str = "auto",
+    ) -> Tensor:
+        """(B, *grid, C) -> (B, *grid, C), or (B, *parents, C) of all children of a cell.
+
+        Args:
+            x: Maps.
+            visible: Boolean (B, *grid), True = visible, or None for all.
+            parents: Grid of the parents; None: cells by themselves.
+            backend: Of the call this is part of.
+        """
+        if visible is None and x.ndim == 4 and x.shape[-1] == self.dim and can_fuse_map(x, backend):
+            x = map_norm(
+                x, self.norm_weight, self.norm_bias, self.eps, self.activation,
+                by_parent=parents is not None,
+            )  # fmt: skip
         else:
-            shown = visible[..., None]
-            count = (shown.sum(dim=axes, keepdim=True) * x.shape[-1]).clamp(min=1)
-            mean = torch.where(shown, wide, 0).sum(dim=axes, keepdim=True) / count
-            variance = torch.where(shown, wide - mean, 0).square().sum(dim=axes, keepdim=True)
-            variance = variance / count
-        scale = (variance + self.eps).rsqrt() * self.weight  # (B, ..., C): one pass over the map
-        return torch.addcmul(self.bias - mean * scale, wide, scale).to(x.dtype)
+            x = norm_of_maps(x, visible, self.norm_weight, self.norm_bias, self.eps)
+            x = hide(_ACTIVATIONS[self.activation](x), visible)
+            if parents is not None:
+                x = by_parent(x, parents).flatten(-2)
+        return F.linear(x, self.weight, self.bias)
+
+    def parameters_if_untouched(self) -> list[Tensor] | None:
+        """All parameters in order; None where one was changed or is watched."""
+        if not is_untouched(self, NormActLinear) or self.eps != NORM_EPS:
+            return None
+        names = ("norm_weight", "norm_bias", "weight", "bias")
+        parameters: Any = [self._parameters.get(name) for name in names]
+        vector = (self.dim,)
+        shapes = [vector, vector, (self.dim, self.num_children * self.dim), vector]
+        as_built = (
+            all(x is not None for x in parameters) and [x.shape for x in parameters] == shapes
+        )
+        return parameters if as_built else None
+
+    def extra_repr(self) -> str:
+        return f"{self.dim}, num_children={self.num_children}, activation={self.activation!r}"
 
 
 class ValueBranch(nn.Module):
     """One step of the value pyramid, from a level to the next coarser one.
 
-    Norm, activation, convolution over the children of a cell, norm, activation, 1x1 convolution.
+    Norm, activation, convolution over the children of a cell (`reduce`); norm, activation, 1x1
+    convolution (`mix`).
 
     Args:
         dim: Channels.
         num_children: Children of a cell.
         activation: "gelu" or "relu".
     """
+
+    OLD_NAMES: ClassVar = {
+        f"{norm}.{kind}": f"{part}.norm_{kind}"
+        for norm, part in (("norm1", "reduce"), ("norm2", "mix"))
+        for kind in ("weight", "bias")
+    }
 
     def __init__(
         self,
@@ -130,15 +212,11 @@ class ValueBranch(nn.Module):
                 "classification uses gelu, detection and segmentation use relu"
             )
         self.dim = dim
+        self.num_children = num_children
         self.activation = activation
-        self.norm1 = VisibleNorm(dim, device=device, dtype=dtype)
-        self.reduce = nn.Linear(num_children * dim, dim, device=device, dtype=dtype)
-        self.norm2 = VisibleNorm(dim, device=device, dtype=dtype)
-        self.mix = nn.Linear(dim, dim, device=device, dtype=dtype)
-        self.act = _ACTIVATIONS[activation]()
-        vector, wide = torch.Size([dim]), torch.Size([dim, num_children * dim])
-        square = torch.Size([dim, dim])
-        self._shapes = [vector, vector, wide, vector, vector, vector, square, vector]
+        self.reduce = NormActLinear(dim, num_children, activation, device=device, dtype=dtype)
+        self.mix = NormActLinear(dim, 1, activation, device=device, dtype=dtype)
+        self.register_load_state_dict_pre_hook(rename_on_load)
 
     def forward(
         self,
@@ -149,45 +227,23 @@ class ValueBranch(nn.Module):
         backend: str = "auto",
     ) -> Tensor:
         """(B, *grid, C) -> (B, *parents, C); the masks are those of x and of the result."""
-        plain = self._are_norms_plain() and not is_everything_watched() and x.shape[-1] == self.dim
-        if plain and visible is None and len(parents) == 2 and can_fuse_map(x, backend):
-            x = self.reduce(self._fused(self.norm1, x, by_parent=True))
-            return self.mix(self._fused(self.norm2, x, by_parent=False))
-        x = hide(self.act(self.norm1(x, visible)), visible)
-        x = self.reduce(by_parent(x, parents).flatten(-2))
-        x = self.mix(self.act(self.norm2(x, visible_above)))
-        return hide(x, visible_above)
+        x = self.reduce(x, visible, parents, backend)
+        return hide(self.mix(x, visible_above, None, backend), visible_above)
 
     def parameters_if_untouched(self) -> list[Tensor] | None:
-        """Weight and bias of its layers in order; None where one was changed or is watched."""
-        layers: Any = self._modules  # attributes of a module are slow to look up
-        if not (
-            is_untouched(self, ValueBranch)
-            and self._are_norms_plain()
-            and is_untouched(layers.get("reduce"), nn.Linear)
-            and is_untouched(layers.get("mix"), nn.Linear)
-        ):
+        """Those of its two parts in order; None where one was changed or is watched."""
+        if not is_untouched(self, ValueBranch):
             return None
-        parameters = [
-            layers[name]._parameters.get(kind)
-            for name in ("norm1", "reduce", "norm2", "mix")
-            for kind in ("weight", "bias")
-        ]
-        if any(x is None for x in parameters) or [x.shape for x in parameters] != self._shapes:
-            return None
-        return parameters
-
-    def _are_norms_plain(self) -> bool:
-        """Whether norms and activation do what the fused kernels do."""
-        layers: Any = self._modules
-        norm1, norm2, act = layers.get("norm1"), layers.get("norm2"), layers.get("act")
-        return (
-            is_untouched(norm1, VisibleNorm)
-            and is_untouched(norm2, VisibleNorm)
-            and is_untouched(act, _ACTIVATIONS[self.activation])
-            and (self.activation == "relu" or act.approximate == "none")
-            and norm1.eps == norm2.eps == NORM_EPS
-        )
-
-    def _fused(self, norm: VisibleNorm, x: Tensor, *, by_parent: bool) -> Tensor:
-        return map_norm(x, norm.weight, norm.bias, norm.eps, self.activation, by_parent=by_parent)
+        parts: list[Any] = [self._modules.get("reduce"), self._modules.get("mix")]
+        sizes = self.num_children, 1
+        found: list[Tensor] = []
+        for part, children in zip(parts, sizes, strict=True):
+            as_built = type(part) is NormActLinear and (
+                (part.dim, part.num_children, part.activation)
+                == (self.dim, children, self.activation)
+            )
+            parameters = part.parameters_if_untouched() if as_built else None
+            if parameters is None:
+                return None
+            found += parameters
+        return found

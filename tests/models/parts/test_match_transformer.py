@@ -153,7 +153,7 @@ def test_how_blocks_start():
     for layer in vit.layers:
         assert all(torch.equal(first[name], value) for name, value in layer.state_dict().items())
         assert layer.attn.q_proj.weight.std().item() == pytest.approx(0.02, rel=0.3)
-        assert layer.mlp.dwconv.conv.weight.std().item() == pytest.approx((2 / 9) ** 0.5, rel=0.2)
+        assert layer.mlp.dwconv.weight.std().item() == pytest.approx((2 / 9) ** 0.5, rel=0.2)
         assert not layer.mlp.fc1.bias.any() and not layer.attn.proj.bias.any()
     weights = [layer.attn.q_proj.weight for layer in loftr.layers]
     assert not torch.equal(weights[0], weights[1])

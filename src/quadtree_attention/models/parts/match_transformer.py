@@ -13,6 +13,7 @@ from quadtree_attention import checks
 from quadtree_attention.models.parts.masks import stack_masks
 from quadtree_attention.nn.block import ContextBlock, ConvMlp
 from quadtree_attention.nn.norm import TokenNorm
+from quadtree_attention.nn.position import DepthwiseConv
 
 BlockKind = Literal["loftr", "vit"]
 MakeAttention = Callable[[], nn.Module]
@@ -133,8 +134,7 @@ def _init_loftr(block: nn.Module) -> None:
 def _init_vit(module: nn.Module) -> None:
     if isinstance(module, nn.Linear):
         nn.init.trunc_normal_(module.weight, std=0.02)
-    elif isinstance(module, nn.Conv2d):  # depthwise
-        fan_out = math.prod(module.kernel_size) * module.out_channels // module.groups
-        nn.init.normal_(module.weight, std=math.sqrt(2.0 / fan_out))
+    elif isinstance(module, DepthwiseConv):
+        nn.init.normal_(module.weight, std=math.sqrt(2.0 / 3**module.ndim))
     if isinstance(bias := getattr(module, "bias", None), nn.Parameter):
         nn.init.zeros_(bias)
