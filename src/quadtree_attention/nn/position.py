@@ -52,7 +52,8 @@ class DepthwiseConv(nn.Module):
 
     def forward(self, x: Tensor, gain: Tensor | None = None) -> Tensor:
         """(B, *grid, C) -> (B, *grid, C), times a number `gain`."""
-        weight, bias = self.weight, self.bias
+        weight: Tensor = self.weight
+        bias: Tensor = self.bias
         if gain is not None:  # on the few weights, not on the whole map
             weight, bias = weight * gain, bias * gain
         x = x.movedim(-1, 1)
