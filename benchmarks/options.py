@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Options that the benchmark commands share, and the types of their values."""
 
-import argparse
 import tempfile
-from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from argparse import ArgumentParser, ArgumentTypeError, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
+
+import torch
 
 from benchmarks.result import device_name, path_of
 
@@ -15,9 +16,8 @@ from benchmarks.result import device_name, path_of
 class OneLineParser(ArgumentParser):
     """A parser whose errors are one line."""
 
-    def __init__(self, **options: object) -> None:
-        formatter = argparse.RawDescriptionHelpFormatter
-        super().__init__(**({"formatter_class": formatter} | options))  # type: ignore[arg-type]
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**({"formatter_class": RawDescriptionHelpFormatter} | options))
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}\n")
@@ -25,25 +25,20 @@ class OneLineParser(ArgumentParser):
 
 def available() -> str:
     """The device that is measured by default."""
-    import torch
-
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def add_machine(parser: ArgumentParser, *, seconds: float | None = None) -> None:
+def add_machine(parser: ArgumentParser, seconds: float) -> None:
     """The device and how long is measured."""
     parser.add_argument("--device", choices=("cpu", "cuda"), default=available())
-    if seconds is not None:
-        parser.add_argument("--seconds-per-row", type=positive, default=seconds,
-                            help="time for the repeats of a row")  # fmt: skip
+    help_ = "time for the repeats of a row"
+    parser.add_argument("--seconds-per-row", type=positive, default=seconds, help=help_)
     add_threads(parser)
 
 
 def add_threads(parser: ArgumentParser) -> None:
-    import torch
-
-    parser.add_argument("--threads", type=at_least_one, default=torch.get_num_threads(),
-                        help="CPU threads")  # fmt: skip
+    default = torch.get_num_threads()
+    parser.add_argument("--threads", type=at_least_one, default=default, help="CPU threads")
 
 
 def add_out(parser: ArgumentParser, kind: str) -> None:
@@ -52,14 +47,11 @@ def add_out(parser: ArgumentParser, kind: str) -> None:
 
 def check_place(parser: ArgumentParser, options: Namespace, kind: str) -> None:
     """Ends the program where there is no such device; fills in where results go."""
-    import torch
-
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("argument --device: torch finds no CUDA device here; use --device cpu")
     if options.device == "cpu" and any("graph" in mode for mode in getattr(options, "modes", ())):
         parser.error("argument --modes: graph means CUDA graphs and needs --device cuda")
-    if options.out is None:
-        options.out = path_of(kind, device_name(options.device))
+    options.out = options.out or path_of(kind, device_name(options.device))
     if options.out.is_dir():
         parser.error(f"argument --out: {options.out} is a directory")
 
@@ -69,9 +61,8 @@ def list_of(known: Sequence[str]) -> Callable[[str], list[str]]:
 
     def parse(text: str) -> list[str]:
         names = list(dict.fromkeys(text.split(",")))
-        for name in names:
-            if name not in known:
-                raise ArgumentTypeError(f"unknown {name!r}; known: {', '.join(known)}")
+        if unknown := [name for name in names if name not in known]:
+            raise ArgumentTypeError(f"unknown {unknown[0]!r}; known: {', '.join(known)}")
         return names
 
     return parse
@@ -80,9 +71,7 @@ def list_of(known: Sequence[str]) -> Callable[[str], list[str]]:
 def sizes(text: str) -> list[list[int]]:
     """[width, height] of every image of a list."""
     found = [part.split("x") for part in text.split(",")]
-    good = all(len(part) == 2 and all(side.isdecimal() and int(side) for side in part)
-               for part in found)  # fmt: skip
-    if not good:
+    if any(len(p) != 2 or not all(s.isdecimal() and int(s) for s in p) for p in found):
         raise ArgumentTypeError(f"must be like 640x480,1024x1024, got {text!r}")
     return [[int(side) for side in part] for part in found]
 
@@ -96,15 +85,13 @@ def named_weights(text: str) -> tuple[str, Path]:
 
 
 def positive(text: str) -> float:
-    value = float(text)
-    if not value > 0:
+    if not (value := float(text)) > 0:
         raise ArgumentTypeError(f"must be more than 0, got {text}")
     return value
 
 
 def at_least_one(text: str) -> int:
-    value = int(text)
-    if value < 1:
+    if (value := int(text)) < 1:
         raise ArgumentTypeError(f"must be at least 1, got {text}")
     return value
 
@@ -112,9 +99,7 @@ def at_least_one(text: str) -> int:
 @contextmanager
 def working_folder(path: str | None) -> Iterator[Path]:
     """The folder asked for, or one that is removed afterwards."""
-    if path is None:
-        with tempfile.TemporaryDirectory(prefix="benchmarks-") as name:
-            yield Path(name)
-    else:
-        Path(path).mkdir(parents=True, exist_ok=True)
-        yield Path(path)
+    with tempfile.TemporaryDirectory(prefix="benchmarks-") as name:
+        folder = Path(path or name)
+        folder.mkdir(parents=True, exist_ok=True)
+        yield folder

@@ -19,39 +19,6 @@ def number(value: float | None) -> str:
     return f"{value:.{digits}f}"
 
 
-def scaled(unit: float) -> Callable[[float], str]:
-    """A format in a unit of its own."""
-    return lambda value: number(value / unit)
-
-
-def fixed(digits: int) -> Callable[[float], str]:
-    """A format with so many digits after the point."""
-    return lambda value: f"{value:.{digits}f}"
-
-
-def times(value: float) -> str:
-    """A multiple."""
-    return f"{number(value)}x"
-
-
-def size(image: Sequence[int]) -> str:
-    """(width, height) of an image."""
-    return "x".join(map(str, image))
-
-
-def shape(sides: Sequence[int]) -> str:
-    """Of a tensor, or (height, width)."""
-    return " x ".join(map(str, sides))
-
-
-def spread(row: Row) -> str | None:
-    """Quartiles of a time."""
-    values = row.get("values", {})
-    if "median_ms" not in values:
-        return None
-    return f"{number(values['q25_ms'])} - {number(values['q75_ms'])}"
-
-
 @dataclass(frozen=True)
 class Column:
     """A column.
@@ -92,14 +59,9 @@ class Column:
         return "-" if value is None else self.format(value)
 
 
-def word(heading: str, value: Value, format: Callable[[Any], str] = str) -> Column:  # noqa: A002
-    """A column of text."""
-    return Column(heading, value, format, words=True)
-
-
 def words(keys: str) -> list[Column]:
     """Columns of text that show entries of the case."""
-    return [word(key, f"case.{key}") for key in keys.split()]
+    return [Column(key, f"case.{key}", str, words=True) for key in keys.split()]
 
 
 @dataclass(frozen=True)
@@ -112,7 +74,6 @@ class View:
         by: Keys of the case that the rows of a line share; None: a line for every row.
         each: A key of the case and its values: a cell shows a number for each of them.
         rows: Makes the rows of the table from those of a result.
-        notes: Makes lines below it from its rows.
     """
 
     columns: Sequence[Column] | Callable[[Sequence[Row]], Sequence[Column]]
@@ -120,7 +81,6 @@ class View:
     by: Sequence[str] | None = None
     each: tuple[str, Sequence[str]] | None = None
     rows: Callable[[Sequence[Row]], Sequence[Row]] = lambda rows: rows
-    notes: Callable[[Sequence[Row]], Sequence[str]] = lambda rows: ()
 
     def markdown(self, rows: Sequence[Row]) -> list[str]:
         """Lines for a page; none without rows."""
@@ -131,9 +91,7 @@ class View:
         lines = [f"#### {self.title}", ""] if self.title else []
         lines += [_line([column.heading for column in columns])]
         lines += [_line(["---" if column.words else "---:" for column in columns])]
-        lines += [_line(cells) for cells in self._cells(columns, rows)]
-        notes = self.notes(rows)
-        return [*lines, "", *notes] if notes else lines
+        return lines + [_line(cells) for cells in self._cells(columns, rows)]
 
     def text(self, rows: Sequence[Row]) -> str:
         """The same, aligned for a terminal."""
@@ -170,7 +128,9 @@ def find(rows: Sequence[Row], case: Mapping[str, Any]) -> Row | None:
 
 def name_of(case: Mapping[str, Any], separator: str = ", ") -> str:
     """What was measured, in words."""
-    texts = (size(value) if isinstance(value, list) else value for value in case.values())
+    texts = (
+        "x".join(map(str, value)) if isinstance(value, list) else value for value in case.values()
+    )
     return separator.join(str(text) for text in texts if text is not None)
 
 

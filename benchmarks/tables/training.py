@@ -14,8 +14,8 @@ from typing import Any
 
 from benchmarks.result import Result, Row
 from benchmarks.tables import words
-from benchmarks.tables.table import Column, View, find, number, shape, word
-from benchmarks.tables.views import TRUTHS, circumstances, errors_of, matching_view
+from benchmarks.tables.table import Column, View, find, number
+from benchmarks.tables.views import TRUTHS, circumstances, errors_of, matching_view, shape
 from benchmarks.training import comparison as compared
 from benchmarks.training.comparison import PEAK, SYNTHETIC, Comparison, rows_of, short
 
@@ -82,7 +82,7 @@ def _table(comparison: Comparison, result: Result, runs: Runs) -> View:
         return text
 
     shown = [Column(title, cell(source, form), str) for title, source, form in columns]
-    return View([word("attention", "case.recipe", comparison.label), *shown])
+    return View([Column("attention", "case.recipe", comparison.label, words=True), *shown])
 
 
 def _values(result: Result, runs: Sequence[Row], step: Row, source: str) -> list[Any]:
