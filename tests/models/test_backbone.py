@@ -19,6 +19,8 @@ from quadtree_attention.nn import BASELINES
 from tests.conftest import Golden, golden_files, golden_path
 
 timm = pytest.importorskip("timm", reason="the backbones need timm (extra 'models')")
+import quadtree_attention.models.backbone  # noqa: E402, F401  registers the names
+
 pytestmark = pytest.mark.usefixtures("only_reference", "one_thread")
 
 NAMES = [f"quadtree_{letter}_b{i}" for letter in "ab" for i in range(5)]

@@ -12,6 +12,8 @@ from quadtree_attention.nn import BASELINES, make_attention
 from quadtree_attention.nn.block import Block
 
 timm = pytest.importorskip("timm", reason="the backbones need timm (extra 'models')")
+import quadtree_attention.models.backbone  # noqa: E402, F401  registers the names
+
 pytestmark = pytest.mark.usefixtures("only_reference", "one_thread")
 
 SIZES = [(70, 45), (33, 91)]

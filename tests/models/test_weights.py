@@ -19,6 +19,8 @@ import quadtree_attention
 from quadtree_attention import CheckpointError, OptionError
 
 timm = pytest.importorskip("timm", reason="weights need timm (extra 'models')")
+import quadtree_attention.models.backbone  # noqa: E402  registers the names
+
 safetensors_torch = pytest.importorskip("safetensors.torch", reason="weights need safetensors")
 
 from quadtree_attention.models import load  # noqa: E402
