@@ -3,8 +3,10 @@
 
 import csv
 import re
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 pytest.importorskip("pytorch_lightning", reason="training needs the extra 'train'")
 
@@ -80,6 +82,18 @@ def test_state_round_trip():
     assert again.rows == [{"epoch": 1, "val/top1": 50.0}]
     again.rows[0]["val/top1"] = 0.0
     assert history.rows[0]["val/top1"] == 50.0
+
+
+def test_an_epoch_that_is_trained_again_has_one_row():
+    history = History()
+    history.load_state_dict({"rows": [{"epoch": epoch, "seconds": 1.0} for epoch in (1, 2, 3)]})
+    device = SimpleNamespace(root_device=torch.device("cpu"))
+    trainer = SimpleNamespace(
+        callback_metrics={}, current_epoch=1, is_global_zero=False, strategy=device
+    )
+    history.on_train_epoch_start()
+    history.on_train_epoch_end(trainer)
+    assert [row["epoch"] for row in history.rows] == [1, 2]
 
 
 def test_table_with_columns_that_come_later(tmp_path):

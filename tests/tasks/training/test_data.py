@@ -228,3 +228,18 @@ def test_shared_options_are_offered_and_misspelt_ones_refused():
     assert (found.pairs, found.size) == (6, (32, 64))
     with pytest.raises(ArgumentError, match="pars"):
         parser.parse_args(["--data.pars", "6"])
+
+
+def test_synthetic_pairs_are_new_in_every_epoch_and_others_in_validation():
+    data = SyntheticData(size=(32, 48), pairs=4, val_pairs=3, batch_size=2)
+
+    def numbers(split, epoch):
+        loader = data.loader(split)
+        loader.sampler.set_epoch(epoch)
+        return sorted(number for batch in loader for number in batch["indices"].tolist())
+
+    assert [numbers("train", epoch) for epoch in (0, 1)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert [numbers("val", epoch) for epoch in (0, 1)] == [[0, 1, 2]] * 2
+    training, validation = (data.seeded(training=x) for x in (True, False))
+    assert training["size"] == validation["size"] == (32, 48)
+    assert training["seed"] != validation["seed"]

@@ -51,6 +51,7 @@ def test_variants_merge_deeply(path, variant):
 
 def test_later_variants_win(path):
     path.write_text("variants: {a: {x: {y: 1, z: 1}}, b: {x: {y: 2}}, c: {x: 3}}\n")
+    assert read_recipe(path).settings == read_recipe(path, "a").settings == {"x": {"y": 1, "z": 1}}
     assert read_recipe(path, "a,b").settings == {"x": {"y": 2, "z": 1}}
     assert read_recipe(path, "b,a").settings == {"x": {"y": 1, "z": 1}}
     assert read_recipe(path, "a,c").settings == {"x": 3}
