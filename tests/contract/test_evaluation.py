@@ -112,13 +112,19 @@ def test_bad_samples_are_left_out_or_refused(task, run, data, save):
         run(force=True)
 
 
-def test_predictions_that_are_missing(task, data, tmp_path):
+def test_predictions_that_are_missing(task, run, data, save, tmp_path):
     with pytest.raises(DataError, match=r"there is no (file|folder) .* of predictions"):
         evaluate(task.name, **data, predictions=tmp_path / "none")
     if not task.load("codec").together:
         (tmp_path / "empty").mkdir()
         with pytest.raises(DataError, match="has predictions for none of 3"):
             evaluate(task.name, **data, predictions=tmp_path / "empty")
+        run()
+        suffix = json.loads((save / "settings.json").read_text())["suffix"]
+        sorted(save.glob(f"*{suffix}"))[-1].unlink()
+        assert len(evaluate(task.name, **data, predictions=save).missing) == 1
+        with pytest.raises(DataError, match="lacks 1 of 3"):
+            evaluate(task.name, **data, predictions=save, strict=True)
 
 
 def test_workers_make_the_same(task, run, save):
