@@ -2,180 +2,95 @@
 """`quadtree classify`: answers with bars, images that cannot be read, JSON."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-pytest.importorskip("timm", reason="models need timm")
-
-from PIL import Image
-
 from quadtree_attention.tasks import Classifier
-from tests.support.commands import START, command, environment, invoke, refused
-from tests.tasks.classify.test_predictor import (
-    CLASSES,
-    jpeg,
-    pixels,
-    random_model,
-    write_weights,
-)
+from tests.support import tiny
+from tests.support.commands import command, invoke, refused
 
-pytestmark = pytest.mark.usefixtures("only_reference")
+pytestmark = pytest.mark.usefixtures("only_reference", "photos")
+TASK = "classify"
 
 
-@pytest.fixture(autouse=True)
-def _in_a_folder_of_its_own(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    write_weights(Path("best.safetensors"))
-    Path("photos").mkdir()
-    for i in range(3):
-        Image.fromarray(pixels(60 + i, 45, seed=i)).save(f"photos/{i}.png")
-    Path("photos/notes.txt").write_text("hello")
-    Path("bad.jpg").write_bytes(jpeg()[:600])
+def best(weights, image="photos/0.png"):
+    return Classifier.from_pretrained(weights, device="cpu")(image)
 
 
-def run(*options):
-    return invoke("classify", *options, "--weights", "best.safetensors", "--device", "cpu")
-
-
-def best(image):
-    return Classifier.from_pretrained("best.safetensors", device="cpu")(image)
-
-
-# ---- in a process
-
-
-def test_in_a_process(tmp_path):
+def test_in_a_process(weights, tmp_path):
     image = str(tmp_path / "photos" / "0.png")
-    options = [image, "--weights", str(tmp_path / "best.safetensors"), "--device", "cpu"]
+    options = [image, "--weights", str(weights), "--device", "cpu"]
     done = command("classify", *options, QUADTREE_BACKEND="reference", PYTHONIOENCODING="utf-8")
     assert (done.returncode, done.stderr) == (0, "")
-    lines = done.stdout.splitlines()
-    assert lines[0] == image and len(lines) == 1 + len(CLASSES)
-    assert [line.strip() for line in lines[1:]] == [
-        line.strip() for line in best("photos/0.png").to_text().splitlines()
+    first, *answers = done.stdout.splitlines()
+    assert first == image
+    assert [line.strip() for line in answers] == [
+        line.strip() for line in best(weights).to_text().splitlines()
     ]
-    plain = command("classify", *options, QUADTREE_BACKEND="reference", PYTHONIOENCODING="ascii")
-    assert (plain.returncode, plain.stderr) == (0, "")
-    assert plain.stdout.isascii() and "#" in plain.stdout
 
 
-def test_bad_images_in_a_process(tmp_path):
-    names = [
-        str(tmp_path / name) for name in ("photos/0.png", "bad.jpg", "none.png", "photos/1.png")
-    ]
-    options = ["--weights", str(tmp_path / "best.safetensors"), "--top", "1"]
-    done = command("classify", *names, *options, QUADTREE_BACKEND="reference")
-    assert done.returncode == 1
-    assert [line for line in done.stdout.splitlines() if not line.startswith(" ")] == [
-        names[0],
-        names[3],
-    ]
-    bad, none = done.stderr.splitlines()
-    assert bad.startswith(f"quadtree: cannot decode {names[1]}: ")
-    assert none == f"quadtree: cannot read {names[2]}: No such file or directory; check the path"
-
-
-def test_standard_input(tmp_path):
-    options = ["classify", "-", "--weights", str(tmp_path / "best.safetensors"), "--json"]
-    done = subprocess.run(
-        [sys.executable, "-c", START, *options],
-        input=Path("photos/0.png").read_bytes(),
-        env=environment(QUADTREE_BACKEND="reference"),
-        capture_output=True,
-        timeout=120,
-        check=False,
-    )
-    assert (done.returncode, done.stderr) == (0, b"")
-    (answer,) = json.loads(done.stdout)
-    assert answer["image"] == "-"
-    assert answer["predictions"][0]["name"] == best("photos/0.png").names[0]
-
-
-# ---- what is printed
-
-
-def test_json():
-    result = run("photos/0.png", "bad.jpg", "photos/2.png", "--top", "2", "--json")
+def test_bad_images_are_named_and_the_others_classified(run):
+    images = ["photos/0.png", "bad.jpg", "none.png", "photos/1.png"]
+    result = run(*images, "--top", "1")
     assert result.exit_code == 1
-    first, bad, last = json.loads(result.stdout)
-    assert [first["image"], bad["image"], last["image"]] == [
-        "photos/0.png",
-        "bad.jpg",
-        "photos/2.png",
-    ]
-    assert bad["error"].startswith("cannot decode bad.jpg: ") and "predictions" not in bad
-    assert len(first["predictions"]) == 2
-    assert set(first["predictions"][0]) == {"label", "name", "probability"}
-    assert result.stderr == f"quadtree: {bad['error']}\n"
+    assert [line for line in result.stdout.splitlines() if line[0] != " "] == images[::3]
+    bad, none = result.stderr.splitlines()
+    assert bad.startswith("quadtree: cannot decode bad.jpg: ")
+    assert none == "quadtree: cannot read none.png: No such file or directory; check the path"
+    result = run(*images, "--top", "2", "--json")
+    answers = json.loads(result.stdout)
+    assert result.exit_code == 1 and [answer["image"] for answer in answers] == images
+    assert result.stderr.splitlines() == [f"quadtree: {a['error']}" for a in answers[1:3]]
+    assert "predictions" not in answers[1] and len(answers[0]["predictions"]) == 2
+    assert set(answers[0]["predictions"][0]) == {"label", "name", "probability"}
 
 
-def test_a_folder_stands_for_its_images():
+def test_standard_input(run, weights):
+    result = run("-", "--json", input=Path("photos/0.png").read_bytes())
+    assert (result.exit_code, result.stderr) == (0, "")
+    (answer,) = json.loads(result.stdout)
+    assert answer["image"] == "-"
+    assert answer["predictions"][0]["name"] == best(weights).names[0]
+
+
+def test_a_folder_stands_for_its_images(run):
+    Path("empty/inner").mkdir(parents=True)
     result = run("photos", "--top", "1", "--json")
     assert (result.exit_code, result.stderr) == (0, "")
     names = [answer["image"] for answer in json.loads(result.stdout)]
-    assert names == ["photos/0.png", "photos/1.png", "photos/2.png"]
-
-
-def test_a_folder_without_images():
-    Path("empty/inner").mkdir(parents=True)
+    assert names == ["photos/0.png", "photos/1.png"]
     result = run("empty", "photos/0.png", "--json")
     assert result.exit_code == 1
     assert result.stderr.startswith("quadtree: there are no images in the folder empty: names must")
     assert [answer["image"] for answer in json.loads(result.stdout)] == ["photos/0.png"]
 
 
-def test_names_that_the_output_has_no_characters_for(tmp_path):
-    names = ["Ameise", "Käfer", "猫", "犬"]
-    path = str(write_weights(tmp_path / "umlauts.safetensors", classes=names))
-    options = [str(tmp_path / "photos/0.png"), "--weights", path]
-    done = command("classify", *options, QUADTREE_BACKEND="reference", PYTHONIOENCODING="ascii")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert sorted(line.split()[-1] for line in done.stdout.splitlines()[1:]) == [
-        "?",
-        "?",
-        "Ameise",
-        "K?fer",
-    ]
+def test_an_output_without_the_characters():
+    tiny.write_weights(TASK, Path("umlauts.safetensors"), classes=["Käfer", "猫"])
+    options = ("photos/0.png", "--weights", "umlauts.safetensors")
+    result = invoke("classify", *options, charset="ascii")
+    assert (result.exit_code, result.stderr) == (0, "") and "#" in result.stdout
+    names = [line.split()[-1] for line in result.stdout.splitlines()[1:]]
+    assert sorted(names) == ["?", "K?fer"]
 
 
-def test_pictures_and_one_file_for_all():
+def test_pictures_and_one_file_for_all(run):
     result = run("photos", "--out", "drawn", "--save", "answers.npz", "--top", "2")
     assert result.exit_code == 0, result.output
-    assert sorted(p.name for p in Path("drawn").iterdir()) == ["0.png", "1.png", "2.png"]
-    again = run("photos", "--save", "answers.npz", "--top", "2")
-    assert "3 there already" in again.stdout
+    assert sorted(p.name for p in Path("drawn").iterdir()) == ["0.png", "1.png"]
+    assert "2 there already" in run("photos", "--save", "answers.npz", "--top", "2").stdout
     # The labels of these images are unknown
     assert "has no label" in refused("evaluate", "classify", "--predictions", "answers.npz")
 
 
-# ---- mistakes
-
-
-def test_without_weights():
-    message = refused("classify", "photos/0.png")
-    assert "no weights of the task classify come with the package" in message
-
-
-def test_weights_that_do_not_do(tmp_path):
-    photo = ("classify", "photos/0.png", "--weights")
-    assert "there is no file 'none'" in refused(*photo, "none")
-    write_weights(tmp_path / "backbone.safetensors", random_model(0), classes=None)
-    assert "no classifier, only a backbone" in refused(*photo, "backbone.safetensors")
+def test_refusals(fails):
+    assert "top must be at least 1, got 0" in fails("photos", "--top", "0")
+    assert "no device 'abacus'" in fails("photos", "--device", "abacus")
+    assert "are both 'x.npz'" in fails("photos", "--out", "x.npz", "--save", "x.npz")
+    photo = ("classify", "photos/0.png")
+    assert "no weights of the task classify come with the package" in refused(*photo)
+    assert "there is no file 'none'" in refused(*photo, "--weights", "none")
     Path("official.pth").write_bytes(b"anything")
-    assert "quadtree convert official.pth" in refused(*photo, "official.pth")
-
-
-def test_options_that_are_not_accepted():
-    photos = ("classify", "photos", "--weights", "best.safetensors")
-    assert "top must be at least 1, got 0" in refused(*photos, "--top", "0")
-    assert "no device 'abacus'" in refused(*photos, "--device", "abacus")
-
-
-def test_help():
-    result = invoke("classify", "--help")
-    assert result.exit_code == 0
-    assert result.stdout.startswith("Usage: quadtree classify [OPTIONS] {IMAGE}...")
-    assert "Examples:\n    quadtree classify cat.jpg" in result.stdout
+    message = refused(*photo, "--weights", "official.pth")
+    assert "quadtree convert official.pth" in message

@@ -2,36 +2,30 @@
 """`quadtree convert`: official checkpoints in, weights and a card out, mistakes on one line."""
 
 import argparse
-import hashlib
 import json
 import os
 from pathlib import Path
 
 import pytest
+import timm
 import torch
+from safetensors.torch import save_file
 
 import quadtree_attention
+from quadtree_attention.files import file_sha256
 from quadtree_attention.models.convert import convert_backbone
 from quadtree_attention.models.matcher_convert import convert_matcher
-from tests.cli.test_info import command
+from quadtree_attention.models.registry import complete, load
+from quadtree_attention.models.weights import read_card, read_checkpoint
 from tests.conftest import Golden, golden_files, golden_path
 from tests.models.test_backbone import golden_image, load_official, recipe_state
-
-timm = pytest.importorskip("timm", reason="the command needs timm")
-typer_testing = pytest.importorskip("typer.testing", reason="the command needs typer")
-
-from quadtree_attention.cli.main import app  # noqa: E402
-from quadtree_attention.models.registry import complete, load  # noqa: E402
-from quadtree_attention.models.weights import read_card, read_checkpoint  # noqa: E402
+from tests.support import commands
+from tests.support.commands import invoke, printed, row
 
 pytestmark = pytest.mark.usefixtures("only_reference")
 
+OUT = ("official.pth", "--save", "out.safetensors")
 PARAMETERS = 3_589_468  # of the classifier b0, from its manifest
-
-
-@pytest.fixture(autouse=True)
-def _in_a_folder_of_its_own(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
 
 
 @pytest.fixture(scope="module")
@@ -44,26 +38,14 @@ def detector() -> dict[str, torch.Tensor]:
     return recipe_state("detection_quadtree_b0")
 
 
-def run(*options: str):
-    return typer_testing.CliRunner().invoke(app, ["convert", *options], prog_name="quadtree")
-
-
 def converted(state: object, *options: str) -> str:
     """What converting prints; the result is out.safetensors."""
     torch.save(state, "official.pth")
-    result = run("official.pth", "-o", "out.safetensors", *options)
-    assert (result.exit_code, result.stderr) == (0, ""), result.stderr
-    return result.stdout
+    return printed("convert", *OUT, *options)
 
 
 def refused(*options: str) -> str:
-    """The one line that says why not; no file appears."""
-    before = sorted(os.listdir())
-    result = run(*options)
-    assert (result.exit_code, result.stdout) == (2, "")
-    assert result.stderr.startswith("quadtree: ") and result.stderr.count("\n") == 1
-    assert sorted(os.listdir()) == before
-    return result.stderr
+    return commands.refused("convert", *options)
 
 
 def holds(path: str, expected: dict[str, torch.Tensor]) -> bool:
@@ -71,22 +53,13 @@ def holds(path: str, expected: dict[str, torch.Tensor]) -> bool:
     return got.keys() == expected.keys() and all(torch.equal(got[k], expected[k]) for k in got)
 
 
-def row(text: str, name: str) -> str:
-    (line,) = (line for line in text.splitlines() if line.startswith(f"{name:11}  "))
-    return line.removeprefix(name).strip()
+# ---- what comes out
 
 
-# ---- in a process
-
-
-def test_in_a_process(tmp_path, classifier):
+def test_card(tmp_path, classifier):
     torch.save({"model": classifier, "args": argparse.Namespace(lr=1.0)}, "official.pth")
-    source = hashlib.sha256(Path("official.pth").read_bytes()).hexdigest()
-    done = command(
-        "convert", str(tmp_path / "official.pth"), "-o", str(tmp_path / "b0.safetensors"), "--json"
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    card = json.loads(done.stdout)
+    paths = tmp_path / "official.pth", "--save", tmp_path / "b0.safetensors"
+    card = json.loads(printed("convert", *paths, "--json"))
     assert card == read_card("b0.safetensors") == json.loads(Path("b0.json").read_text())
     assert card == {
         "model": "quadtree_b_b0",
@@ -95,45 +68,20 @@ def test_in_a_process(tmp_path, classifier):
         "parameters": PARAMETERS,
         "source": {
             "file": "official.pth",
-            "sha256": source,
+            "sha256": file_sha256("official.pth"),
             "tensors_left_out": 0,
             "left_out": "nothing",
         },
-        "command": "quadtree convert official.pth -o b0.safetensors",
+        "command": "quadtree convert official.pth --save b0.safetensors",
         "licence": "of the source checkpoint; see its authors",
         "tensors": 314,
-        "sha256": hashlib.sha256(Path("b0.safetensors").read_bytes()).hexdigest(),
+        "sha256": file_sha256("b0.safetensors"),
         "version": quadtree_attention.__version__,
     }
     given = {"num_classes": 1000, "topk": 8, "value_act": "gelu"}
     assert card["kwargs"] == json.loads(json.dumps(complete("quadtree_b_b0", given)))
     assert str(tmp_path) not in Path("b0.json").read_text()
     assert holds("b0.safetensors", convert_backbone(classifier))
-
-
-def test_mistake_in_a_process(tmp_path):
-    Path("text.pth").write_text("hello, this is no checkpoint\n")
-    done = command("convert", str(tmp_path / "text.pth"), "-o", str(tmp_path / "x.safetensors"))
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == (
-        f"quadtree: {tmp_path}/text.pth is not a checkpoint, or a damaged one: it cannot be read "
-        "as a file of torch.save; get it again, and compare its size or checksum with that of the "
-        "source\n"
-    )
-
-
-# ---- what comes out
-
-
-@pytest.mark.parametrize("path", golden_files("models/cls_quadtree_b0.npz"))
-def test_official_numbers_of_a_classifier(path, classifier):
-    converted({"model": classifier})
-    golden, case = Golden(path), Golden(path).meta["cases"]["224"]
-    model = load("out.safetensors", dtype=torch.float64).eval()
-    with torch.no_grad():
-        logits = model(golden_image(case).double())
-    expected = golden.tensor("224:logits_f64", torch.float64)
-    torch.testing.assert_close(logits, expected, rtol=0, atol=2e-6)
 
 
 @pytest.mark.parametrize("path", golden_files("models/det_quadtree_b0_256x320.npz"))
@@ -198,18 +146,14 @@ def test_the_printed_lines_of_python_run(classifier, detector):
 
 
 def test_variant_a_from_safetensors():
-    from safetensors.torch import save_file
-
-    state = recipe_state("classification_quadtreeA_b0")
-    save_file(state, "official.safetensors")
-    result = run("official.safetensors", "-o", "out.safetensors")
-    assert result.exit_code == 0, result.stderr
-    assert row(result.stdout, "model") == "quadtree_a_b0, by its blocks and channels"
-    assert "value_act" not in result.stdout
+    save_file(recipe_state("classification_quadtreeA_b0"), "official.safetensors")
+    text = printed("convert", "official.safetensors", "--save", "out.safetensors")
+    assert row(text, "model") == "quadtree_a_b0, by its blocks and channels"
+    assert "value_act" not in text
     kwargs = read_card("out.safetensors")["kwargs"]
     assert (kwargs["num_classes"], kwargs["topk"], kwargs["value_act"]) == (1000, 8, None)
     assert load("out.safetensors").num_classes == 1000
-    message = refused("official.safetensors", "-o", "b.safetensors", "--act", "relu")
+    message = refused("official.safetensors", "--save", "b.safetensors", "--act", "relu")
     assert "value_act belongs to value_pyramid='conv'" in message
 
 
@@ -224,14 +168,12 @@ def test_options_are_kept_in_the_card(classifier):
     expected = {"num_classes": 0, "topk": 16, "value_act": "relu"}
     assert card["kwargs"].items() >= expected.items()
     assert card["command"] == (
-        "quadtree convert official.pth -o out.safetensors --model quadtree_b_b0 --act relu "
+        "quadtree convert official.pth --save out.safetensors --model quadtree_b_b0 --act relu "
         "--topk 16 --num-classes 0"
     )
     assert load("out.safetensors").num_classes == 0
-
-
-def test_without_a_classifier_the_defaults_stay_those_of_the_checkpoint(classifier):
-    text = converted(classifier, "--num-classes", "0")
+    # Without it, the defaults stay those of a checkpoint with a classifier
+    text = converted(classifier, "--num-classes", "0", "--force")
     assert row(text, "topk").startswith("8, as for checkpoints with a classifier; ")
     assert read_card("out.safetensors")["kwargs"]["value_act"] == "gelu"
 
@@ -271,6 +213,7 @@ def test_without_a_classifier_the_defaults_stay_those_of_the_checkpoint(classifi
         (lambda s: s, ["--model", "resnet50"], "one of quadtree_a_b0, quadtree_a_b1, quadtree_a_b"),
         (lambda s: s, ["--act", "tanh"], "value_act must be one of gelu, relu, got 'tanh'"),
         (lambda s: s, ["--topk", "0"], "topk must be at least 1 at every level, got topk=0"),
+        (lambda s: s, ["--position", "legacy"], "--position is for a matcher, and official.pth ho"),
         (lambda s: s.clear() or s.update(a=torch.zeros(1)), [], "no tensors of an official backb"),
     ],
 )
@@ -278,7 +221,7 @@ def test_checkpoints_and_options_that_do_not_fit(classifier, change, options, wo
     state = dict(classifier)
     change(state)
     torch.save(state, "official.pth")
-    assert words in refused("official.pth", "-o", "out.safetensors", *options)
+    assert words in refused(*OUT, *options)
 
 
 class Hostile:
@@ -288,37 +231,34 @@ class Hostile:
 
 def test_hostile_checkpoint(classifier):
     torch.save({"model": classifier, "hook": Hostile()}, "official.pth")
-    message = refused("official.pth", "-o", "out.safetensors")
+    message = refused(*OUT)
     assert f"loading it would call {os.mkdir.__module__}.mkdir; nothing was run;" in message
     assert not Path("was_run").exists()
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "words"),
-    [
-        ("none.pth", None, "there is no file 'none.pth'; check the path"),
-        (".", None, "'.' is not a file; name the checkpoint itself"),
-        ("empty.pth", b"", "'empty.pth' is empty; get or write it again"),
-        ("x.safetensors", b"text", "x.safetensors is not a checkpoint, or a damaged one"),
-    ],
-)
-def test_files_that_are_no_checkpoints(name, content, words):
-    if content is not None:
-        Path(name).write_bytes(content)
-    assert words in refused(name, "-o", "out.safetensors")
-
-
-def test_truncated_checkpoint(classifier):
-    torch.save(classifier, "official.pth")
-    os.truncate("official.pth", os.path.getsize("official.pth") // 2)
-    message = refused("official.pth", "-o", "out.safetensors")
-    assert "official.pth is not a checkpoint, or a damaged one" in message
+def test_files_that_are_no_checkpoints(classifier):
+    Path("empty.pth").touch()
+    torch.save(classifier, "cut.pth")
+    os.truncate("cut.pth", os.path.getsize("cut.pth") // 2)
+    for name, words in {
+        "none.pth": "there is no file 'none.pth'; check the path",
+        ".": "'.' is not a file; name the checkpoint itself",
+        "empty.pth": "'empty.pth' is empty; get or write it again",
+        "cut.pth": "cut.pth is not a checkpoint, or a damaged one: it cannot be read as a file of",
+    }.items():
+        assert words in refused(name, "--save", "out.safetensors")
+    message = refused("none.pth", "--save", "out.pth")
+    assert "weights are written as .safetensors, got 'out.pth'; name it so" in message
+    message = refused("none.pth", "--save", "none/out.safetensors")
+    assert "there is no directory 'none' to write to; make it first" in message
+    result = invoke("convert", "official.pth")
+    assert result.exit_code == 2 and "Missing option '--save'" in result.stderr
 
 
 def test_nothing_is_overwritten_unasked(classifier):
     converted(classifier)
     before = Path("out.safetensors").read_bytes()
-    message = refused("official.pth", "-o", "out.safetensors", "--topk", "5")
+    message = refused(*OUT, "--topk", "5")
     assert "'out.safetensors' is there already; write to another name, or overwrite it" in message
     assert Path("out.safetensors").read_bytes() == before
     converted(classifier, "--topk", "5", "--force")
@@ -326,40 +266,16 @@ def test_nothing_is_overwritten_unasked(classifier):
     # A checkpoint that turns out not to fit does not cost what was there.
     before = Path("out.safetensors").read_bytes()
     torch.save(dict(list(classifier.items())[:-1]), "official.pth")
-    assert "1 missing" in refused("official.pth", "-o", "out.safetensors", "--force")
+    assert "1 missing" in refused(*OUT, "--force")
     assert Path("out.safetensors").read_bytes() == before
-
-
-def test_the_checkpoint_is_not_its_own_output(classifier):
-    converted(classifier)
-    message = refused("out.safetensors", "-o", "./out.safetensors", "--force")
-    assert "-o must not be the checkpoint itself, got 'out.safetensors'" in message
 
 
 def test_what_is_already_ours(classifier):
     converted(classifier)
-    message = refused("out.safetensors", "-o", "again.safetensors")
+    message = refused("out.safetensors", "--save", "./out.safetensors", "--force")
+    assert "--save must not be the checkpoint itself, got 'out.safetensors'" in message
+    message = refused("out.safetensors", "--save", "again.safetensors")
     assert "has no tensors of an official backbone, such as patch_embed1.proj.weight" in message
-
-
-@pytest.mark.parametrize(
-    ("output", "words"),
-    [
-        ("out.pth", "weights are written as .safetensors, got 'out.pth'; name it so"),
-        ("none/out.safetensors", "there is no directory 'none' to write to; make it first"),
-    ],
-)
-def test_outputs_that_do_not_do(output, words):
-    assert words in refused("not_even_read.pth", "-o", output)
-
-
-def test_help_and_usage():
-    text = run("--help").stdout
-    for option in ("--output", "-o", "--model", "--act", "--topk", "--num-classes", "--force"):
-        assert option in text
-    assert "gelu with a classifier, else relu" in text and "CHECKPOINT" in text
-    result = run("official.pth")
-    assert result.exit_code == 2 and "Missing option '--output'" in result.stderr
 
 
 # ---- matchers
@@ -390,7 +306,7 @@ def test_matcher_from_a_lightning_checkpoint(loftr):
     card = read_card("out.safetensors")
     assert (card["model"], card["task"]) == ("loftr", "match")
     assert card["kwargs"] == json.loads(json.dumps(complete("loftr", {})))
-    assert card["command"] == "quadtree convert official.pth -o out.safetensors"
+    assert card["command"] == "quadtree convert official.pth --save out.safetensors"
     assert card["licence"] == "of the source checkpoint; see its authors"
     assert holds("out.safetensors", convert_matcher(loftr))
     scope = {"image0": torch.rand(48, 64), "image1": torch.rand(64, 48)}
@@ -400,15 +316,14 @@ def test_matcher_from_a_lightning_checkpoint(loftr):
 
 def test_quadtree_matchers_must_be_named():
     torch.save({"state_dict": matcher_state("loftr_quadtree_indoor")}, "indoor.ckpt")
-    message = refused("indoor.ckpt", "-o", "out.safetensors")
+    message = refused("indoor.ckpt", "--save", "out.safetensors")
     assert (
         "fit loftr_quadtree_indoor (K 32, 16) and loftr_quadtree_outdoor (K 16, 8) alike" in message
     )
     assert message.endswith("name the one the file was published as by --model\n")
     options = ["--model", "loftr_quadtree_outdoor", "--position", "legacy", "--topk", "6"]
-    result = run("indoor.ckpt", "-o", "out.safetensors", *options)
-    assert (result.exit_code, result.stderr) == (0, "")
-    assert row(result.stdout, "position") == "legacy, as given by --position"
+    text = printed("convert", "indoor.ckpt", "--save", "out.safetensors", *options)
+    assert row(text, "position") == "legacy, as given by --position"
     card = read_card("out.safetensors")
     assert card["kwargs"].items() >= {"topk": 6, "position": "legacy"}.items()
     assert card["command"].endswith("--model loftr_quadtree_outdoor --topk 6 --position legacy")
@@ -452,10 +367,4 @@ def test_matchers_and_options_that_do_not_fit(loftr, change, options, words):
     state = dict(loftr)
     change(state)
     torch.save({"state_dict": state}, "official.pth")
-    assert words in refused("official.pth", "-o", "out.safetensors", *options)
-
-
-def test_position_is_not_for_backbones(classifier):
-    torch.save(classifier, "official.pth")
-    message = refused("official.pth", "-o", "out.safetensors", "--position", "legacy")
-    assert "--position is for a matcher, and official.pth holds a backbone, got 'legacy'" in message
+    assert words in refused(*OUT, *options)

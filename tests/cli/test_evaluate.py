@@ -1,20 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`quadtree evaluate`: runs, scores alone, mistakes on one line."""
+"""`quadtree evaluate`: what is printed and written, scores of files alone, mistakes on one line."""
 
 import json
+import os
+import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-pytest.importorskip("timm", reason="models need timm")
+pytest.importorskip("poselib", reason="estimators need the extra 'models'")
+pytest.importorskip("faster_coco_eval", reason="scores of detectors need the extra 'train'")
 
 from quadtree_attention.files import file_sha256
-from tests.support.commands import START, command, invoke, refused
-from tests.tasks.classify.test_predictor import CLASSES, jpeg, write_weights
-from tests.tasks.classify.test_result import write_images, write_predictions
+from quadtree_attention.tasks.contract import NAMES
+from tests.support import tiny
+from tests.support.commands import START, command, invoke, printed, refused, row
+from tests.tasks.classify.test_result import write_predictions
+from tests.tasks.detect.files import entry, with_mask, write_split
+from tests.tasks.match.test_metrics import homography_line, pose_line, save_scene, save_wall
+from tests.tasks.stereo.test_result import SIZE, write_answer, write_pairs
 
 pytestmark = pytest.mark.usefixtures("only_reference")
-
 WITHOUT_MODELS = f"""
 import sys
 for name in ("timm", "torchvision", "pytorch_lightning"):
@@ -23,156 +30,269 @@ for name in ("timm", "torchvision", "pytorch_lightning"):
 """
 
 
-@pytest.fixture(autouse=True)
-def _in_a_folder_of_its_own(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def cells(text):
+    return [line.split() for line in text.splitlines()]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Weights of all tasks."""
+    root = tmp_path_factory.mktemp("weights")
+    for task in NAMES:
+        tiny.write_weights(task, root / f"{task}.safetensors")
+    return root
+
+
+@pytest.mark.parametrize("task", NAMES)
+def test_a_network_then_its_files(task, folder):
+    """Text, JSON and a report of the same scores; a second run, and one without the network."""
+    weights = folder / f"{task}.safetensors"
+    given = tiny.write_data(task, Path("data"), count=2)
+    data = ["--data", given["data"]]
+    if task == "match":
+        data += ["--images", given["reader"]["images"]]
+    save = {"classify": "out.npz", "detect": "out.json"}.get(task, "out")
+    run = ("evaluate", task, weights, *data, "--device", "cpu", "--save", save, "--size", 64)
+    text = printed(*run)
+    scores = json.loads(printed(*run, "--json", "--report", "report.json"))
+    assert scores == json.loads(Path("report.json").read_text())
+    assert scores["settings"]["options"]["size"] == 64
+    assert scores["settings"]["weights_sha256"] == file_sha256(weights)
+    for name, fact in scores["facts"].items():
+        assert row(text, name) == str(fact)
+    assert json.loads(printed("evaluate", task, "--predictions", save, *data, "--json")) == scores
+    assert "size 64 there, 48 now" in refused(*run[:-1], 48)
+    again = json.loads(printed(*run[:-1], 48, "--force", "--json"))
+    assert again["settings"]["options"]["size"] == 48
+    both = refused(*run, "--predictions", save)
+    assert "--predictions excludes [WEIGHTS], --save, --size, --device" in both
+
+
+def test_in_a_process(tmp_path, folder):
+    given = tiny.write_data("classify", tmp_path / "pets", count=3)
+    bad = tmp_path / "pets" / "val" / "disc" / "0.png"
+    bad.write_bytes(b"no image")
+    weights, out = folder / "classify.safetensors", tmp_path / "out.npz"
+    options = ["evaluate", "classify", weights, "--data", given["data"], "--save", out, "--json"]
+    first = invoke(*options)
+    assert first.exit_code == 0 and f"cannot decode {bad}: " in first.stderr
+    scores = json.loads(first.stdout)
+    assert (scores["facts"]["images"], len(scores["skipped"])) == (2, 1)
+    done = command("evaluate", "classify", "--predictions", out, "--json", code=WITHOUT_MODELS)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert json.loads(done.stdout) == scores | {"skipped": [], "missing": []}
+
+
+# ---- each task
+
+
+def test_classify(folder):
+    write_predictions(Path("p.npz"))
+    text = printed("evaluate", "classify", "--predictions", "p.npz")
+    assert row(text, "top1") == "66.67"
+    table = [["class", "images", "top-1", "%"], ["x", "2", "50.00"], ["y", "3", "66.67"]]
+    assert cells(text)[-4:] == [*table, ["z", "1", "100.00"]]  # worst first
+    tiny.write_data("classify", Path("pets"))
+    Path("pets/val/disc/notes.txt").write_text("hello")
+    Path("pets/val").rename("pets/test")
+    run = ("evaluate", "classify", folder / "classify.safetensors", "--data", "pets")
+    assert "there is no folder pets/val" in refused(*run)
+    assert "1 files are no images" in refused(*run, "--split", "test", "--strict")
+    result = invoke(*run, "--split", "test", "--save", "new.npz")
+    assert result.exit_code == 0 and row(result.stdout, "images") == "3"
+    assert "skipped 1: " in result.stderr and "notes.txt" in result.stderr
+    Path("pets/test/disc").rename("pets/test/bus")
+    assert "it does not know bus" in refused(*run, "--split", "test")
 
 
 @pytest.fixture
-def weights() -> str:
-    write_images(Path("pets"))
-    return str(write_weights(Path("best.safetensors")))
+def _pairs():
+    save_scene(Path("out"))
+    save_wall(Path("out"), away=(3.0, 4.0))
+    Path("pairs.txt").write_text(f"{pose_line()}\n{pose_line('gone')}\n{homography_line()}\n")
+    Path("empty").mkdir()
+    Path("bad.txt").write_text(f"{pose_line()}\none.png\n")
+    Path("untrue.txt").write_text("a0.png a1.png\n")
 
 
-def run(*options):
-    return invoke("evaluate", "classify", *options)
+MATCH = ("evaluate", "match", "--data", "pairs.txt", "--predictions", "out")
 
 
-def printed(*options) -> str:
-    result = run(*options)
+@pytest.mark.usefixtures("_pairs")
+def test_match():
+    result = invoke(*MATCH, "--images", "out")
     assert result.exit_code == 0, result.output
-    return result.stdout
+    assert result.stderr == "quadtree: 1 without predictions: gone0__gone1\n"
+    text = result.stdout
+    names = ("pose_pairs", "pose_missing", "pose_matches", "pose_precision", "homography_precision")
+    assert [row(text, name) for name in names] == ["2", "1", "100.00", "50.00", "0.00"]
+    for name in ("opencv", "poselib"):
+        areas = [float(row(text, f"pose_{name}_auc{threshold}")) for threshold in (5, 10, 20)]
+        assert areas == pytest.approx([50, 50, 50], abs=0.2)
+        assert [row(text, f"pose_{name}_{x}") for x in ("median", "failed")] == ["inf", "1"]
+        assert row(text, f"homography_{name}_median") == "3.75"
+    rows = cells(text)[-3:]
+    assert [row[0] for row in rows] == ["a0__a1", "gone0__gone1", "wall0__wall1"]
+    assert rows[2][1:] == ["homography", "100", "0.00", "3.75", "3.75"]
+    options = ("--images", "out", "--json", "--side", "0", "--pose-pixels", "2", "--epipolar", "1")
+    scores = json.loads(invoke(*MATCH, *options).stdout)
+    assert {"pose_pixels": 2.0, "epipolar": 1.0, "side": 0}.items() <= scores["facts"].items()
+    assert scores["mean"]["homography_poselib_median"] == pytest.approx(5, abs=1e-3)
+    assert [scores["rows"][1][f"error_{name}"] for name in ("opencv", "poselib")] == [None, None]
+    lines = [pose_line(), *(pose_line(f"gone{i}-") for i in range(7))]
+    Path("pairs.txt").write_text("\n".join(lines))
+    told = invoke(*MATCH).stderr
+    assert told.startswith("quadtree: 7 without predictions: ")
+    assert told.count("gone") == 10 and told.endswith(", and 2 more\n")
 
 
-def row(text: str, name: str) -> str:
-    (line,) = (line for line in text.splitlines() if line.split()[:1] == [name])
-    return line.removeprefix(name).strip()
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ([], "cannot read wall0.png: No such file"),
+        (["--data", "none.txt"], "none.txt"),
+        (["--data", "bad.txt"], "bad.txt, line 2: "),
+        (["--data", "untrue.txt"], "line 1 of the pairs, a0__a1, has no truth"),
+        (["--predictions", "nothing"], "there is no folder 'nothing' of predictions"),
+        (["--predictions", "empty"], "empty has predictions for none of 3 pairs, such as a0__a1"),
+        (["--images", "empty"], "empty/wall0.png"),
+        (["--images", "nowhere"], "there is no folder of images 'nowhere'; check"),
+        (["--images", "out", "--side", "-5"], "side must be"),
+        (["--images", "out", "--pose-pixels", "0"], "pose_pixels must be above 0, got 0"),
+        (["--images", "out", "--epipolar", "nan"], "epipolar must be above 0, got nan"),
+        (["--images", "out", "--report", "no/s.json"], "there is no directory 'no' to write to"),
+        (["--images", "out", "--report", "empty"], "'empty' is a directory; write to another"),
+        (["--images", "out", "--report", "pairs.txt"], "'pairs.txt' is an input, it must not be"),
+    ],
+)
+@pytest.mark.usefixtures("_pairs")
+def test_mistakes_with_matches(options, message):
+    assert message in refused(*MATCH, *options)
 
 
-# ---- in a process
-
-
-def test_in_a_process(tmp_path, weights):
-    bad = tmp_path / "pets" / "val" / "cat" / "0.png"
-    bad.write_bytes(jpeg()[:600])
-    data, out = str(tmp_path / "pets"), str(tmp_path / "out.npz")
-    options = [str(tmp_path / weights), "--data", data, "--save", out, "--device", "cpu"]
-    done = command("evaluate", "classify", *options, "--json", QUADTREE_BACKEND="reference")
-    assert done.returncode == 0, done.stderr
-    assert f"cannot decode {bad}: " in done.stderr
-    scores = json.loads(done.stdout)
-    assert (scores["facts"]["images"], len(scores["skipped"])) == (11, 1)
-    assert 0 <= scores["mean"]["top1"] <= scores["mean"]["top5"] == 100
-    assert sorted(c["name"] for c in scores["rows"]) == CLASSES
-    assert scores["settings"]["weights_sha256"] == file_sha256(weights)
-
-    again = command("evaluate", "classify", "--predictions", out, "--json", code=WITHOUT_MODELS)
-    assert (again.returncode, again.stderr) == (0, "")
-    alone = json.loads(again.stdout)  # of the images that have a prediction
-    assert alone == scores | {"skipped": [], "missing": []}
-
-
-def test_mistake_in_a_process(tmp_path):
-    path = str(tmp_path / "none.safetensors")
-    Path("pets/val/ant").mkdir(parents=True)
-    done = command("evaluate", "classify", path, "--data", str(tmp_path / "pets"))
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("quadtree: there are no images in")
-    write_images(tmp_path / "cars")
-    done = command("evaluate", "classify", path, "--data", str(tmp_path / "cars"))
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == f"quadtree: there is no file {path!r}; check the path\n"
-
-
-# ---- what is printed
-
-
-def test_text(weights):
-    text = printed(weights, "--data", "pets", "--device", "cpu", "--size", "64", "--save", "p.npz")
-    assert (row(text, "images"), row(text, "top5")) == ("12", "100.00")
-    titles, *classes = [line.split() for line in text.splitlines()[-5:]]
-    assert titles == ["class", "images", "top-1", "%"]
-    assert sorted(line[0] for line in classes) == CLASSES
-    shown = [float(line[-1]) for line in classes]
-    assert shown == sorted(shown)  # worst first
-
-
-def test_scores_by_hand():
-    write_predictions(Path("p.npz"))
-    text = printed("--predictions", "p.npz")
-    assert row(text, "top1") == "66.67"
-    assert [row(text, name).split() for name in "xyz"] == [
-        ["2", "50.00"],
-        ["3", "66.67"],
-        ["1", "100.00"],
+def test_stereo(folder):
+    write_pairs(Path("data"))
+    Path("answers").mkdir()
+    answer = np.full(SIZE, 8.0, np.float32)
+    answer[25:] = 20
+    write_answer("answers/a.npz", answer, np.zeros(SIZE, np.float32))
+    write_answer("answers/b.npz", answer + 4, np.zeros(SIZE, np.float32))
+    run = ("evaluate", "stereo", "--predictions", "answers", "--data", "data")
+    titles, *rows = cells(printed(*run))[-4:]
+    assert titles[:5] == ["pair", "EPE", "noc", "bad-1", "noc"]
+    expected = (("a", "0.00", "0.0"), ("b", "4.00", "100.0"), ("mean", "2.00", "50.0"))
+    assert [row[:11] for row in rows] == [
+        [n, *[error, *[bad] * 4] * 2] for n, error, bad in expected
     ]
+    for message, options in {
+        "layout must be one of": ["--layout", "moon"],
+        "split must be one of all, train, val": ["--split", "mars"],
+        "data has predictions for none of 2 pairs": ["--predictions", "data"],
+        "there is no folder nowhere": ["--data", "nowhere"],
+    }.items():
+        assert message in refused(*run, *options)
+    Path("answers/b.npz").unlink()
+    for side in ("left", "right"):
+        shutil.copy(f"data/{side}/a.png", f"data/{side}/c.png")  # has no truth
+    result = invoke(*run)
+    assert result.exit_code == 0, result.output
+    skipped, missing = result.stderr.splitlines()
+    assert skipped.startswith("quadtree: skipped 1: ") and "c.png" in skipped
+    assert missing == "quadtree: 1 without predictions: b"
+    assert "c.png" in refused(*run, "--strict")
 
 
-# ---- files that are there
+def test_detect(folder):
+    objects = [with_mask(entry(1, [2, 3, 10, 8])), with_mask(entry(2, [20, 9, 7, 8], category=7))]
+    write_split("cells", annotations=[*objects, entry(3, [1, 1, 0, 0])])
+    found = {"image_id": 1, "category_id": 3, "bbox": [2, 3, 10, 8], "score": 0.9}
+    Path("theirs.json").write_text(json.dumps([found]))  # of another program
+    shutil.rmtree("cells/images")  # which scores do not need
+    run = ("evaluate", "detect", "--predictions", "theirs.json", "--data", "cells")
+    shown = invoke(*run)
+    assert "annotation 3: the box 1, 1, 0, 0 has no width or no height" in shown.stderr
+    text = shown.stdout
+    assert [row(text, name) for name in ("images", "objects", "left_out")] == ["2", "2", "1"]
+    names = ("ap", "ap50", "ap75", "small", "medium", "large")
+    assert [row(text, name) for name in names] == ["50.00", "50.00", "50.00", "50.00", "-", "-"]
+    assert cells(text)[-4:-1] == [
+        ["class", "objects", "AP"], ["disc", "1", "0.00"], ["square", "1", "100.00"],
+    ]  # fmt: skip
+    message = refused(*run, "--strict")
+    assert "has no width or no height" in message and "--strict" in message
+    found["segmentation"] = [[2, 3, 12, 3, 12, 11, 2, 11]]
+    Path("theirs.json").write_text(json.dumps([found]))
+    write_split("cells", annotations=[objects[0], entry(2, [20, 9, 7, 8])])
+    shown = invoke(*run)
+    assert "annotation 2: there is no segmentation" in shown.stderr
+    assert "counts for boxes alone: " in shown.stderr and row(shown.stdout, "mask_ap") == "100.00"
+    message = refused(*run, "--strict")
+    assert "annotation 2: there is no segmentation" in message and "--strict" in message
+    weights = folder / "detect.safetensors"
+    message = refused("evaluate", "detect", weights, "--data", "cells", "--split", "test")
+    assert "no JSON file of the test objects" in message
 
 
-def test_predictions_are_used_again_or_refused(weights):
-    options = [weights, "--data", "pets", "--device", "cpu", "--save", "p.npz"]
-    first = printed(*options)
-    assert printed(*options) == first
-    other = ("evaluate", "classify", *options, "--size", "64")
-    assert "size None there, 64 now" in refused(*other)
-    assert row(printed(*other[2:], "--force"), "images") == "12"
-
-
-def test_strict(weights):
-    Path("pets/val/cat/notes.txt").write_text("hello")
-    options = (weights, "--data", "pets", "--device", "cpu", "--save", "p.npz")
-    assert "1 files are no images" in refused("evaluate", "classify", *options, "--strict")
-    result = run(*options)
+def test_segment(folder):
+    tiny.write_data("segment", Path("data"))
+    run = ("evaluate", "segment", folder / "segment.safetensors", "--data", "data")
+    text = printed(*run)
+    assert [row(text, name) for name in ("images",)] == ["3"]
+    titles, *classes = cells(text)[-3:]
+    assert titles == ["class", "IoU", "%", "recall", "%", "pixels"]
+    assert {line[0] for line in classes} == set(tiny.CLASSES)
+    assert sorted(os.listdir("segment-predictions"))[:3] == ["0.png", "1.png", "2.png"]
+    told = refused(*run, "--window", "32")
+    assert "window None there, 32 now; stride None there, 21 now" in told
+    Path("data/images/val/0.png").write_bytes(b"hello")
+    Path("data/labels/val/3.png").write_bytes(b"hello")
+    result = invoke(*run, "--save", "out")
     assert result.exit_code == 0
-    assert "skipped 1: " in result.stderr and "notes.txt" in result.stderr
-
-
-def test_other_splits(weights):
-    Path("pets/val").rename("pets/test")
-    options = (weights, "--data", "pets", "--save", "p.npz")
-    assert row(printed(*options, "--split", "test"), "images") == "12"
-    assert "there is no folder pets/val" in refused("evaluate", "classify", *options)
+    skipped, missing = result.stderr.splitlines()
+    assert skipped.startswith("quadtree: skipped 2: data/labels/val/3.png: has no image in")
+    assert "; cannot decode data/images/val/0.png" in skipped
+    assert missing == "quadtree: 1 without predictions: 0"
+    Path("data/labels/val/3.png").unlink()
+    strict = invoke(*run, "--strict", "--save", "other")
+    assert strict.exit_code == 2 and "mend it, or leave out --strict" in strict.stderr
 
 
 # ---- mistakes
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("task", "options", "message"),
     [
-        ([], "evaluating needs the data, got no --data ROOT"),
-        (["best.safetensors"], "got no --data"),
-        (["best.safetensors", "--data", "nothing"], "there is no folder nothing"),
-        (["--predictions", "none.npz"], "there is no file 'none.npz'"),
-        (["best.safetensors", "--predictions", "p.npz"], "WEIGHTS"),
-        (["--predictions", "p.npz", "--size", "64", "--force"], "--size"),
-        (["best.safetensors", "--data", "pets", "--size", "0"], "size must be at least 1"),
-        (["best.safetensors", "--data", "pets", "--batch", "0"], "batch must be at least 1"),
-        (["best.safetensors", "--data", "pets", "--dtype", "int8"], "dtype"),
-        (["best.safetensors", "--data", "pets", "--device", "abacus"], "there is no device"),
-        (["best.safetensors", "--data", "pets", "--save", "p.txt"], "written as .npz"),
-        (["best.ckpt", "--data", "pets"], "best.safetensors"),
+        ("classify", [], "evaluating needs the data, got no --data ROOT"),
+        ("match", ["--predictions", "p.npz"], "got no --data ROOT"),
+        ("classify", ["best.ckpt", "--data", "pets"], "best.safetensors"),
+        ("classify", ["w.safetensors", "--data", "pets"], "there is no file 'w.safetensors'"),
+        ("classify", ["--predictions", "none.npz"], "there is no file 'none.npz'"),
+        ("classify", ["--predictions", "p.npz", "--size", "64"], "excludes --size; leave out one"),
+        ("detect", ["--data", "pets"], "no weights of the task detect"),
+        ("stereo", ["--data", "pets", "--batch", "0"], "there are no pairs"),
+        ("segment", ["w.safetensors", "--data", "nowhere"], "there is no folder nowhere"),
     ],
 )
-def test_mistakes(tmp_path, options, message):
-    write_images(tmp_path / "pets", per_class=1)
+def test_mistakes(task, options, message):
+    tiny.write_data("classify", Path("pets"))
+    tiny.write_data("detect", Path("pets"))
     write_predictions(Path("p.npz"))
-    if "best.ckpt" in options:
-        Path("best.ckpt").write_bytes(b"anything")
-    else:
-        write_weights(Path("best.safetensors"))
-    assert message in refused("evaluate", "classify", *options)
+    Path("best.ckpt").write_bytes(b"anything")
+    assert message in refused("evaluate", task, *options)
 
 
-def test_other_classes(weights, tmp_path):
-    write_images(tmp_path / "cars", classes=["bus", "van"])
-    message = refused("evaluate", "classify", weights, "--data", "cars")
-    assert "it does not know bus, van" in message
-
-
-def test_help():
-    text = printed("--help")
-    assert "Examples:\n    quadtree evaluate classify runs/" in text
-    assert "classify  Measure the accuracy" in invoke("evaluate", "--help").stdout
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--size", "0"], "size must be at least 1"),
+        (["--batch", "0"], "batch must be at least 1"),
+        (["--dtype", "int8"], "dtype"),
+        (["--device", "abacus"], "there is no device"),
+        (["--save", "p.txt"], "written as .npz"),
+    ],
+)
+def test_options_that_are_refused(folder, options, message):
+    tiny.write_data("classify", Path("pets"))
+    weights = folder / "classify.safetensors"
+    assert message in refused("evaluate", "classify", weights, "--data", "pets", *options)

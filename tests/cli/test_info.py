@@ -2,48 +2,20 @@
 """`quadtree info`: what it prints, its JSON, its mistakes."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 import quadtree_attention
 from quadtree_attention import available_backends, plan
+from tests.support import commands
+from tests.support.commands import START, command, invoke, refused
 
-typer_testing = pytest.importorskip("typer.testing", reason="the command needs typer")
-
-from quadtree_attention.cli.main import app  # noqa: E402
-
-START = "from quadtree_attention.cli import main; main()"  # what the installed script runs
 NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="this is about machines without GPU")
 
 
-def command(*options: str, code: str = START, timeout: float = 120, **environment: str):
-    """The command in a process of its own."""
-    source = str(Path(quadtree_attention.__file__).parents[1])
-    path = os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH")]))
-    return subprocess.run(
-        [sys.executable, "-c", code, *options],
-        env=os.environ | {"PYTHONPATH": path} | environment,
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        check=False,
-    )
-
-
-def run(*options: str):
-    return typer_testing.CliRunner().invoke(app, ["info", *options], prog_name="quadtree")
-
-
-def printed(*options: str) -> str:
-    result = run(*options)
-    assert result.exit_code == 0, result.output
-    assert result.stderr == ""
-    return result.stdout
+def printed(options: str = "") -> str:
+    return commands.printed("info", *options.split())
 
 
 def line_of(text: str, start: str) -> str:
@@ -62,26 +34,10 @@ def test_without_a_gpu():
     assert "it needs a CUDA device, the tensors are on cpu" in line_of(text, "triton     cannot: ")
     assert "query grid (60, 80), key grid (60, 80), 8 heads, head dim 32" in text
     assert "plan" not in text
-
-
-def test_json_in_a_process():
-    options = (
-        "--grid 31 --levels 3 --topk 5,2 --dtype bfloat16 --device cpu --batch 2 --plan --json"
-    )
-    done = command("info", *options.split())
-    assert (done.returncode, done.stderr) == (0, "")
-    report = json.loads(done.stdout)
-    assert list(report["backends"]) == ["triton", "cpu", "reference"]
-    assert [level["grid"] for level in report["plan"]["levels"]] == [[8], [16], [31]]
-
-
-def test_mistake_in_a_process():
-    done = command("info", "--grid", "12by14")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == (
-        "quadtree: --grid must be the size of every axis, joined by x, got '12by14'; "
-        "write 200x336 for an image, 4096 for a row, 8x24x40 for a volume\n"
-    )
+    text = printed("--device cuda --plan")
+    for name in ("triton", "cpu", "reference"):
+        assert f"  {name:9}  cannot: this machine has no device cuda" in text
+    assert "Times are estimates for an NVIDIA H200" in text
 
 
 def test_without_typer():
@@ -93,16 +49,6 @@ def test_without_typer():
     )
 
 
-def test_help_imports_no_command():
-    code = (
-        "import sys; from quadtree_attention.cli.main import app; app(standalone_mode=False);"
-        "print('quadtree_attention.cli.info' in sys.modules, file=sys.stderr)"
-    )
-    done = command("--help", code=code)
-    assert done.stderr.strip() == "False"
-    assert "info" in done.stdout
-
-
 def test_help_shows_options_and_examples():
     text = printed("--help")
     for option in (
@@ -110,47 +56,31 @@ def test_help_shows_options_and_examples():
         "--variant", "--dtype", "--device", "--batch", "--plan", "--json",
     ):  # fmt: skip
         assert option in text
-    examples = [line.split() for line in text.splitlines() if line.startswith("    quadtree info")]
+    examples = [line.strip() for line in text.splitlines() if line.startswith("    quadtree info")]
     assert len(examples) >= 4
-    for _, _, *options in examples:
-        assert printed(*options)
+    for example in examples:
+        assert printed(example.removeprefix("quadtree info"))
 
 
-def test_backends_are_those_of_the_call():
+def test_backends_are_those_of_the_call(monkeypatch):
     shape, key_shape = (1, 9, 14, 3, 300), (1, 5, 20, 3, 300)
     q, k, v = torch.zeros(shape), torch.zeros(key_shape), torch.zeros(*key_shape[:-1], 4)
     options = {"num_levels": 3, "topk": (200, 16), "variant": "A"}
     sizes = "--grid 9x14 --key-grid 5x20 --heads 3 --dim 300 --value-dim 4 --levels 3"
-    others = "--topk 200,16 --variant A --device cpu --json"
-    text = printed(*f"{sizes} {others}".split())
-    reasons = json.loads(text)["backends"]
-    assert reasons == available_backends(q, k, v, **options)
-    assert any("head dims go up to" in reason for reason in reasons["triton"])
-
-
-def test_the_backend_that_auto_takes_is_marked():
-    text = printed("--device", "cpu")
+    report = json.loads(printed(f"{sizes} --topk 200,16 --variant A --device cpu --json"))
+    assert report["backends"] == available_backends(q, k, v, **options) and report["plan"] is None
+    assert any("head dims go up to" in reason for reason in report["backends"]["triton"])
+    text = printed("--device cpu")
     assert line_of(text, "cpu        ") == "cpu        can run it and is what auto takes"
     assert line_of(text, "reference") == "reference  can run it"
-
-
-@NO_GPU
-def test_a_device_that_is_not_there():
-    text = printed("--device", "cuda", "--plan")
-    for name in ("triton", "cpu", "reference"):
-        assert f"  {name:9}  cannot: this machine has no device cuda" in text
-    assert "Times are estimates for an NVIDIA H200" in text
-
-
-def test_environment_variable_is_shown(monkeypatch):
-    assert "QUADTREE_BACKEND" not in printed()
+    assert "QUADTREE_BACKEND" not in text
     monkeypatch.setenv("QUADTREE_BACKEND", "reference")
     assert "QUADTREE_BACKEND=reference replaces auto" in printed()
 
 
 def test_plan_as_a_table():
     options = "--grid 200x336 --heads 1 --levels 4 --topk 32 --dtype bfloat16 --device cuda --plan"
-    text = printed(*options.split())
+    text = printed(options)
     lines = [line.split() for line in text[text.index("\nplan\n") :].splitlines()]
     assert ["level", "queries", "keys", "candidates", "kept", "FLOPs"] in lines
     assert ["0", "25x42", "25x42", "1,050", "32", "141", "M"] in lines
@@ -167,7 +97,7 @@ def test_plan_as_a_table():
 
 def test_plan_as_json():
     options = "--grid 14x15 --key-grid 8x30 --levels 2 --topk 8 --device cpu --plan --json"
-    report = json.loads(printed(*options.split()))
+    report = json.loads(printed(options))
     expected = plan((14, 15), (8, 30), heads=8, dim=32, num_levels=2, topk=8)
     assert report["plan"]["cheaper"] == expected.cheaper == "dense"
     assert report["plan"]["advice"] == expected.advice
@@ -178,17 +108,16 @@ def test_plan_as_json():
     assert set(report["versions"]) == {
         "quadtree_attention", "python", "torch", "cuda", "triton", "numba",
     }  # fmt: skip
-
-
-def test_json_without_plan():
-    assert json.loads(printed("--json"))["plan"] is None
+    row = "--grid 31 --levels 3 --topk 5,2 --dtype bfloat16 --device cpu --batch 2 --plan --json"
+    levels = json.loads(printed(row))["plan"]["levels"]
+    assert [level["grid"] for level in levels] == [[8], [16], [31]]
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
         ("--grid 0x8", "every axis of q but the batch must have at least one entry"),
-        ("--grid 8x", "--grid must be the size of every axis, joined by x, got '8x'"),
+        ("--grid 8x", "--grid must be the size of every axis, joined by x, got '8x'; write 200x3"),
         ("--key-grid -4", "--key-grid must be the size of every axis, joined by x, got '-4'"),
         ("--key-grid 12", "q and k must have the same number of grid axes, got 2 and 1"),
         ("--topk many", "--topk must be a number, or one per level that selects, got 'many'"),
@@ -202,12 +131,9 @@ def test_json_without_plan():
         ("--batch 9999999999999999", "a tensor can hold less than 2**63 bytes, got the shape"),
     ],
 )
-@pytest.mark.parametrize("extra", [[], ["--plan", "--json"]])
-def test_mistakes_end_with_one_line(options, words, extra):
-    result = run(*options.split(), *extra)
-    assert (result.exit_code, result.stdout) == (2, "")
-    assert result.stderr.startswith("quadtree: ") and result.stderr.count("\n") == 1
-    assert words in result.stderr
+def test_mistakes_end_with_one_line(options, words):
+    for extra in ([], ["--plan", "--json"]):
+        assert words in refused("info", *options.split(), *extra)
 
 
 @pytest.mark.parametrize(
@@ -219,6 +145,6 @@ def test_mistakes_end_with_one_line(options, words, extra):
     ],
 )
 def test_wrong_usage(options, words):
-    result = run(*options)
+    result = invoke("info", *options)
     assert (result.exit_code, result.stdout) == (2, "")
     assert words in result.stderr and "Try 'quadtree info --help'" in result.stderr

@@ -101,9 +101,14 @@ def test_a_note_cannot_name_files_outside(task, run, save, tmp_path):
 
 def test_bad_samples_are_left_out_or_refused(task, run, data, save):
     bad = tiny.files_of(root_of(data))[-1]
+    whole = bad.read_bytes()
     bad.write_bytes(b"no image")
     scores = run()
     assert any(bad.name in reason for reason in scores.skipped) or scores.missing
+    bad.write_bytes(whole)
+    mended = run()  # what is there is kept, what failed is done
+    assert not mended.skipped and not mended.missing
+    bad.write_bytes(b"no image")
     with pytest.raises((DataError, OptionError), match=rf"{bad.name}|lacks 1 of 3"):
         run(strict=True, force=True)
     for path in tiny.files_of(root_of(data)):

@@ -33,12 +33,20 @@ def command(*options: object, code: str = START, timeout: float = 120, **more: s
     )
 
 
-def invoke(*options: object) -> Any:
-    """The command in this process."""
+def invoke(*options: object, charset: str = "utf-8", **more: Any) -> Any:
+    """The command in this process; `more` are arguments of typer's, such as `input`."""
     testing = pytest.importorskip("typer.testing", reason="the command needs typer")
     from quadtree_attention.cli.main import app
 
-    return testing.CliRunner().invoke(app, [*map(str, options)], prog_name="quadtree")
+    runner = testing.CliRunner(charset=charset)
+    return runner.invoke(app, [*map(str, options)], prog_name="quadtree", **more)
+
+
+def printed(*options: object) -> str:
+    """What a command prints that has nothing to complain about."""
+    result = invoke(*options)
+    assert (result.exit_code, result.stderr) == (0, ""), result.output
+    return result.stdout
 
 
 def contents(folder: Path | str = ".") -> dict[Path, bytes]:
@@ -57,6 +65,6 @@ def refused(*options: object) -> str:
 
 
 def row(text: str, name: str) -> str:
-    """The value beside a name in the table that a command prints."""
-    (line,) = (line for line in text.splitlines() if line.startswith(f"{name:11}  "))
+    """What stands beside a name in a table that a command prints."""
+    (line,) = (line for line in text.splitlines() if line.startswith(f"{name}  "))
     return line.removeprefix(name).strip()

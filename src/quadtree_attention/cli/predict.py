@@ -18,6 +18,7 @@ from quadtree_attention.cli.output import FAILED, imported, say, say_json, table
 from quadtree_attention.errors import DataError, OptionError
 from quadtree_attention.files import check_writable, make_folder
 from quadtree_attention.images import images_inside
+from quadtree_attention.ops.backends import default_backend
 from quadtree_attention.ops.backends.cpu import is_compiled
 from quadtree_attention.tasks.contract import Items, Result, Source, checked_suffix, get_task
 from quadtree_attention.tasks.evaluation import predict
@@ -45,7 +46,8 @@ def make_predictor(context: typer.Context, task: str, own: Sequence[str]) -> Pre
         get_task(task).load("predictor").from_pretrained(given["weights"], **chosen)
     )
     imported()
-    if predictor.device.type == "cpu" and not is_compiled():
+    compiles = predictor.device.type == "cpu" and default_backend() != "reference"
+    if compiles and not is_compiled():
         tell("compiling kernels for this machine, once; later runs take them from a cache")
     return predictor
 

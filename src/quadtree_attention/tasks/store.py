@@ -100,7 +100,8 @@ class Store:
         if before is None:
             _check_free(path, codec)
         else:
-            note = _merged(path, before, note, force=force, together=codec.together)
+            there = cls(path, codec, before, before.get("found", ()))
+            note = _merged(path, before, note, there, force=force)
         store = cls(path, codec, note, note.get("found", ()))
         if before is not None and not codec.together:
             new = [name for name in samples if name not in before["samples"]]
@@ -292,8 +293,8 @@ def _check_free(path: Path, codec: Codec[Any]) -> None:
         )
 
 
-def _merged(path: Path, before: Note, note: Note, *, force: bool, together: bool) -> Note:
-    """The note of a store that exists already and is written to again.
+def _merged(path: Path, before: Note, note: Note, there: Store, *, force: bool) -> Note:
+    """The note of a store that exists already, `there`, and is written to again.
 
     Raises:
         OptionError: What it holds does not fit, and `force` is not given.
@@ -311,10 +312,12 @@ def _merged(path: Path, before: Note, note: Note, *, force: bool, together: bool
             f"{path} holds results of other settings: {'; '.join(changes)}; write to another name, "
             "or replace them with --force"
         )
+    together = there.codec.together
     if changes or (force and together):
         return note
     kept = before["samples"]
     other = [name for name, of in note["samples"].items() if kept.get(name, of) != of]
+    other = [name for name in other if there.has(name)]  # what failed may have been mended
     if together:  # one file is of the samples of one source
         other += [name for name in kept if name not in note["samples"]]
     if other and not force:
