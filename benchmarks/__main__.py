@@ -3,6 +3,7 @@
 
 speed SUITE: time and memory.
 quality SUITE: scores on real data, beside classical methods.
+paper count: parameters and FLOPs by the counting rule of the paper's authors.
 training NAME train|measure|evaluate|figures: attentions compared by training.
 tables [--check]: bring the tables in docs/ up to date.
 """
@@ -33,8 +34,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def parse(argv: Sequence[str]) -> Namespace:
     """The checked options. Only the suite that is asked for is imported."""
     parser = OneLineParser(prog=PROGRAM, description=__doc__)
-    groups = parser.add_subparsers(required=True, metavar="speed|quality|training|tables")
-    for group in ("speed", "quality"):
+    groups = parser.add_subparsers(required=True, metavar="speed|quality|paper|training|tables")
+    for group in ("speed", "quality", "paper"):
         of_group = groups.add_parser(group, help=f"one of {', '.join(suites(group))}")
         known = of_group.add_subparsers(required=True, metavar="SUITE", dest="suite")
         for name in suites(group):

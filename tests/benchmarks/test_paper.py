@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The paper's counting rule, and the page that puts its numbers beside ours."""
+
+import pytest
+import torch
+from torch import nn
+
+from tests.benchmarks.conftest import command, read
+
+pytest.importorskip("timm", reason="backbones need timm")
+pytest.importorskip("torchvision", reason="detectors need torchvision")
+
+TABLE_4 = {  # GMACs by the authors' rule at 800 x 1344, K 32; the paper prints one digit less
+    "pvt_v2_b1": 78.76, "pvt_v2_b2": 149.09, "pvt_v2_b3": 243.03, "pvt_v2_b4": 353.33,
+    "quadtree_b_b3": 193.87, "quadtree_b_b4": 283.87,
+    # 3 to 5 % above what the paper prints: 16.0, 16.5, 56.2, 108.6
+    "quadtree_a_b0": 16.54, "quadtree_b_b0": 17.39, "quadtree_b_b1": 57.84, "quadtree_b_b2": 111.88,
+}  # fmt: skip
+EXACT = {  # printed in Table 4
+    "pvt_v2_b1": 78.8, "pvt_v2_b2": 149.1, "pvt_v2_b3": 243.0, "pvt_v2_b4": 353.3,
+    "quadtree_b_b3": 193.9, "quadtree_b_b4": 283.9,
+}  # fmt: skip
+TABLE_3 = {  # printed GMACs at 224, K 8
+    "pvt_v2_b0": 0.6, "pvt_v2_b1": 2.1, "pvt_v2_b2": 4.0, "pvt_v2_b3": 6.9, "pvt_v2_b4": 10.1,
+    "quadtree_a_b0": 0.6, "quadtree_b_b1": 2.3, "quadtree_b_b2": 4.5, "quadtree_b_b3": 7.8,
+    "quadtree_b_b4": 11.5,
+}  # fmt: skip
+PARAMS = {  # of the official code
+    "quadtree_a_b0": 3198280, "quadtree_b_b0": 3589468, "quadtree_b_b1": 13657788,
+    "quadtree_b_b2": 25072015, "quadtree_b_b3": 46264999, "quadtree_b_b4": 64196997,
+}  # fmt: skip
+MASK_RCNN = {"b0": 23.369, "b1": 33.312, "b2": 44.726, "b3": 65.919, "b4": 83.851}
+
+
+@pytest.fixture(scope="module")
+def rows() -> list[dict]:
+    from benchmarks.result import read_all
+
+    return read_all("paper/count")["paper/count"]["rows"]
+
+
+def values(rows, task, model, image=None):
+    (found,) = (
+        row["values"]
+        for row in rows
+        if row["case"]["task"] == task
+        and row["case"]["model"] == model
+        and image in (None, row["case"]["image"])
+    )
+    return found
+
+
+def test_rule_counts_layers_as_the_authors_do():
+    from benchmarks.paper.rule import count
+
+    layers = nn.Sequential(
+        nn.Conv2d(3, 4, 3, padding=1),  # 27 products and a bias for each of 4 x 5 x 6 values
+        nn.GroupNorm(1, 4),
+        nn.ReLU(),
+        nn.GELU(),
+        nn.Conv2d(4, 2, 1, bias=False),
+        nn.Flatten(),
+        nn.Linear(60, 7),  # whose bias does not count
+    )
+    assert count(layers, (5, 6)) == {
+        "products": 120 * 27 + 60 * 4 + 60 * 7, "norms": 240, "biases": 120, "relu": 120,
+        "attention": 0,
+    }  # fmt: skip
+    assert not any(layer._forward_hooks for layer in layers)
+
+
+def test_rule_counts_attention_by_the_formula():
+    from benchmarks.paper.rule import count
+    from quadtree_attention.nn import QuadtreeAttention
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attn = QuadtreeAttention(8, num_heads=2, num_levels=3, topk=(3, 2), qkv_bias=True)
+
+        def forward(self, x):
+            return self.attn(nn.functional.avg_pool2d(x.mean(1, True), 4).repeat(1, 8, 1, 1)
+                             .movedim(1, -1))  # fmt: skip
+
+    found = count(Net(), (64, 96))  # maps of 16 x 24, 8 x 12 and 4 x 6 cells
+    fine, middle, coarse = 16 * 24, 8 * 12, 4 * 6
+    assert found["attention"] == 2 * 8 * (coarse**2 + 4 * 3 * middle + 4 * 2 * fine)
+    assert found["biases"] == 3 * 8 * fine  # of q, k and v, 1x1 convolutions in the official code
+    assert found["products"] == 4 * 8 * 8 * fine
+
+
+def test_table_4(rows):
+    for name, expected in TABLE_4.items():
+        found = values(rows, "backbone", name, [800, 1344])["macs"] / 1e9
+        assert round(found, 2) == pytest.approx(expected), name
+        assert name not in EXACT or round(found, 1) == EXACT[name]
+    assert round(values(rows, "backbone", "pvt_v2_b0", [800, 1333])["macs"] / 1e9, 2) == 28.27
+    assert round(values(rows, "backbone", "pvt_v2_b0", [800, 1344])["macs"] / 1e9, 2) == 28.92
+
+
+def test_table_3(rows):
+    for name, expected in TABLE_3.items():
+        assert round(values(rows, "classification", name)["macs"] / 1e9, 1) == expected, name
+    assert round(values(rows, "classification", "quadtree_b_b0")["macs"] / 1e9, 2) == 0.62
+    for name, expected in PARAMS.items():
+        assert values(rows, "classification", name)["params"] == expected
+    assert round(values(rows, "classification", "quadtree_b_b2")["parts"]["products"] / 1e9, 2) == (
+        4.34
+    )
+
+
+def test_mask_rcnn_parameters(rows):
+    for size, expected in MASK_RCNN.items():
+        found = values(rows, "mask_rcnn", f"quadtree_b_{size}")
+        assert round(found["params"] / 1e6, 3) == expected
+        # torchvision regresses boxes of the background too, and predicts its mask
+        assert found["torchvision_params"] - found["params"] == 1025 * 4 + 257
+
+
+def test_closed_form_leaves_out_the_finest_level(rows):
+    from benchmarks.speed.ops import GROWTH
+
+    for case in GROWTH:
+        found = values(rows, "complexity", case.name)
+        coarsest = 2 * (16 * 16) ** 2 * case.head_dim
+        assert found["macs"] - coarsest == 4 * (found["closed_form"] - coarsest)
+
+
+def test_committed_counts_are_those_of_this_code(rows):
+    from benchmarks.paper.count import measure_row
+    from benchmarks.speed import Work
+
+    wanted = ("quadtree_b_b0", "pvt_v2_b0", "growth_64")
+    some = [row for row in rows if row["case"]["model"] in wanted]
+    assert len(some) == 7
+    for row in some:
+        assert measure_row(Work(row["case"], "cpu"), None) == row["values"]
+
+
+def test_command_counts(tmp_path, capsys):
+    out = tmp_path / "count.json"
+    assert command("paper count --tasks complexity", "--out", out) == 0
+    assert [row["case"]["image"][0] for row in read(out)["rows"]] == [64, 128, 256, 512, 1024]
+    assert "complexity" in capsys.readouterr().out
+    assert torch.is_grad_enabled()
