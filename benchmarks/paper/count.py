@@ -95,8 +95,8 @@ def mmdet_heads(channels: list[int]) -> nn.Module:
                  nn.Conv2d(CHANNELS, 3 * 4, 1)]  # fmt: skip
     boxes = [nn.Linear(CHANNELS * 7 * 7, 1024), nn.Linear(1024, 1024),
              nn.Linear(1024, CLASSES + 1), nn.Linear(1024, CLASSES * 4)]  # fmt: skip
-    masks = [*(nn.Conv2d(CHANNELS, CHANNELS, 3) for _ in range(4)),
-             nn.ConvTranspose2d(CHANNELS, CHANNELS, 2), nn.Conv2d(CHANNELS, CLASSES, 1)]  # fmt: skip
+    masks = [nn.Conv2d(CHANNELS, CHANNELS, 3) for _ in range(4)]
+    masks += [nn.ConvTranspose2d(CHANNELS, CHANNELS, 2), nn.Conv2d(CHANNELS, CLASSES, 1)]
     return nn.ModuleList([*pyramid, *proposals, *boxes, *masks])
 
 

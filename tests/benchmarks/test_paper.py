@@ -2,7 +2,6 @@
 """The paper's counting rule, and the page that puts its numbers beside ours."""
 
 import pytest
-import torch
 from torch import nn
 
 from tests.benchmarks.conftest import command, read
@@ -142,4 +141,3 @@ def test_command_counts(tmp_path, capsys):
     assert command("paper count --tasks complexity", "--out", out) == 0
     assert [row["case"]["image"][0] for row in read(out)["rows"]] == [64, 128, 256, 512, 1024]
     assert "complexity" in capsys.readouterr().out
-    assert torch.is_grad_enabled()
