@@ -61,6 +61,17 @@ def test_ctrl_c_at_any_time(weights, seconds):
     assert not [name for name in os.listdir() if "unfinished" in name]
 
 
+@pytest.mark.usefixtures("only_reference")
+def test_ctrl_c_while_the_network_runs(weights, monkeypatch):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("quadtree_attention.tasks.match.predictor.Matcher.forward", interrupt)
+    result = invoke("match", "a.png", "b.png", "--weights", weights)
+    assert (result.exit_code, result.stderr) == (130, "quadtree: interrupted\n")
+    assert sorted(os.listdir()) == ["a.png", "b.png"]
+
+
 @pytest.mark.parametrize("old", sorted(RENAMED))
 def test_options_of_earlier_versions_name_the_new_one(old, capsys):
     words = old.split() if " " in old else ["match", old]
