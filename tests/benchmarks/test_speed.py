@@ -296,7 +296,7 @@ def test_convolutions_and_linear_layers_count(name):
     hooks = [
         layer.register_forward_hook(add)
         for layer in model.modules()
-        if isinstance(layer, nn.Linear | nn.Conv2d)
+        if isinstance(layer, nn.Linear | nn.Conv2d | DepthwiseConv)
     ]
     with torch.no_grad():
         model(torch.zeros(1, 3, *image))

@@ -12,6 +12,7 @@ from quadtree_attention.errors import CheckpointError
 from quadtree_attention.files import file_sha256
 from quadtree_attention.models import registry
 from quadtree_attention.models.weights import read_card, read_checkpoint
+from quadtree_attention.nn.renamed import with_new_names
 from quadtree_attention.tasks.stereo.data import SyntheticStereoData
 from quadtree_attention.tasks.stereo.losses import stereo_losses
 from quadtree_attention.tasks.stereo.module import LOGGED, StereoModule
@@ -42,7 +43,7 @@ def test_debug_recipe(tmp_path):
 def test_starting_from_the_weights_of_the_package():
     path = registry.weights_path(None, "stereo")
     module = StereoModule(weights="default")
-    for name, tensor in read_checkpoint(path).items():
+    for name, tensor in with_new_names(module.model, read_checkpoint(path)).items():
         assert torch.equal(module.model.state_dict()[name], tensor.float())
     assert module.start == file_sha256(path)
     assert StereoModule().start is None

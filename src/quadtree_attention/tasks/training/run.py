@@ -89,8 +89,8 @@ def train(
         CheckpointError: A checkpoint cannot be read or written.
 
     Example:
-        >>> run = train("recipes/classify/debug.yaml", trainer={"max_epochs": 1})
-        >>> run.history[-1]["val/top1"], run.weights
+        run = train("recipes/classify/debug.yaml", trainer={"max_epochs": 1})
+        print(run.history[-1]["val/top1"], run.weights)
     """
     task = read_recipe(recipe, variant).task
     if task is None:
