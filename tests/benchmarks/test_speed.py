@@ -284,6 +284,7 @@ def test_attention_counts_by_its_formula(variant):
 def test_convolutions_and_linear_layers_count(name):
     from benchmarks.speed.backbones import build
     from benchmarks.speed.counts import count
+    from quadtree_attention.nn.position import DepthwiseConv
 
     image = (224, 224)
     model = build(name, "classification", image).eval()
