@@ -10,13 +10,14 @@ import sys
 from argparse import Namespace
 from collections.abc import Sequence
 
+from benchmarks.paper import page as paper
 from benchmarks.result import KINDS, RESULTS, ROOT, ResultFileError, read_all
 from benchmarks.tables import training, views
 from benchmarks.training.comparison import comparisons
 from quadtree_attention.files import write_whole
 
 DOCS = ROOT / "docs"
-GROUPS = "speed|quality|training"
+GROUPS = "speed|quality|paper|training"
 BLOCK = re.compile(
     rf"(<!-- generated: ((?:{GROUPS})/\S+) -->\n).*?(<!-- end generated -->)", re.DOTALL
 )
@@ -28,6 +29,8 @@ def content(kind: str) -> str:
     Raises:
         ResultFileError: There is no such kind, or a file is not of it.
     """
+    if kind == "paper/rows":
+        return paper.page()
     known = [*(kind for kind in KINDS if not kind.startswith("training/")),
              *(comparison.kind for comparison in comparisons().values())]  # fmt: skip
     if kind not in known:

@@ -141,3 +141,69 @@ def test_command_counts(tmp_path, capsys):
     assert command("paper count --tasks complexity", "--out", out) == 0
     assert [row["case"]["image"][0] for row in read(out)["rows"]] == [64, 128, 256, 512, 1024]
     assert "complexity" in capsys.readouterr().out
+
+
+# ---- docs/paper.md
+
+
+def all_rows() -> list[dict]:
+    import yaml
+
+    from benchmarks.paper.page import ROWS
+
+    return [row for part in yaml.safe_load(ROWS.read_text()) for row in part["rows"]]
+
+
+def test_page_is_up_to_date_and_covers_the_paper():
+    from benchmarks.tables.write import DOCS, updated
+
+    text = (DOCS / "paper.md").read_text()
+    assert updated(text) == text
+    for part in [*(f"Table {i}:" for i in range(1, 13)), "Figures 3 to 5", "Complexity", "Running"]:
+        assert f"\n## {part}" in text
+
+
+def test_every_row_has_something_of_ours():
+    from benchmarks.paper.page import STATES, cells_of
+    from benchmarks.result import ResultFileError
+
+    for row in all_rows():
+        cells = cells_of(row)
+        assert cells[2] and cells[3] in STATES and cells[4] and cells[6], row
+        assert cells[3] in ("reproduced", "ready") or cells[5], row  # says why it differs
+    with pytest.raises(ResultFileError, match="nothing of ours beside 'x'"):
+        cells_of({"what": "x", "paper": "1"})
+    with pytest.raises(ResultFileError, match="0 rows of"):
+        cells_of({"what": "x", "paper": "1", "count": {"model": "y"}, "value": "macs"})
+
+
+def test_states_follow_the_numbers():
+    from benchmarks.paper.page import cells_of
+
+    row = next(row for row in all_rows() if row["what"] == "QuadTree-B-b4, GFLOPs")
+    assert cells_of(row)[1:4] == ["11.5", "11.5", "reproduced"]
+    assert cells_of(row | {"paper": "11.4"})[2:4] == ["11.5", "differs"]
+    assert cells_of(row | {"unknowable": True})[3] == "unknowable"
+
+
+def test_commands_name_recipes_that_build():
+    import torch
+
+    from benchmarks.paper.page import train_command
+    from quadtree_attention.models import create
+    from quadtree_attention.tasks.training.recipe import read_recipe
+    from tests.conftest import ROOT
+
+    built = set()
+    for row in (row for row in all_rows() if "recipe" in row):
+        recipe = read_recipe(ROOT / "recipes" / f"{row['recipe']}.yaml", row["variant"])
+        model = recipe.settings["model"]
+        name = row.get("model", model["model"])
+        options = row.get("options", model.get("options", {}))
+        assert f"recipes/{row['recipe']}.yaml --variant {row['variant']}" in train_command(row)
+        if (key := f"{name} {options}") in built:
+            continue
+        built.add(key)
+        classes = {"num_classes": 80} if recipe.task == "detect" else {}
+        with torch.device("meta"):
+            create(name, **classes, **options)

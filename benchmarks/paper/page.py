@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tables of docs/paper.md: the paper's numbers of rows.yaml beside ours.
+
+A row is "reproduced" if our number has the digits that the paper prints, "differs" if it has not,
+"ready" if a recipe would train it, and "unknowable" where what the paper counted is not public.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Mapping
+from functools import cache, reduce
+from typing import Any
+
+import yaml
+
+from benchmarks.result import RESULTS, ROOT, ResultFileError, Row, read
+
+ROWS = ROOT / "benchmarks" / "paper" / "rows.yaml"
+STATES = ("reproduced", "ready", "differs", "unknowable")
+COUNT = "python -m benchmarks paper count"
+SCALES = {"params": 1e6}  # of counts; others are in G
+HEAD = "| number | paper | ours | state | same quantity? | why different | command |"
+
+
+def page() -> str:
+    """All tables, after a summary."""
+    sections = yaml.safe_load(ROWS.read_text())
+    cells = {part["section"]: [cells_of(row) for row in part["rows"]] for part in sections}
+    lines = [f"| part of the paper | {' | '.join(STATES)} |", "| --- |" + " ---: |" * len(STATES)]
+    for name, rows in cells.items():
+        found = Counter(row[3] for row in rows)
+        lines.append(f"| {name} | {' | '.join(str(found[state] or '-') for state in STATES)} |")
+    for part in sections:
+        lines += ["", f"## {part['section']}", "", *([part["note"], ""] if part["note"] else [])]
+        lines += [HEAD, "| --- | ---: | ---: | --- | --- | --- | --- |"]
+        lines += [f"| {' | '.join(row)} |" for row in cells[part["section"]]]
+    return "\n".join(lines)
+
+
+def cells_of(row: Mapping[str, Any]) -> list[str]:
+    """The cells of a line.
+
+    Raises:
+        ResultFileError: Nothing of ours stands beside the paper's number.
+    """
+    paper, why = row["paper"], row.get("why", "")
+    same, command = row.get("same", "yes"), row.get("command", COUNT)
+    if "count" in row:
+        values = _found("paper/count", row["count"])
+        scale = SCALES.get(row["value"], 1e9)
+        if "formula" in row:
+            paper = f"{values[row['formula']] / scale:.3f}"
+        ours = _as_printed(paper, _get(values, row["value"]) / scale)
+    elif "measured" in row:
+        wanted = row["measured"]
+        values = _found(wanted["file"], wanted["case"], wanted.get("kind"))
+        ours = _as_printed(paper, values[row["value"]] / row["scale"])
+    elif "growth" in row:
+        ours = f"{_growth(**row['growth']):.1f}"
+    elif "recipe" in row:
+        ours = _near(**row["near"]) if "near" in row else "not trained"
+        same = "no, other data" if "near" in row else "yes, once trained"
+        command = train_command(row)
+    elif "ours" in row and "status" in row:
+        ours = row["ours"]
+    else:
+        raise ResultFileError(f"nothing of ours beside {row['what']!r}: give it a count or recipe")
+    state = row.get("status") or _state(row, paper, ours)
+    command = command if command == "-" else f"`{command}`"
+    return [row["what"], paper, ours, state, same, why, command]
+
+
+def _state(row: Mapping[str, Any], paper: str, ours: str) -> str:
+    if "recipe" in row:
+        return "ready"
+    if row.get("unknowable"):
+        return "unknowable"
+    return "reproduced" if ours == paper else "differs"
+
+
+def _as_printed(paper: str, value: float) -> str:
+    """A value with as many digits after the point as the paper prints."""
+    return f"{value:.{len(paper.partition('.')[2])}f}"
+
+
+def train_command(row: Mapping[str, Any]) -> str:
+    """What trains a row: recipe, variants and, where they differ, model and its options."""
+    words = ["quadtree train", row["recipe"].partition("/")[0]]
+    words += [f"--config recipes/{row['recipe']}.yaml --variant {row['variant']}"]
+    if "model" in row:
+        words += [f"--model.model {row['model']}"]
+    if "options" in row:
+        words += [f"--model.options '{json.dumps(row['options'])}'"]
+    return " ".join(words)
+
+
+@cache
+def _rows(file: str) -> list[Row]:
+    return read(RESULTS / f"{file}.json")["rows"]
+
+
+def _found(file: str, case: Mapping[str, Any], kind: str | None = None) -> dict[str, Any]:
+    """Values of the one row of a result file whose case has these entries."""
+    found = [
+        row
+        for row in _rows(file)
+        if case.items() <= row["case"].items() and kind in (None, row.get("kind"))
+    ]
+    if len(found) != 1 or "values" not in found[0]:
+        raise ResultFileError(f"{file}.json has {len(found)} rows of {dict(case)}, expected one")
+    return found[0]["values"]
+
+
+def _get(values: Any, path: str) -> Any:
+    return reduce(lambda found, key: found[key], path.split("."), values)
+
+
+def _near(file: str, recipe: str, score: str, words: str) -> str:
+    """Our mean over seeds on other data."""
+    runs = [
+        row["values"]["final"][score]
+        for row in _rows(file)
+        if row.get("kind") == "run" and row["case"]["recipe"] == recipe and "values" in row
+    ]
+    if not runs:
+        raise ResultFileError(f"{file}.json has no run of {recipe!r}")
+    mean = sum(runs) / len(runs)
+    return f"not trained; {mean:.{2 if mean < 10 else 1}f} ({words})"
+
+
+def _growth(file: str, to: str, implementation: str, **start: str) -> float:
+    def ms(case: str) -> float:
+        entries = {"case": case, "implementation": implementation, "pass": "forward"}
+        return _found(file, entries)["median_ms"]
+
+    return ms(to) / ms(start["from"])
