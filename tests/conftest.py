@@ -86,11 +86,7 @@ def poisoned() -> Iterator[None]:
         return make_poisoned
 
     with pytest.MonkeyPatch.context() as patch:
-        for owner, name in (
-            (torch, "empty"),
-            (torch, "empty_like"),
-            (torch.Tensor, "new_empty"),
-        ):
+        for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
             patch.setattr(owner, name, poison(getattr(owner, name)))
         yield
 

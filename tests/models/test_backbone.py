@@ -246,8 +246,7 @@ SLOW = ("_b2", "_b3", "_b4")
 
 
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=pytest.mark.slow if n.endswith(SLOW) else ()) for n in NAMES],
+    "name", [pytest.param(n, marks=pytest.mark.slow if n.endswith(SLOW) else ()) for n in NAMES]
 )
 def test_every_model_trains_at_an_odd_size(name):
     model = timm.create_model(name, num_classes=3)

@@ -70,6 +70,5 @@ def test_warm_start_of_quadtree_attention():
     left = model.load_state_dict(state, strict=False)
     assert all(".attn." in name for name in left.missing_keys + left.unexpected_keys)
     assert torch.equal(
-        model.stages[2].blocks[1].mlp.dwconv.weight,
-        state["stages.2.blocks.1.mlp.dwconv.weight"],
+        model.stages[2].blocks[1].mlp.dwconv.weight, state["stages.2.blocks.1.mlp.dwconv.weight"]
     )

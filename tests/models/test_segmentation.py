@@ -13,10 +13,7 @@ pytest.importorskip("torchvision", reason="the feature pyramid needs torchvision
 
 from quadtree_attention.errors import CheckpointError, OptionError, ShapeError
 from quadtree_attention.models.registry import create
-from quadtree_attention.models.segmentation import (
-    SemanticFPN,
-    sliding_window,
-)
+from quadtree_attention.models.segmentation import SemanticFPN, sliding_window
 from quadtree_attention.models.weights import save_weights
 from quadtree_attention.nn import QuadtreeAttention
 from quadtree_attention.nn.baselines import WindowAttention

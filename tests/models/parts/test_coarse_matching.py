@@ -174,10 +174,7 @@ def test_ties_give_what_the_matrix_gives(method, dtype, masked, max_entries):
     near = confidence > 0.999 * confidence.amax(dim=2, keepdim=True)
     assert (near.sum(dim=2) > 1).float().mean() > 0.5  # most cells have several best ones
     found = []
-    for matches in (
-        matching.select(confidence, (9, 11), (7, 13), *shown),
-        matching(*maps, *shown),
-    ):
+    for matches in (matching.select(confidence, (9, 11), (7, 13), *shown), matching(*maps, *shown)):
         samples = matches.batch_indexes
         for cells in (matches.cells0, matches.cells1):
             once = set(zip(samples.tolist(), cells.tolist(), strict=True))

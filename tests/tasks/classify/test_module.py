@@ -90,13 +90,6 @@ def test_norms_biases_and_level_weights_do_not_decay(tmp_path):
         assert decay[id(parameter)] == (0.0 if plain else 0.3), name
 
 
-def test_seed_decides_the_first_weights():
-    first, again, other = (build(seed=seed).state_dict() for seed in (2, 2, 3))
-    torch.manual_seed(5)
-    assert all(torch.equal(again[name], tensor) for name, tensor in first.items())
-    assert any(not torch.equal(other[name], tensor) for name, tensor in first.items())
-
-
 def step(module, count, monkeypatch):
     """The loss of a training step on `count` images, without a trainer."""
     monkeypatch.setattr(module, "log", lambda *_, **__: None)
@@ -145,12 +138,6 @@ def test_grad_checkpointing_changes_nothing(tmp_path):
         fit(tmp_path, module)
     for name, tensor in plain.state_dict().items():
         torch.testing.assert_close(checkpointed.state_dict()[name], tensor, rtol=0, atol=1e-5)
-
-
-def test_weights_are_the_models_own():
-    module = build()
-    weights = module.weights({**module.state_dict(), "other": torch.zeros(1)})
-    module.model.load_state_dict(weights, strict=True)
 
 
 def test_unknown_names():

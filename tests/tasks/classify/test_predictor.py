@@ -2,9 +2,6 @@
 """The predictor: all kinds of images and weights, against the model called directly."""
 
 import io
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +12,6 @@ pytest.importorskip("timm", reason="models need timm")
 
 from PIL import Image
 
-import quadtree_attention
 from quadtree_attention.errors import (
     CheckpointError,
     DataError,
@@ -24,7 +20,7 @@ from quadtree_attention.errors import (
     ShapeError,
 )
 from quadtree_attention.images import to_image
-from quadtree_attention.models.registry import create, load, weights_path
+from quadtree_attention.models.registry import create, load
 from quadtree_attention.models.weights import save_weights
 from quadtree_attention.tasks.classify.predictor import Classifier
 from quadtree_attention.tasks.classify.result import Classification
@@ -132,21 +128,6 @@ def test_prepares_as_evaluation_in_training_does(classifier):
     assert torch.equal(prepared(classifier, image), data.transform(image))
 
 
-def test_images_are_told_apart(classifier):
-    answers = {tuple(classifier(pixels(seed=seed)).labels) for seed in range(12)}
-    assert len(answers) > 1
-
-
-def test_batches_do_not_matter(classifier):
-    images = [pixels(60 + i, 45, seed=i) for i in range(5)]
-    one_by_one = [classifier(image) for image in images]
-    for batch in (1, 2, None):
-        together = list(classifier.many(images, batch=batch))
-        for one, other in zip(one_by_one, together, strict=True):
-            assert one.names == other.names
-            np.testing.assert_allclose(one.logits, other.logits, rtol=0, atol=1e-5)
-
-
 def test_best_first_and_no_more_than_asked(weights):
     two = Classifier.from_pretrained(weights, device="cpu", top=2)(pixels())
     assert len(two.labels) == len(two.names) == 2 and two.scores[0] >= two.scores[1]
@@ -213,33 +194,25 @@ def test_photos_are_turned_upright(tmp_path, classifier):
     assert not equal(classifier(path), classifier(image))
 
 
-def test_grey(tmp_path):
-    grey = pixels(channels=1)[..., 0]
-    expected = np.stack([grey] * 3, axis=2)
-    path = saved(tmp_path / "grey.png", Image.fromarray(grey))
-    for way in (path, grey, grey[..., None], torch.from_numpy(grey), torch.from_numpy(grey)[None]):
-        assert np.array_equal(np.asarray(to_image(way)), expected)
-
-
-def test_sixteen_bits(tmp_path):
+def test_grey_of_8_16_and_32_bits_and_floats(tmp_path):
     grey = pixels(channels=1)[..., 0]
     deep = grey.astype(np.uint16) * 257
-    path = saved(tmp_path / "deep.png", Image.fromarray(deep))
-    with Image.open(path) as opened:
+    paths = [
+        saved(tmp_path / "grey.png", Image.fromarray(grey)),
+        saved(tmp_path / "deep.png", Image.fromarray(deep)),
+        saved(tmp_path / "wide.tiff", Image.fromarray(deep.astype(np.int32))),
+        saved(tmp_path / "floats.tiff", Image.fromarray((grey / 255).astype(np.float32))),
+    ]
+    with Image.open(paths[1]) as opened:
         assert opened.mode.startswith("I")
-    expected = np.stack([grey] * 3, axis=2)
-    assert np.array_equal(np.asarray(to_image(path)), expected)
-    wide = saved(tmp_path / "wide.tiff", Image.fromarray(deep.astype(np.int32)))
-    assert np.array_equal(np.asarray(to_image(wide)), expected)
-
-
-def test_floats_in_a_file(tmp_path):
-    grey = pixels(channels=1)[..., 0]
-    path = saved(tmp_path / "floats.tiff", Image.fromarray((grey / 255).astype(np.float32)))
-    assert np.array_equal(np.asarray(to_image(path))[..., 1], grey)
+    tensor = torch.from_numpy(grey)
+    for way in (*paths, grey, grey[..., None], tensor, tensor[None]):
+        assert np.array_equal(np.asarray(to_image(way)), np.stack([grey] * 3, axis=2))
     bright = saved(tmp_path / "bright.tiff", Image.fromarray(grey.astype(np.float32)))
-    with pytest.raises(DataError, match=r"between 0 and 1, got 0|between 0 and 1, got \d"):
+    with pytest.raises(DataError, match=r"between 0 and 1, got \d"):
         to_image(bright)
+    for mode in ("1", "CMYK", "YCbCr", "LA"):
+        assert to_image(Image.fromarray(pixels()).convert(mode)).mode == "RGB"
 
 
 def test_transparent_becomes_white(tmp_path):
@@ -267,12 +240,6 @@ def test_palette(tmp_path):
         got[np.asarray(image) != first],
         np.asarray(image.convert("RGB"))[np.asarray(image) != first],
     )
-
-
-@pytest.mark.parametrize("mode", ["1", "CMYK", "YCbCr", "LA"])
-def test_other_modes(mode):
-    image = Image.fromarray(pixels()).convert(mode)
-    assert to_image(image).mode == "RGB"
 
 
 @pytest.mark.parametrize(
@@ -316,18 +283,6 @@ def test_damaged_files_are_named(tmp_path, classifier, data, message):
     with pytest.raises(DataError, match=message) as caught:
         classifier(path)
     assert str(path) in str(caught.value) and "0x" not in str(caught.value)
-
-
-def test_huge_images_are_refused(tmp_path, monkeypatch):
-    path = saved(tmp_path / "huge.png", Image.fromarray(pixels()))
-    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)
-    with pytest.raises(DataError, match="make it smaller first"):
-        to_image(path)
-
-
-def test_files_that_are_not_there(tmp_path, classifier):
-    with pytest.raises(DataError, match=r"none\.png: No such file"):
-        classifier(tmp_path / "none.png")
     with pytest.raises(DataError, match="Is a directory"):
         classifier(tmp_path)
 
@@ -371,28 +326,19 @@ def test_checkpoint_of_a_run(tmp_path):
     same, other = (Classifier.from_pretrained(path, device="cpu") for path in (direct, best))
     assert equal(classifier(pixels()), same(pixels()))
     assert not equal(classifier(pixels()), other(pixels()))
-
-
-def test_checkpoint_of_another_model(tmp_path):
-    write_weights(tmp_path / "best.safetensors")
     with pytest.raises(CheckpointError, match="head"):
-        Classifier.from_pretrained(write_checkpoint(tmp_path / "last.ckpt", random_model(7)))
+        Classifier.from_pretrained(write_checkpoint(path, random_model(7)))
 
 
-def test_weights_that_do_not_do(tmp_path):
-    with pytest.raises(CheckpointError, match="there is no file"):
-        Classifier.from_pretrained(tmp_path / "none.safetensors")
+def test_weights_and_options_that_are_refused(tmp_path, weights):
     torch.save({}, tmp_path / "official.pth")
-    with pytest.raises(CheckpointError, match=r"quadtree convert official\.pth -o official\.safe"):
+    with pytest.raises(CheckpointError, match=r"convert official\.pth --save official\.safe"):
         Classifier.from_pretrained(tmp_path / "official.pth")
-    (tmp_path / "text.safetensors").write_text("hello, no weights\n")
-    with pytest.raises(CheckpointError, match="damaged"):
-        Classifier.from_pretrained(tmp_path / "text.safetensors")
-    with pytest.raises(CheckpointError, match="for the task match, not for classify"):
-        Classifier.from_pretrained(weights_path(None, "match"))
     path = write_weights(tmp_path / "b.safetensors", random_model(0), classes=None)
     with pytest.raises(CheckpointError, match="no classifier, only a backbone"):
         Classifier.from_pretrained(path)
+    with pytest.raises(OptionError, match="top must be at least 1, got 0"):
+        Classifier.from_pretrained(weights, top=0)
 
 
 @pytest.mark.parametrize(
@@ -417,41 +363,3 @@ def test_weights_that_are_no_numbers(tmp_path):
     path = write_weights(tmp_path / "nan.safetensors", model)
     with pytest.raises(CheckpointError, match="holds numbers that are not finite"):
         Classifier.from_pretrained(path, device="cpu")(pixels())
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"top": 0}, "top must be at least 1, got 0"),
-        ({"size": -1}, "size must be at least 1, got -1"),
-        ({"dtype": "int8"}, "dtype must be one of float32, bfloat16, float16, got 'int8'"),
-        ({"device": "abacus"}, "there is no device 'abacus'"),
-        ({"device": "cuda:99"}, "there is no device 'cuda:99'"),
-    ],
-)
-def test_options_that_are_not_accepted(weights, options, message):
-    with pytest.raises(OptionError, match=message):
-        Classifier.from_pretrained(weights, **options)
-
-
-def test_needs_nothing_of_training(weights, tmp_path):
-    image = saved(tmp_path / "a.png", Image.fromarray(pixels()))
-    code = f"""
-import sys
-for name in ("pytorch_lightning", "lightning", "jsonargparse", "torchmetrics"):
-    sys.modules[name] = None  # an import of it fails
-from quadtree_attention.tasks.classify.predictor import Classifier
-print(Classifier.from_pretrained({str(weights)!r}, device="cpu")({str(image)!r}).names[0])
-"""
-    source = str(Path(quadtree_attention.__file__).parents[1])
-    environment = {"PYTHONPATH": source, "QUADTREE_BACKEND": "reference"}
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() in CLASSES

@@ -88,38 +88,6 @@ def test_files_that_are_no_images_are_listed_and_counted(tmp_path):
     ]
 
 
-@pytest.mark.parametrize("mode", ["L", "P", "RGBA", "CMYK", "1"])
-def test_every_kind_of_image_is_read_as_rgb(mode):
-    kind = "TIFF" if mode == "CMYK" else "PNG"
-    image = decode(encoded(picture(mode=mode), kind), "x")
-    assert (image.mode, image.size) == ("RGB", (20, 12))
-
-
-def test_grey_jpeg(tmp_path):
-    folder = make_folder(tmp_path) / "train" / "cat"
-    (folder / "grey.jpg").write_bytes(encoded(picture(mode="L")))
-    source = FolderSource(tmp_path, "train")
-    red, green, blue = np.moveaxis(np.asarray(source.images(3)[0]), -1, 0)
-    assert source.name(3).endswith("grey.jpg")
-    assert np.array_equal(red, green) and np.array_equal(red, blue)
-
-
-def test_corrupt_image_is_named(tmp_path):
-    folder = make_folder(tmp_path) / "train" / "dog"
-    (folder / "1.jpg").write_bytes(encoded(picture())[:200])
-    (folder / "2.jpg").write_bytes(b"<html>not found</html>")
-    source = FolderSource(tmp_path, "train")
-    assert message(DataError, source.images, 4).startswith(f"cannot decode {folder}/1.jpg: ")
-    assert message(DataError, source.images, 5).startswith(f"cannot decode {folder}/2.jpg: ")
-
-
-def test_image_that_was_deleted_since(tmp_path):
-    source = FolderSource(make_folder(tmp_path), "train")
-    (tmp_path / "train" / "cat" / "0.jpg").unlink()
-    text = message(DataError, source.images, 0)
-    assert text.startswith(f"cannot read {tmp_path}/train/cat/0.jpg: No such file or directory")
-
-
 @pytest.mark.filterwarnings("ignore:Image size")  # a damaged header asks for a large one
 def test_damaged_bytes_are_always_a_data_error():
     rng = np.random.default_rng(0)
@@ -140,7 +108,8 @@ def test_damaged_bytes_are_always_a_data_error():
 def test_image_that_claims_to_be_enormous():
     header = encoded(picture(), "BMP")
     bomb = header[:18] + (200_000).to_bytes(4, "little") * 2 + header[26:]
-    assert "exceeds limit" in message(DataError, decode, bomb, "bomb.bmp")
+    told = message(DataError, decode, bomb, "bomb.bmp")
+    assert "exceeds limit" in told and "make it smaller first" in told
 
 
 def test_missing_folders(tmp_path):
@@ -156,13 +125,8 @@ def test_missing_folders(tmp_path):
     assert text.startswith(f"there are no images in {tmp_path}/train/<class>/; names must end in ")
     text = message(DataError, open_source, tmp_path, split="val", source="npz")
     assert text == f"there is no file '{tmp_path}/val.npz'; check the path"
-
-
-def test_no_root():
     text = message(OptionError, open_source, None, split="train", source="npz")
-    assert text.startswith(
-        "data from a 'npz' source need a root, got none; pass --data.root FOLDER"
-    )
+    assert text.startswith("data from a 'npz' source need a root, got none; pass --data.root FOLD")
 
 
 def test_npz(tmp_path):
@@ -196,10 +160,6 @@ def test_npz_class_names_that_do_not_do(tmp_path, text, expected):
     (tmp_path / "classes.json").write_text(text)
     told = message(DataError, NpzSource, make_npz(tmp_path), "train")
     assert str(tmp_path / "classes.json") in told and told.endswith(expected)
-
-
-def test_npz_without_names(tmp_path):
-    assert NpzSource(make_npz(tmp_path, names=None), "train").name(2) == "train-2"
 
 
 def test_npz_corrupt_image_is_named(tmp_path):
@@ -260,17 +220,15 @@ def test_damaged_npz(tmp_path, kind):
         ({"data": np.zeros(9)}, "data of {} must be a list of bytes (uint8), got float64"),
         ({"names": np.array(["a"])}, "names as many as labels"),
         ({"data": None}, "must hold the arrays data, offsets, labels"),
+        (
+            {"labels": np.zeros(0, int), "offsets": np.zeros(1, int), "names": None},
+            "0 labels, 1 offsets",
+        ),
     ],
 )
 def test_npz_arrays_that_do_not_fit(tmp_path, replaced, expected):
     text = message(DataError, NpzSource, make_npz(tmp_path, **replaced), "train")
     assert expected.format(tmp_path / "train.npz") in text
-
-
-def test_npz_without_images(tmp_path):
-    nothing = {"labels": np.zeros(0, int), "offsets": np.zeros(1, int), "names": None}
-    text = message(DataError, NpzSource, make_npz(tmp_path, **nothing), "train")
-    assert "0 labels, 1 offsets" in text
 
 
 def test_generated():
@@ -297,6 +255,7 @@ def test_generated_direction_is_the_class():
 def test_names_are_unique(tmp_path):
     source = NpzSource(make_npz(tmp_path, names=np.array(list("abaca"))), "train")
     assert [source.name(i) for i in range(5)] == ["a (0)", "b", "a (2)", "c", "a (4)"]
+    assert NpzSource(make_npz(tmp_path, names=None), "train").name(2) == "train-2"
 
 
 def test_identities_follow_files_and_labels(tmp_path):

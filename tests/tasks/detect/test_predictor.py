@@ -172,11 +172,7 @@ def test_images_of_all_kinds(folder, image, tmp_path):
 
 def test_names_without_a_card(folder, tmp_path):
     alone = shutil.copy(folder / "boxes.safetensors", tmp_path)
-    assert detector(alone).names == [
-        "square",
-        "disc",
-        "star",
-    ]  # inside them
+    assert detector(alone).names == ["square", "disc", "star"]  # inside them
 
 
 def test_weights_that_do_not_do(folder, tmp_path):

@@ -13,13 +13,7 @@ pytest.importorskip("poselib", reason="estimators need the extra 'models'")
 from quadtree_attention.errors import OptionError
 from quadtree_attention.tasks.match.data import MOTION, MatchData, grey
 from quadtree_attention.tasks.match.metrics import MatchMetric
-from quadtree_attention.tasks.match.module import (
-    MatchModule,
-    add_poses,
-    correct,
-    f_scores,
-    views,
-)
+from quadtree_attention.tasks.match.module import MatchModule, add_poses, correct, f_scores, views
 from quadtree_attention.tasks.match.truth import true_matches, view_from_flow
 from quadtree_attention.tasks.training.loader import Draw
 from quadtree_attention.tasks.training.run import run_command as train

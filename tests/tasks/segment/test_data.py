@@ -63,10 +63,7 @@ def test_validation_sees_whole_images(root):
     Image.new("RGB", (30, 44)).save(root / "images/val/0.png")
     Image.fromarray(label_map(44, 30)).save(root / "labels/val/0.png")
     (batch, *_) = data(root, eval_batch_size=4, base_size=20).val_dataloader()
-    assert [tuple(image.shape) for image in batch["images"]] == [
-        (3, 29, 20),
-        *[(3, 20, 28)] * 3,
-    ]
+    assert [tuple(image.shape) for image in batch["images"]] == [(3, 29, 20), *[(3, 20, 28)] * 3]
     assert [tuple(labels.shape) for labels in batch["labels"]] == [(44, 30), *[(40, 56)] * 3]
 
 

@@ -6,13 +6,7 @@ import pytest
 from PIL import Image
 
 from quadtree_attention.errors import ShapeError
-from quadtree_attention.tasks.segment.draw import (
-    OPACITY,
-    colour_in,
-    draw,
-    legend,
-    outlines,
-)
+from quadtree_attention.tasks.segment.draw import OPACITY, colour_in, draw, legend, outlines
 from quadtree_attention.tasks.segment.result import Segmentation
 from quadtree_attention.viz.canvas import HEADER, LEGEND, WITH_LEGEND
 from quadtree_attention.viz.palette import BACKGROUND

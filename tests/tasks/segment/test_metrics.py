@@ -12,12 +12,7 @@ from PIL import Image
 
 from quadtree_attention.errors import CheckpointError, DataError
 from quadtree_attention.tasks.evaluation import evaluate
-from quadtree_attention.tasks.segment.metrics import (
-    IGNORE,
-    SegmentMetric,
-    class_scores,
-    confusion,
-)
+from quadtree_attention.tasks.segment.metrics import IGNORE, SegmentMetric, class_scores, confusion
 from quadtree_attention.tasks.segment.readers import open_source
 from quadtree_attention.tasks.segment.result import Segmentation
 from tests.tasks.segment.files import IGNORED, write_set

@@ -12,11 +12,7 @@ pytest.importorskip("pytorch_lightning", reason="training needs the extra 'train
 
 from PIL import Image
 
-from quadtree_attention.tasks.training.callbacks import (
-    History,
-    draw_curves,
-    write_table,
-)
+from quadtree_attention.tasks.training.callbacks import History, draw_curves, write_table
 from quadtree_attention.tasks.training.run import run_command
 from tests.tasks.training.test_run import write_recipe
 
