@@ -156,7 +156,7 @@ def read_card(path: str | os.PathLike[str]) -> dict[str, Any]:
         raise CheckpointError(
             f"weights must be a .safetensors file, got {str(path)!r}; pass the run's "
             "best.safetensors, which training writes when it ends; quadtree convert "
-            f"{path.name} -o {path.stem}.safetensors makes one of an official checkpoint"
+            f"{path.name} --save {path.stem}.safetensors makes one of an official checkpoint"
         )
     inside = _inside(path)
     beside = card_path(path)
@@ -211,7 +211,7 @@ def fill_backbone(backbone: nn.Module, path: str | os.PathLike[str]) -> None:
     if is_official_backbone(tensors):
         raise CheckpointError(
             f"{path} is an official checkpoint, whose tensors have other names; turn it into "
-            f"weights of ours first: quadtree convert {path} -o backbone.safetensors"
+            f"weights of ours first: quadtree convert {path} --save backbone.safetensors"
         )
     try:
         fill(backbone, path, {k: x for k, x in tensors.items() if not k.startswith("head.")})
