@@ -97,10 +97,18 @@ def test_help():
         (["detect", "--config", DETECT, "--model.lr", "-1"], "got -1.0; pass a larger one"),
         (["detect", "--config", DETECT, "--data.root", "coco"], "data.root has no effect with "
          "data.source generated; leave it out, or pass --data.source files"),
+        ([*TINY, "--data.root", "pets"], "data.root has no effect with data.source generated; "
+         "leave it out, or pass --data.source auto"),
         (["detect", "--data.generated_count", "8"], "data.generated_count has no effect with "
          "data.source files; leave it "),
-        ([*TINY, "--resume"], "there is no checkpoint runs/tiny/last.ckpt to go on with; leave out "
-         "--resume for a new run"),
+        (["classify", "--data.generated_count", "8"], "data.generated_count has no effect with "
+         "data.source auto; leave it out, or pass --data.source generated"),
+        (["segment", "--data.generated_size", "8"], "data.generated_size has no effect with "
+         "data.source auto; leave it out, or pass --data.source generated"),
+        (["classify", "--data.source", "npz"], "data from a 'npz' source need a root, got none; "),
+        (["classify", "--data.root", "nowhere"], "there is no folder nowhere; pass the one that "),
+        ([*TINY, "--resume"], "there is no checkpoint runs/classify-tiny/last.ckpt to go on with; "
+         "leave out --resume for a new run"),
         ([*TINY, "--resume", "other.ckpt"], "there is no checkpoint other.ckpt to go on with"),
         ([*TINY, "--resume", "weights.pth"], "weights.pth is not the checkpoint of a training run"),
         ([*TINY, "--run_dir", "tiny.yaml/run"], "the folder tiny.yaml/run cannot be made: Not a "
@@ -139,12 +147,6 @@ def test_mistakes(options, told):
         ("{backend: reference}", "{attention: windw}", "got 'windw'; did you mean 'window'?"),
         ("{backend: reference}", "{topkk: 3}", "'topkk'"),
         ("{backend: reference}", "{drop_path_rate: 0.1}", "which is set by --model.drop_path"),
-        (
-            "source: generated",
-            "source: npz",
-            "data from a 'npz' source need a root, got none; pass",
-        ),
-        ("source: generated", "root: nowhere", "there is no folder nowhere; pass the one that ho"),
     ],
 )
 def test_mistakes_in_the_recipe(old, new, told):
@@ -228,7 +230,7 @@ def test_interrupted_run_says_how_to_go_on():
         [*line, "--trainer.max_epochs", "1000"], stderr=subprocess.PIPE, text=True
     )
     deadline = time.monotonic() + 300
-    checkpoint = Path("runs/tiny/last.ckpt")
+    checkpoint = Path("runs/classify-tiny/last.ckpt")
     while not checkpoint.exists() and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.02)
     process.send_signal(signal.SIGINT)
@@ -236,7 +238,7 @@ def test_interrupted_run_says_how_to_go_on():
     last = told.splitlines()[-1]
     assert "Traceback" not in told and process.returncode == 130
     assert last.startswith("quadtree: interrupted at step ")
-    assert last.endswith("; runs/tiny/last.ckpt is kept, go on with it by --resume")
+    assert last.endswith("; runs/classify-tiny/last.ckpt is kept, go on with it by --resume")
     more = torch.load(checkpoint, weights_only=True)["epoch"] + 2
     resumed = run(*TINY, "--trainer.max_epochs", more, "--resume")
     assert resumed.exit_code == 0, resumed.stderr

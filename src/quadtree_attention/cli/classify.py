@@ -16,7 +16,7 @@ cannot be read gets a line on standard error, the others are classified, and the
 
 \b
 Examples:
-  quadtree classify cat.jpg --weights runs/imagenet-b2/best.safetensors
+  quadtree classify cat.jpg --weights runs/classify-imagenet-b2/best.safetensors
   quadtree classify photos/ --weights b2.safetensors --top 1
   quadtree classify photos/*.png --weights b2.safetensors --json > answers.json
   curl -s https://example.org/cat.jpg | quadtree classify - --weights b2.safetensors

@@ -19,7 +19,7 @@ standard error, the others are processed, and the exit code is 1.
 
 \b
 Examples:
-  quadtree detect street.jpg --weights runs/coco-retinanet-b2/best.safetensors
+  quadtree detect street.jpg --weights runs/detect-coco-retinanet-b2/best.safetensors
   quadtree detect photos/ --weights best.safetensors --out found --threshold 0.3
   quadtree detect photos/*.png --weights best.safetensors --json > objects.json
 """

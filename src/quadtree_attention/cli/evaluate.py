@@ -26,7 +26,7 @@ Classes are matched with those of WEIGHTS by name. A file of predictions holds t
 
 \b
 Examples:
-  quadtree evaluate classify runs/imagenet-b2/best.safetensors --data imagenet
+  quadtree evaluate classify runs/classify-imagenet-b2/best.safetensors --data imagenet
   quadtree evaluate classify b2.safetensors --data imagenet --size 288 --dtype bfloat16 --force
   quadtree evaluate classify b2.safetensors --data pets --split test --save pets.npz --strict
   quadtree evaluate classify --predictions pets.npz --json
@@ -63,7 +63,7 @@ Shows the mean error (EPE), the share of errors above 1, 2 and 3 pixels and that
 \b
 Examples:
   quadtree evaluate stereo --data KITTI_2015 --save kitti
-  quadtree evaluate stereo runs/sceneflow/best.safetensors --data SCENE_FLOW --save OUT --json
+  quadtree evaluate stereo runs/stereo-sceneflow/best.safetensors --data SCENE_FLOW --json
   quadtree evaluate stereo --predictions OUT --data SCENE_FLOW --report scores.json
 """
 DETECT = """Measure the average precision (AP) of a detector by COCO's rules.
@@ -75,7 +75,7 @@ of any program. Broken annotations and images are named on standard error and co
 
 \b
 Examples:
-  quadtree evaluate detect runs/coco-retinanet-b2/best.safetensors --data coco
+  quadtree evaluate detect runs/detect-coco-retinanet-b2/best.safetensors --data coco
   quadtree evaluate detect best.safetensors --data bccd --save bccd.json --shorter-side 640 --force
   quadtree evaluate detect --predictions bccd.json --data bccd --json
 """

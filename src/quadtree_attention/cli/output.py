@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -156,11 +156,6 @@ def printable(text: str) -> str:
 
 def say_json(value: Any) -> None:
     print(json.dumps(value, indent=2))
-
-
-def table(rows: Mapping[str, Any]) -> str:
-    """Names and values in two columns; empty values are left out."""
-    return "\n".join(f"{name:11}  {value}" for name, value in rows.items() if value)
 
 
 def written(paths: Sequence[object]) -> str:

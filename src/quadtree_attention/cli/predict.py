@@ -14,13 +14,13 @@ from typing import Any
 import typer
 
 from quadtree_attention import checks
-from quadtree_attention.cli.output import FAILED, imported, say, say_json, table, tell, written
+from quadtree_attention.cli.output import FAILED, imported, say, say_json, tell, written
 from quadtree_attention.errors import DataError, OptionError
 from quadtree_attention.files import check_writable, make_folder
 from quadtree_attention.images import images_inside
 from quadtree_attention.ops.backends import default_backend
 from quadtree_attention.ops.backends.cpu import is_compiled
-from quadtree_attention.tasks.contract import Items, Result, Source, checked_suffix, get_task
+from quadtree_attention.tasks.contract import Items, Result, Source, checked_suffix, get_task, table
 from quadtree_attention.tasks.evaluation import predict
 from quadtree_attention.tasks.predictor import Predictor
 from quadtree_attention.tasks.store import Store

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from quadtree_attention import checks
-from quadtree_attention.cli.output import command, is_given, say, say_json, table, tell, written
+from quadtree_attention.cli.output import command, is_given, say, say_json, tell, written
 from quadtree_attention.errors import DataError, OptionError
+from quadtree_attention.tasks.contract import table
 
 if TYPE_CHECKING:
     from quadtree_attention.tasks import Disparity

@@ -8,10 +8,10 @@ are imported when they are needed. This module imports no torch.
 import math
 import os
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar
 
 from quadtree_attention.checks import known
 from quadtree_attention.errors import DataError, OptionError
@@ -26,101 +26,109 @@ if TYPE_CHECKING:
 BLOCKS, BAR_WIDTH = " ▏▎▍▌▋▊▉█", 20  # of `share_lines`
 NAMES = ("classify", "match", "stereo", "detect", "segment")
 
-Truth_co = TypeVar("Truth_co", covariant=True)
-Truth_contra = TypeVar("Truth_contra", contravariant=True)
-Result_contra = TypeVar("Result_contra", bound="Result", contravariant=True)
+Truth = TypeVar("Truth")
 ResultT = TypeVar("ResultT", bound="Result")
 
 
 @dataclass(frozen=True)
 class Task:
-    """One task. Classes are named as `"file:Class"`, relative to the folder of the task.
+    """One task. Its classes are imported when they are needed; their names follow from these."""
 
-    Attributes:
-        name: The folder, the command, `task` in cards, recipes and stores.
-        item: What one sample is called in messages and progress bars: "image" or "pair".
-        images: The images of one item: `("left", "right")`.
-        predictor: The `Predictor`.
-        codec: The `Codec` of its results.
-        metric: The `Metric`.
-        module: The Lightning module.
-        open_source: A function `(root, *, split, strict, **layout) -> Source`.
-        data: The data modules by `data.source`; the first is the default.
-    """
+    name: str  # the folder, the command, `task` in cards, recipes and stores
+    images: tuple[str, ...]  # the images of one sample: `("left", "right")`
+    predictor: str  # the class in predictor.py
+    result: str  # the class in result.py, beside its codec, `<result>Codec`
+    data: Mapping[str, str]  # `file:Class` of the data modules by `data.source`, the default first
 
-    name: str
-    item: str
-    images: tuple[str, ...]
-    predictor: str
-    codec: str
-    metric: str
-    module: str
-    open_source: str
-    data: Mapping[str, str]
+    @property
+    def item(self) -> str:
+        """What one sample is called in messages and progress bars."""
+        return "image" if len(self.images) == 1 else "pair"
 
-    def load(self, field: str, key: str | None = None) -> Any:
-        """The object behind a field; `key` selects an entry of `data`."""
-        value = getattr(self, field)
-        if isinstance(value, Mapping):
-            key = next(iter(value)) if key is None else key
-            known(key, value, f"{field}.source")
-            value = value[key]
-        file, name = value.split(":")
+    def load(self, part: str, source: str | None = None) -> Any:
+        """The predictor, codec, metric, module, open_source, or the data of a `data.source`."""
+        source = source or next(iter(self.data))
+        if part == "data":
+            known(source, self.data, "data.source")
+        file, name = {
+            "predictor": f"predictor:{self.predictor}",
+            "codec": f"result:{self.result}Codec",
+            "metric": f"metrics:{self.name.title()}Metric",
+            "module": f"module:{self.name.title()}Module",
+            "open_source": "readers:open_source",  # (root, *, split, strict, **layout) -> Source
+            "data": self.data.get(source, ""),
+        }[part].split(":")
         return getattr(import_module(f"quadtree_attention.tasks.{self.name}.{file}"), name)
 
 
 def get_task(name: str) -> Task:
-    """The task of that name.
-
-    Raises:
-        OptionError: There is no such task.
-    """
+    """The task of that name; raises `OptionError` if there is none."""
     known(name, NAMES, "the task")
     return import_module(f"quadtree_attention.tasks.{name}").TASK
 
 
-class Source(Protocol[Truth_co]):
+class Source(Generic[Truth]):
     """Samples of one split. What a command makes of its arguments is a source without truth.
 
     A source can be pickled. Names are unique; slashes in them are folders.
     """
 
-    @property
-    def classes(self) -> Sequence[str] | None: ...
+    names: Sequence[str] = ()
+    classes: Sequence[str] | None = None
+    skipped: Sequence[str] = ()  # found but unusable, one reason each; strict=True raises instead
 
-    @property
-    def skipped(self) -> Sequence[str]:
-        """Found but unusable, one reason each; with strict=True opening raises instead."""
+    def __len__(self) -> int:
+        return len(self.names)
 
-    def __len__(self) -> int: ...
-
-    def name(self, index: int) -> str: ...
+    def name(self, index: int) -> str:
+        return self.names[index]
 
     def identity(self, index: int) -> list[Any]:
         """JSON; a stored prediction of that name is reused only if this is equal."""
+        raise NotImplementedError
 
     def images(self, index: int) -> "tuple[ImageLike, ...]":
         """The images of a sample. Raises `DataError` naming the file."""
+        raise NotImplementedError
 
-    def truth(self, index: int) -> Truth_co:
+    def truth(self, index: int) -> Truth:
         """The truth of a sample, without decoding images where that is possible."""
+        raise DataError(f"{self.name(index)} has no truth to compare with")
+
+
+def file_identity(*paths: StrPath) -> list[Any]:
+    """The identity of a sample that is read from files: where they are, and how large."""
+    return [[os.path.abspath(p), os.path.getsize(p) if os.path.isfile(p) else None] for p in paths]
+
+
+class Items(Source[Any]):
+    """Items that were named one by one, with images that `read` turns into such; None: they are."""
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        images: Sequence[tuple[Any, ...]],
+        read: Callable[[Any], "ImageLike"] | None = None,
+    ) -> None:
+        self.names, self._images, self._read = list(names), list(images), read
+
+    def identity(self, index: int) -> list[Any]:
+        given = self._images[index]
+        return file_identity(*(image for image in given if isinstance(image, str | Path)))
+
+    def images(self, index: int) -> "tuple[ImageLike, ...]":
+        given = self._images[index]
+        return given if self._read is None else tuple(map(self._read, given))
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A sample as the network takes it, made by a picklable `Preprocess`, in a worker if asked for.
+    """A sample as the network takes it, made by a picklable callable, in a worker if asked for."""
 
-    Attributes:
-        images: The images as given, upright and RGB.
-        inputs: What the network sees, on the CPU, without a batch axis.
-        key: Samples of equal keys may share a batch; nothing is padded to make keys equal.
-        warnings: Sentences about what looks wrong.
-    """
-
-    images: "tuple[Image.Image, ...]"
-    inputs: "tuple[Tensor, ...]"
-    key: Hashable
-    warnings: tuple[str, ...] = ()
+    images: "tuple[Image.Image, ...]"  # as given, upright and RGB
+    inputs: "tuple[Tensor, ...]"  # what the network sees, on the CPU, without a batch axis
+    key: Hashable  # samples of equal keys may share a batch; nothing is padded to make keys equal
+    warnings: tuple[str, ...] = ()  # sentences about what looks wrong
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -193,17 +201,18 @@ class Result:
 
 
 def share_lines(shares: Mapping[str, float]) -> list[str]:
-    """Lines of a table: the share in percent, a bar that grows by eighths of a character, a name.
-
-    Args:
-        shares: From 0 to 1, by name.
-    """
+    """Lines of a table: shares (0 to 1) in percent, bars that grow by eighths, and names."""
     lines = []
     for name, share in shares.items():
         whole, eighths = divmod(round(share * BAR_WIDTH * 8), 8)
         bar = (BLOCKS[-1] * whole + BLOCKS[eighths]).rstrip()
         lines.append(f"  {share * 100:5.1f} %  {bar:{BAR_WIDTH}}  {name}")
     return lines
+
+
+def table(rows: Mapping[str, Any]) -> str:
+    """Names and values in two columns; empty values are left out."""
+    return "\n".join(f"{name:11}  {value}" for name, value in rows.items() if value)
 
 
 def checked_suffix(path: StrPath, codec: "Codec[Any]") -> str:
@@ -217,63 +226,69 @@ def checked_suffix(path: StrPath, codec: "Codec[Any]") -> str:
     return suffix
 
 
-class Codec(Protocol[ResultT]):
+class Codec(Generic[ResultT]):
     """The file formats of a task's results.
 
     It is made with the source of the samples and the class names of the predictor, both None where
     they are not known (`Result.save`, files of other programs).
     """
 
-    suffixes: tuple[str, ...]  # the default first
-    together: bool  # one file for all samples, as COCO has it
+    suffixes: ClassVar[tuple[str, ...]]  # the default first
+    together: ClassVar[bool] = False  # one file for all samples, as COCO has it
 
     def __init__(
         self, source: Source[Any] | None = None, classes: Sequence[str] | None = None
-    ) -> None: ...
+    ) -> None:
+        self.source, self.classes = source, classes
 
     def encode(self, found: Mapping[str, ResultT], suffix: str) -> bytes:
         """Results by the name of their sample; exactly one unless `together`."""
+        raise NotImplementedError
 
     def decode(self, path: Path) -> Mapping[str, ResultT]:
-        """The results in a file; one under any name unless `together`.
+        """The results in a file; one under any name unless `together`. Raises `DataError`."""
+        raise NotImplementedError
 
-        Raises:
-            DataError: The file cannot be read, or holds something else.
-        """
+    def nothing(self) -> ResultT | None:
+        """The result of a sample that a file for all has no entry for; None: it has none."""
+        return None
 
 
-class Metric(Protocol[Truth_contra, Result_contra]):
+class Metric(Generic[Truth, ResultT]):
     """Scores results against the truth: files of them, and batches in validation.
 
     It is made with the source (for its classes), the class names of the predictions (None: those of
     the source) and thresholds as keyword arguments.
     """
 
-    def update(self, name: str, truth: Truth_contra, found: Result_contra | None) -> None:
+    def __init__(
+        self, source: Source[Truth] | None = None, classes: Sequence[str] | None = None
+    ) -> None:
+        self.rows: list[Any] = []  # of the samples
+
+    def update(self, name: str, truth: Truth, found: ResultT | None) -> None:
         """Adds one sample; None: there is no prediction."""
+        raise NotImplementedError
 
     def state(self) -> Any:
         """What was added so far, as plain data that can be pickled."""
+        return self.rows
 
     def merge(self, states: Sequence[Any]) -> None:
         """Replaces the state by that of several metrics together."""
+        self.rows = [row for rows in states for row in rows]
 
-    def compute(self) -> "Scores": ...
+    def compute(self) -> "Scores":
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class Column:
-    """A column of a table of scores.
+    """A column of a table of scores."""
 
-    Attributes:
-        key: Key of a row.
-        title: Heading.
-        digits: Digits behind the decimal point; None: text or an integer.
-    """
-
-    key: str
+    key: str  # of a row
     title: str
-    digits: int | None = 2
+    digits: int | None = 2  # behind the decimal point; None: text or an integer
 
     def text(self, row: Mapping[str, Any]) -> str:
         value = row.get(self.key)
@@ -298,6 +313,7 @@ class Scores:
         missing: Names of samples without a prediction.
         settings: What the predictions were made with; None if unknown.
         listed: Most rows that `to_text` prints, the first ones; `to_dict` has all of them.
+        groups: First parts of names in `mean` and `facts`; `to_text` prints such a group as a row.
     """
 
     task: str
@@ -309,6 +325,7 @@ class Scores:
     missing: Sequence[str] = ()
     settings: Mapping[str, Any] | None = None
     listed: int = 50
+    groups: Sequence[str] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """The scores as plain data; None replaces what JSON has no number for."""
@@ -328,36 +345,40 @@ class Scores:
         """The scores as a table."""
         rows = list(self.rows[: self.listed]) if self.columns else []
         in_table = {column.key for column in self.columns} if rows else set()
+        tables: dict[tuple[str, ...], list[dict[str, Any]]] = {}  # groups by what they have
+        for group in self.groups:
+            start = f"{group}_"
+            values = {k: v for k, v in {**self.mean, **self.facts}.items() if k.startswith(start)}
+            row = {key.removeprefix(start): value for key, value in values.items()}
+            tables.setdefault(tuple(row), []).append({"": group.replace("_", " by "), **row})
+            in_table |= set(values)
+        facts = {key: value for key, value in self.facts.items() if key not in in_table}
         above = [name for name in self.mean if name not in in_table]
-        width = max((len(name) for name in [*self.facts, *above]), default=0)
-        lines = [f"{name:{width}}  {value}" for name, value in self.facts.items()]
+        width = max((len(name) for name in [*facts, *above]), default=0)
+        lines = [f"{name:{width}}  {value}" for name, value in facts.items()]
         lines += [f"{name:{width}}  {Column(name, name).text(self.mean)}" for name in above]
+        for names, group_rows in tables.items():
+            counts = {k for k in names if isinstance(group_rows[0][k], int)}
+            columns = [Column(k, k, None if k in counts else 2) for k in names]
+            lines += ["", *_table([Column("", "", None), *columns], group_rows)]
         if rows:
-            if len(above) < len(self.mean):
+            if set(self.mean) & {column.key for column in self.columns}:
                 rows.append({self.columns[0].key: "mean", **self.mean})
-            table = [[c.title for c in self.columns]]
-            table += [[c.text(row) for c in self.columns] for row in rows]
-            widths = [max(map(len, cells)) for cells in zip(*table, strict=True)]
-            lines.append("")
-            for cells in table:  # names to the left, numbers to the right
-                padded = [
-                    f"{cell:<{w}}" if i == 0 else f"{cell:>{w}}"
-                    for i, (cell, w) in enumerate(zip(cells, widths, strict=True))
-                ]
-                lines.append("  ".join(padded).rstrip())
+            lines += ["", *_table(self.columns, rows)]
             if len(self.rows) > self.listed:
                 lines.append(f"... and {len(self.rows) - self.listed} more; --json lists all")
         return "\n".join(lines)
 
-    def with_context(
-        self,
-        *,
-        skipped: Sequence[str],
-        missing: Sequence[str],
-        settings: Mapping[str, Any] | None,
-    ) -> Self:
-        """The same scores, with how they came about."""
-        return replace(self, skipped=skipped, missing=missing, settings=settings)
+
+def _table(columns: Sequence[Column], rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Lines of a table with names to the left and numbers to the right."""
+    cells = [[c.title for c in columns], *([c.text(row) for c in columns] for row in rows)]
+    (first, *widths) = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    padded = (
+        [f"{name:<{first}}", *(f"{x:>{w}}" for x, w in zip(rest, widths, strict=True))]
+        for name, *rest in cells
+    )
+    return ["  ".join(line).rstrip() for line in padded]
 
 
 def finite(value: Any) -> Any:
@@ -367,52 +388,3 @@ def finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-class Preprocess(Protocol):
-    """Makes a `Prepared` of the images of a sample. It can be pickled."""
-
-    def __call__(self, *images: Any) -> Prepared: ...
-
-
-def file_identity(*paths: StrPath) -> list[Any]:
-    """The identity of a sample that is read from files: where they are, and how large."""
-    return [[os.path.abspath(p), os.path.getsize(p) if os.path.isfile(p) else None] for p in paths]
-
-
-class Items:
-    """A source without truth: items that were named one by one.
-
-    Args:
-        names: Of every item; unique.
-        images: Of every item.
-        read: Turns what `images` holds into images; None: it holds them.
-    """
-
-    classes: Sequence[str] | None = None
-    skipped: Sequence[str] = ()
-
-    def __init__(
-        self,
-        names: Sequence[str],
-        images: Sequence[tuple[Any, ...]],
-        read: Callable[[Any], "ImageLike"] | None = None,
-    ) -> None:
-        self._names, self._images, self._read = list(names), list(images), read
-
-    def __len__(self) -> int:
-        return len(self._names)
-
-    def name(self, index: int) -> str:
-        return self._names[index]
-
-    def identity(self, index: int) -> list[Any]:
-        given = self._images[index]
-        return file_identity(*(image for image in given if isinstance(image, str | Path)))
-
-    def images(self, index: int) -> "tuple[ImageLike, ...]":
-        given = self._images[index]
-        return given if self._read is None else tuple(map(self._read, given))
-
-    def truth(self, index: int) -> Any:
-        raise DataError(f"{self.name(index)} has no truth to compare with")

@@ -7,6 +7,7 @@ predictions of other programs are scored in the same way.
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
@@ -47,9 +48,11 @@ def predict(
     checks.at_least(1, batch=batch)
     checks.at_least(0, workers=workers)
     left = [i for i in range(len(source)) if store is None or not store.has(source.name(i))]
-    samples = _prefetched(_Samples(source, predictor.preprocess, left, store), workers)
-    shown = _progress(samples, len(left), predictor.task.item, progress)
-    for chunk in _chunks(shown, batch or predictor.batch):
+    samples = _Samples(source, predictor.preprocess, left, store)
+    processes = min(workers, os.cpu_count() or 1)
+    loader = DataLoader(samples, batch_size=None, num_workers=processes) if left else ()
+    shown = iter(_progress(loader, len(left), predictor.task.item, progress))
+    while chunk := list(islice(shown, batch or predictor.batch)):
         there = [(i, item) for i, item in chunk if item is not None]
         good = {i: item for i, item in there if isinstance(item, Prepared)}
         found = dict(zip(good, predictor.run(list(good.values())), strict=True))
@@ -102,9 +105,8 @@ def evaluate(
         DataError: The data or the predictions cannot be read.
     """
     chosen = get_task(task)
-    source: Source[Any] = chosen.load("open_source")(
-        data, split=split, strict=strict, **(reader or {})
-    )
+    opened = chosen.load("open_source")
+    source: Source[Any] = opened(data, split=split, strict=strict, **(reader or {}))
     skipped = list(source.skipped)
     chosen.load("metric")(source, **(thresholds or {}))  # refuses thresholds before a network runs
     if predictions is None:
@@ -205,20 +207,17 @@ def score(
         )
     scores: Scores = metric.compute()
     skipped += [*no_truth, *scores.skipped]
-    return scores.with_context(skipped=skipped, missing=missing, settings=store.settings)
+    return replace(scores, skipped=skipped, missing=missing, settings=store.settings)
 
 
+@dataclass(eq=False)
 class _Samples(Dataset[Any]):
     """Prepared samples. A bad sample is a value, as workers' errors carry their traceback."""
 
-    def __init__(
-        self,
-        source: Source[Any],
-        prepare: Callable[..., Prepared],
-        indices: Sequence[int],
-        store: Store | None,
-    ) -> None:
-        self.source, self.prepare, self.indices, self.store = source, prepare, indices, store
+    source: Source[Any]
+    prepare: Callable[..., Prepared]
+    indices: Sequence[int]
+    store: Store | None
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -232,18 +231,6 @@ class _Samples(Dataset[Any]):
             return index, self.prepare(*self.source.images(index))
         except BAD_SAMPLE as error:
             return index, error
-
-
-def _prefetched(samples: _Samples, workers: int) -> Iterable[Any]:
-    if not len(samples):
-        return ()
-    return DataLoader(samples, batch_size=None, num_workers=min(workers, os.cpu_count() or 1))
-
-
-def _chunks(items: Iterable[Any], size: int) -> Iterator[list[Any]]:
-    remaining = iter(items)
-    while chunk := list(islice(remaining, size)):
-        yield chunk
 
 
 def _progress(

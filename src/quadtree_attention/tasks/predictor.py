@@ -4,7 +4,7 @@
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import islice
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from quadtree_attention import checks
 from quadtree_attention.errors import DataError, DTypeError, OptionError, ShapeError
 from quadtree_attention.files import StrPath, file_sha256
-from quadtree_attention.tasks.contract import Prepared, Preprocess, ResultT, Task
+from quadtree_attention.tasks.contract import Prepared, ResultT, Task
 
 DTYPES = ("float32", "bfloat16", "float16")
 BAD_SAMPLE = (DataError, ShapeError, DTypeError)  # errors of one sample, not of the whole call
@@ -46,7 +46,7 @@ class Predictor(ABC, Generic[ResultT]):
     task: ClassVar[Task]
     batch: ClassVar[int] = 1
     scored_with: ClassVar[Mapping[str, Any]] = {}
-    preprocess: Preprocess
+    preprocess: Callable[..., Prepared]
 
     def __init__(
         self,
@@ -59,13 +59,11 @@ class Predictor(ABC, Generic[ResultT]):
         compile: bool = False,  # noqa: A002 (what users call it)
         **options: Any,
     ) -> None:
-        name = "float32" if dtype is None else str(dtype).removeprefix("torch.")
-        checks.one_of(DTYPES, dtype=name)
-        self.card = card
+        self.dtype = "float32" if dtype is None else str(dtype).removeprefix("torch.")
+        checks.one_of(DTYPES, dtype=self.dtype)
+        self.card, self.options = card, options
         self.path = None if path is None else Path(path)
         self.device = usable_device(device)
-        self.dtype = name
-        self.options = options
         self.network = network.to(self.device).eval()
         if compile:
             self.network.compile()
@@ -143,10 +141,8 @@ class Predictor(ABC, Generic[ResultT]):
         checks.at_least(1, batch=batch)
         checks.one_of(("raise", "return"), errors=errors)
         total = len(items) if isinstance(items, Sized) else None
-        hidden = None if progress else True
-        bar = tqdm(total=total, unit=self.task.item, leave=False, disable=hidden)
-        remaining = iter(items)
-        with bar:
+        remaining, hidden = iter(items), None if progress else True
+        with tqdm(total=total, unit=self.task.item, leave=False, disable=hidden) as bar:
             while chunk := list(islice(remaining, batch or self.batch)):
                 prepared = [self._prepared(item, errors) for item in chunk]
                 found = iter(self.run([item for item in prepared if isinstance(item, Prepared)]))
@@ -160,11 +156,9 @@ class Predictor(ABC, Generic[ResultT]):
         Raises:
             OptionError: A single sample does not fit into memory.
         """
-        groups: dict[Any, list[int]] = {}
-        for place, item in enumerate(items):
-            groups.setdefault(item.key, []).append(place)
         found: dict[int, ResultT] = {}
-        for places in groups.values():
+        for key in dict.fromkeys(item.key for item in items):
+            places = [place for place, item in enumerate(items) if item.key == key]
             results = self._run_batch([items[place] for place in places])
             found.update(zip(places, results, strict=True))
         return [found[place] for place in range(len(items))]
@@ -198,8 +192,6 @@ class Predictor(ABC, Generic[ResultT]):
         """The inputs of samples of equal keys as batches (B, ...) on the device."""
         columns = zip(*(item.inputs for item in batch), strict=True)
         return [torch.stack(column).to(self.device) for column in columns]
-
-    # ---- implementation
 
     def _checked(self, images: Sequence[Any]) -> Sequence[Any]:
         if len(images) != len(self.task.images):

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What readers of all tasks share: unreadable samples, class names, npz files."""
 
-from collections.abc import Mapping, Sequence
+import io
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,7 @@ import numpy as np
 
 from quadtree_attention.checks import few
 from quadtree_attention.errors import CheckpointError, DataError
+from quadtree_attention.files import StrPath
 from quadtree_attention.images import Array
 
 SHOWN = 5  # reasons in a summary
@@ -32,8 +35,7 @@ def class_names(
 ) -> list[str]:
     """Names of the classes of a network by its card; numbers from `first` on if it has none.
 
-    Raises:
-        CheckpointError: The card has another number of names.
+    Raises `CheckpointError` if the card has another number of names.
     """
     names = card.get("classes")
     if names is None:
@@ -51,13 +53,7 @@ def match_classes(theirs: Sequence[str], ours: Sequence[str]) -> list[int]:
     """For every class of the data, the place of that class among those of a model.
 
     Classes are matched by name, or in order where one of the two only has numbers for names.
-
-    Args:
-        theirs: Classes of the data.
-        ours: Classes of the model.
-
-    Raises:
-        CheckpointError: The model does not know a class of the data.
+    Raises `CheckpointError` if the model does not know a class of the data.
     """
     if list(theirs) == list(ours):
         return list(range(len(ours)))
@@ -82,24 +78,44 @@ def _numbered(names: Sequence[str]) -> bool:
     )
 
 
+@contextmanager
+def reading(path: StrPath, advice: str) -> Iterator[None]:
+    """Turns whatever fails while a file is read into a `DataError` that names it."""
+    try:
+        yield
+    except DataError:
+        raise
+    except FileNotFoundError as error:
+        raise DataError(f"there is no file {str(path)!r}; {advice}") from error
+    except Exception as error:  # damaged files fail in every possible way
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        reason = f"there is no {reason}" if isinstance(error, KeyError) else reason
+        reason = getattr(error, "strerror", None) or reason
+        raise DataError(f"cannot read {path}: {reason}; {advice}") from error
+
+
 def read_npz(path: Path, required: Sequence[str], optional: Sequence[str] = ()) -> dict[str, Array]:
     """Arrays of an npz file by name; optional ones only where they are there. No pickles are read.
 
     Raises:
         DataError: There is no such file, it is damaged, or lacks an array.
     """
-    try:
-        with np.load(path, allow_pickle=False) as stored:
-            if not isinstance(stored, np.lib.npyio.NpzFile):
-                raise ValueError("it is no npz file")
+    with reading(path, "check the path, or write it again"):
+        stored = np.load(path, allow_pickle=False)
+        if not isinstance(stored, np.lib.npyio.NpzFile):
+            raise ValueError("it is no npz file")
+        with stored:
+            if missing := [name for name in required if name not in stored]:
+                raise DataError(
+                    f"{path} must hold the arrays {', '.join(required)}, got no "
+                    f"{', '.join(missing)}; write it again"
+                )
             names = [*required, *(name for name in optional if name in stored)]
             return {name: stored[name] for name in names}
-    except FileNotFoundError as error:
-        raise DataError(f"there is no file {str(path)!r}; check the path") from error
-    except KeyError as error:
-        raise DataError(
-            f"{path} must hold the arrays {', '.join(required)}: {error.args[0]}; write it again"
-        ) from error
-    except Exception as error:  # damaged files fail in every possible way
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise DataError(f"cannot read {path}: {reason}; write it again") from error
+
+
+def npz_bytes(**arrays: Any) -> bytes:
+    """An npz file."""
+    content = io.BytesIO()
+    np.savez(content, **arrays)
+    return content.getvalue()

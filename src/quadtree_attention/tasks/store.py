@@ -44,9 +44,8 @@ class Store:
     def __init__(
         self, path: Path, codec: Codec[Any], note: Note | None, names: Sequence[str] = ()
     ) -> None:
-        self.path = path
+        self.path, self.codec = path, codec
         self._names = names  # samples that one file for all samples speaks of
-        self.codec = codec
         self.settings: Mapping[str, Any] | None = None if note is None else note["settings"]
         self.classes: Sequence[str] | None = None if note is None else note["classes"]
         self.suffix: str = codec.suffixes[0] if note is None else note["suffix"]
@@ -201,8 +200,6 @@ class Store:
             write_whole(note_path, (json.dumps(note, indent=1) + "\n").encode())
         shutil.rmtree(self._parts, ignore_errors=True)
 
-    # ---- implementation
-
     @property
     def _parts(self) -> Path:
         return self.path.with_name(f"{self.path.stem}.parts")
@@ -217,13 +214,9 @@ class Store:
         return self._read
 
     def _decoded(self, path: Path, names: Sequence[str]) -> dict[str, Result]:
-        """The results of a file; of samples that it has no entry for, `codec.nothing()`.
-
-        Codecs whose format has no entry for a sample without findings have such a method.
-        """
-        found = dict(self.codec.decode(path))
-        nothing = getattr(self.codec, "nothing", None)
-        return found if nothing is None else {name: nothing() for name in names} | found
+        """The results of a file; of samples that it has no entry for, `codec.nothing()`."""
+        without = {name: nothing for name in names if (nothing := self.codec.nothing()) is not None}
+        return without | dict(self.codec.decode(path))
 
     def _file(self, name: str) -> Path | None:
         """The file of a sample, in folders or flat, in any format of the task."""

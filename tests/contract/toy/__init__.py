@@ -3,14 +3,4 @@
 
 from quadtree_attention.tasks.contract import Task
 
-TASK = Task(
-    name="toy",
-    item="image",
-    images=("image",),
-    predictor="predictor:Photometer",
-    codec="result:BrightnessCodec",
-    metric="metrics:BrightnessMetric",
-    module="module:BrightnessModule",
-    open_source="readers:open_source",
-    data={"files": "data:BrightnessData"},
-)
+TASK = Task("toy", ("image",), "Photometer", "Brightness", {"files": "data:BrightnessData"})

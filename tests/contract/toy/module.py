@@ -3,7 +3,7 @@ from quadtree_attention.tasks.toy import TASK
 from quadtree_attention.tasks.training.module import TaskModule
 
 
-class BrightnessModule(TaskModule):
+class ToyModule(TaskModule):
     task = TASK
     monitor = "val/score"
     batch_of_lr = 2

@@ -4,22 +4,14 @@ from pathlib import Path
 
 from quadtree_attention.errors import DataError
 from quadtree_attention.images import images_inside, to_image
-from quadtree_attention.tasks.contract import file_identity
+from quadtree_attention.tasks.contract import Source, file_identity
 
 
-class BrightnessSource:
-    classes = None
-    skipped = ()
-
+class BrightnessSource(Source):
     def __init__(self, root):
         self.paths = images_inside(Path(root))
+        self.names = [Path(path).stem for path in self.paths]
         self.values = json.loads((Path(root) / "brightness.json").read_text())
-
-    def __len__(self):
-        return len(self.paths)
-
-    def name(self, index):
-        return Path(self.paths[index]).stem
 
     def identity(self, index):
         return file_identity(self.paths[index])

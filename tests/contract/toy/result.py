@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from quadtree_attention.errors import DataError
-from quadtree_attention.tasks.contract import Result
+from quadtree_attention.tasks.contract import Codec, Result
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -19,12 +19,8 @@ class Brightness(Result):
         return f"brightness  {self.value:.2f}"
 
 
-class BrightnessCodec:
+class BrightnessCodec(Codec):
     suffixes = (".json",)
-    together = False
-
-    def __init__(self, source=None, classes=None):
-        pass
 
     def encode(self, found, suffix):
         (result,) = found.values()

@@ -1,11 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Crops and flips of whole batches."""
 
+import random
+
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from PIL import Image
+from timm.data import create_transform
 
-from quadtree_attention.tasks.classify.augment import DRAWS, BatchAugment
+from quadtree_attention.tasks.classify.augment import DRAWS, BatchAugment, with_safe_posterize
 
 H, W = 48, 60
 
@@ -91,3 +96,27 @@ def test_draws_decide_everything():
     alone = torch.cat([augment(images[i : i + 1], draws[i : i + 1]) for i in range(6)])
     torch.testing.assert_close(alone, first)
     assert all(not torch.equal(first[0], other) for other in first[1:])
+
+
+@pytest.mark.parametrize("policy", ["rand-m9-mstd0.5-inc1", "original"])
+def test_posterize_takes_any_number_of_bits(policy):
+    """Pillow 13 refuses 0 bits, which the default policy of training draws now and then."""
+    made = with_safe_posterize(create_transform(8, is_training=True, auto_augment=policy))
+    (part,) = (part for part in made.transforms if hasattr(part, "ops") or hasattr(part, "policy"))
+    ops = [op for group in getattr(part, "policy", None) or [part.ops] for op in group]
+    posterize = next(op for op in ops if op.name.startswith("Posterize"))
+    image = Image.fromarray(np.arange(192, dtype=np.uint8).reshape(8, 8, 3))
+    posterize.prob, posterize.magnitude_std = 1.0, 0.0
+    for bits in range(9):
+        posterize.level_fn = lambda *_, bits=bits: (bits,)
+        mask = 256 - 2 ** (8 - bits)
+        assert (np.asarray(posterize(image)) == np.asarray(image) & mask).all()
+
+
+def test_default_policy_runs_whatever_it_draws():
+    made = with_safe_posterize(
+        create_transform(8, is_training=True, auto_augment="rand-m9-mstd0.5-inc1")
+    )
+    for seed in range(200):
+        random.seed(seed), np.random.seed(seed), torch.manual_seed(seed)
+        made(Image.new("RGB", (16, 12), "red"))

@@ -9,7 +9,12 @@ from torch import nn
 pl = pytest.importorskip("pytorch_lightning", reason="training needs the extra 'train'")
 
 from quadtree_attention.errors import DataError, OptionError  # noqa: E402
-from quadtree_attention.tasks.classify.data import MEAN, STD, ClassifyData  # noqa: E402
+from quadtree_attention.tasks.classify.data import (  # noqa: E402
+    MEAN,
+    STD,
+    ClassifyData,
+    GeneratedClassifyData,
+)
 from tests.tasks.classify.test_readers import (  # noqa: E402
     encoded,
     make_folder,
@@ -20,7 +25,7 @@ from tests.tasks.classify.test_readers import (  # noqa: E402
 
 def generated(**options):
     options = {"image_size": 24, "batch_size": 4, "generated_count": 16, "workers": 0} | options
-    return ClassifyData(source="generated", stored_size=32, **options)
+    return GeneratedClassifyData(stored_size=32, **options)
 
 
 def from_folder(root, **options):
@@ -193,8 +198,8 @@ def test_npz(tmp_path):
         ({"image_size": 0}, "image_size must be at least 1, got 0"),
         ({"generated_classes": 0}, "generated_classes must be at least 1, got 0"),
         ({"generated_count": 3}, "generated_count must be at least 4, got 3"),
-        ({"crop_scale": 0.0}, "crop_scale must be above 0 and at most 1, got 0.0"),
-        ({"eval_crop": 1.5}, "eval_crop must be above 0 and at most 1, got 1.5"),
+        ({"crop_scale": 0.0}, "crop_scale must be above 0, got 0.0"),
+        ({"eval_crop": 1.5}, "eval_crop must be in [0, 1], got 1.5"),
         ({"auto_augment": "rnd-m9"}, "timm cannot augment with {'auto_augment': 'rnd-m9'"),
     ],
 )

@@ -11,7 +11,7 @@ pl = pytest.importorskip("pytorch_lightning", reason="training needs the extra '
 
 from quadtree_attention.errors import OptionError  # noqa: E402
 from quadtree_attention.nn.block import DropPath  # noqa: E402
-from quadtree_attention.tasks.classify.data import ClassifyData  # noqa: E402
+from quadtree_attention.tasks.classify.data import GeneratedClassifyData  # noqa: E402
 from quadtree_attention.tasks.classify.module import ClassifyModule  # noqa: E402
 
 EPOCHS, STEPS = 5, 4  # per epoch
@@ -33,8 +33,7 @@ class Rates(pl.Callback):
 
 
 def fit(folder, module, *callbacks, batch_size=8, **options):
-    data = ClassifyData(
-        source="generated",
+    data = GeneratedClassifyData(
         generated_count=batch_size * STEPS,
         image_size=32,
         stored_size=32,

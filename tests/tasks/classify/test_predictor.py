@@ -121,9 +121,9 @@ def test_equals_the_model_called_directly(weights, classifier, size):
 
 def test_prepares_as_evaluation_in_training_does(classifier):
     pytest.importorskip("pytorch_lightning", reason="training needs the extra 'train'")
-    from quadtree_attention.tasks.classify.data import ClassifyData
+    from quadtree_attention.tasks.classify.data import GeneratedClassifyData
 
-    data = ClassifyData(source="generated", image_size=SIZE, eval_crop=CROP, augment="none")
+    data = GeneratedClassifyData(image_size=SIZE, eval_crop=CROP, augment="none")
     image = Image.fromarray(pixels())
     assert torch.equal(prepared(classifier, image), data.transform(image))
 

@@ -124,7 +124,7 @@ def test_missing_folders(tmp_path):
     text = message(DataError, open_source, tmp_path, split="train", source="folder")
     assert text.startswith(f"there are no images in {tmp_path}/train/<class>/; names must end in ")
     text = message(DataError, open_source, tmp_path, split="val", source="npz")
-    assert text == f"there is no file '{tmp_path}/val.npz'; check the path"
+    assert text == f"there is no file '{tmp_path}/val.npz'; check the path, or write it again"
     text = message(OptionError, open_source, None, split="train", source="npz")
     assert text.startswith("data from a 'npz' source need a root, got none; pass --data.root FOLD")
 

@@ -244,8 +244,8 @@ def test_perfect_results_have_ap_100(tmp_path):
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        ("{}", "holds no results: it must be a list"),
-        ("[", "cannot be read as JSON"),
+        ("{}", "it must be a list of results, got a dict"),
+        ("[", "cannot read"),
         ("[3]", "result 0 .* it must be an object"),
         (json.dumps([result([1, 1, 2, 2], 0.5, image=9)]), "does not list its image 9"),
         (json.dumps([result([1, 1, 2, 2], 0.5, category=4)]), "does not list its category 4"),

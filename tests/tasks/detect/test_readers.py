@@ -127,7 +127,7 @@ def test_images_that_are_missing_or_of_another_size(tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("{", "cannot read .* as JSON"),
+        ("{", "cannot read .*; pass the JSON file"),
         ("[]", "must be an object with images, annotations and categories, got a list"),
         ('{"images": []}', "must have a list of categories"),
         ('{"images": [], "annotations": [], "categories": []}', "names no categories"),

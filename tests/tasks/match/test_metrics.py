@@ -271,7 +271,7 @@ def test_estimators_of_homographies_take_inliers_at_the_side_that_is_measured(
         found.append(threshold)
         return homography(*points, threshold=threshold, **options)
 
-    monkeypatch.setattr("quadtree_attention.tasks.match.metrics.homography", spy)
+    monkeypatch.setattr("quadtree_attention.tasks.match.pose.homography", spy)
     save_wall(tmp_path, noise=8.0)
     scores = scores_of(tmp_path, homography_line(), side=side)
     assert found == [3 * 640 / side] * 2

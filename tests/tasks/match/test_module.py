@@ -104,7 +104,7 @@ def test_curriculum_grows_the_motion():
 
 def test_wrong_options_are_named():
     with pytest.raises(
-        OptionError, match=r"scene must have options out of objects, .* got basline"
+        OptionError, match=r"an option of scene must be one of objects, .* got 'basline'"
     ):
         MatchData(scene={"basline": [0, 1]})
     with pytest.raises(OptionError, match=r"planes must be in \[0, 1\], got 2"):

@@ -98,8 +98,8 @@ def test_cameras_as_text(tmp_path):
     ):
         assert read_camera("--K0", given).tolist() == K0.tolist()
     for given, words in (
-        ("none.txt", "got 'none.txt', which is neither numbers nor a file"),
-        ("", "which is neither numbers nor a file"),
+        ("none.txt", "got 'none.txt', which is neither; pass such"),
+        ("", "which is neither; pass such"),
         ("1,2,3", "got 3 numbers"),
         ("nan,510,320,240", "K0 must be a camera matrix"),
         ("500 0 0 0 510 0 320 240 1", r"--K0 must end in 0, 0, 1, got \[320.0, 240.0, 1.0\]"),
@@ -107,7 +107,7 @@ def test_cameras_as_text(tmp_path):
         with pytest.raises(QuadtreeAttentionError, match=words):
             read_camera("--K0", given)
     path.write_bytes(b"\xff\xfe\xff")
-    with pytest.raises(OptionError, match=r"--K0: cannot read .*camera.txt: it is no text"):
+    with pytest.raises(OptionError, match=r"got .*camera.txt', which is neither"):
         read_camera("--K0", str(path))
 
 

@@ -36,7 +36,7 @@ def test_files_that_hold_no_matches(tmp_path):
     for content, words in (
         (
             {"keypoints0": points, "keypoints1": points},
-            "must hold the arrays keypoints0, keypoints1, confidence: confidence is not a file",
+            "must hold the arrays keypoints0, keypoints1, confidence, got no confidence",
         ),
         (
             {"keypoints0": points, "keypoints1": points[:2], "confidence": np.zeros(3)},

@@ -186,7 +186,10 @@ def test_a_training_run(root, tmp_path, capsys):
     assert {"val/auc10", "val/matches"} <= set(row)
     assert (tmp_path / "run" / "best.safetensors").exists()
     told = capsys.readouterr().err
-    assert "quadtree: skipped 1 unusable files so far: cannot read the depth" in told
+    assert (
+        "quadtree: skipped 1 unusable files so far: there is no file" in told
+        and "get the depth again" in told
+    )
     assert "scene0001_02/depth/0.png" in told
     # The recipe as it was run knows its source, and goes on
     again = ["--config", str(tmp_path / "run" / "config.yaml"), "--resume"]
@@ -207,7 +210,7 @@ def broken(root, kind):
         np.savetxt(folder / "pose" / "7.txt", np.full((4, 4), -np.inf))
         return "pose/7.txt must be 4x4 finite numbers"
     (folder / "pose" / "7.txt").write_text("1 2\n3 oops\n")
-    return "cannot read the pose"
+    return "pose/7.txt: could not convert"
 
 
 @pytest.mark.parametrize("kind", ["colour", "depth", "lost pose", "pose"])

@@ -14,7 +14,7 @@ from quadtree_attention import models  # noqa: E402
 from quadtree_attention.errors import CheckpointError, DataError, OptionError  # noqa: E402
 from quadtree_attention.models.weights import save_weights  # noqa: E402
 from quadtree_attention.tasks.evaluation import evaluate  # noqa: E402
-from quadtree_attention.tasks.segment.data import SegmentData  # noqa: E402
+from quadtree_attention.tasks.segment.data import GeneratedSegmentData, SegmentData  # noqa: E402
 from quadtree_attention.tasks.segment.metrics import IGNORE  # noqa: E402
 from quadtree_attention.tasks.segment.module import (  # noqa: E402
     SegmentModule,
@@ -42,7 +42,7 @@ def module(**options):
 
 def data(**options):
     usual = {"generated_count": 8, "generated_size": 32, "height": 32, "width": 32}
-    return SegmentData(source="generated", batch_size=4, workers=0, **{**usual, **options})
+    return GeneratedSegmentData(batch_size=4, workers=0, **{**usual, **options})
 
 
 def trainer(folder, *callbacks, **options):

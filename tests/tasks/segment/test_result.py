@@ -9,7 +9,7 @@ from PIL import Image
 
 from quadtree_attention.errors import OptionError
 from quadtree_attention.tasks.segment.readers import read_label_map
-from quadtree_attention.tasks.segment.result import LabelMapCodec, Segmentation
+from quadtree_attention.tasks.segment.result import Segmentation, SegmentationCodec
 from quadtree_attention.viz.palette import distinct
 from tests.tasks.segment.files import CLASSES, photo
 
@@ -76,7 +76,7 @@ def test_label_maps_of_many_classes(tmp_path):
     names = [f"c{i}" for i in range(600)]
     many = Segmentation(labels=labels, names=names, palette=distinct(600))
     many.save(tmp_path / "a.png")
-    (read,) = LabelMapCodec(classes=names).decode(tmp_path / "a.png").values()
+    (read,) = SegmentationCodec(classes=names).decode(tmp_path / "a.png").values()
     assert np.array_equal(read.labels, labels) and read.labels.dtype == np.uint16
     assert read.names == names
 

@@ -231,7 +231,7 @@ def test_unreadable_pairs_are_replaced_and_named(root, tmp_path, capsys):
         (
             SyntheticStereoData,
             {"scene": {"baseline": [0, 1]}},
-            "scene must have options out of .* got baseline",
+            "an option of scene must be one of .* got 'baseline'",
         ),
         (SyntheticStereoData, {"scene": {"thin": 2}}, "thin must lie between 0 and 1, got 2"),
         (StereoData, {}, "pass --data.root FOLDER"),

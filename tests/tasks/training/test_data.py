@@ -15,7 +15,6 @@ from quadtree_attention.tasks.training.data import (
     SyntheticData,
     TaskData,
     listed,
-    no_effect,
     read_or_replace,
 )
 
@@ -193,15 +192,6 @@ def test_classes_of_both_splits_must_be_equal():
         data.setup("fit")
     assert str(caught.value) == (
         "train has the classes cat, dog, val has cat, wolf; both need the same"
-    )
-
-
-def test_option_without_effect_is_refused():
-    no_effect("generated", root=None)
-    with pytest.raises(OptionError) as caught:
-        no_effect("generated", root="coco")
-    assert str(caught.value) == (
-        "--data.root has no effect with --data.source generated, got 'coco'; leave out one of them"
     )
 
 

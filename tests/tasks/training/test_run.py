@@ -150,7 +150,7 @@ def test_run_is_named_after_its_last_recipe(tmp_path, monkeypatch):
     write_recipe(tmp_path)
     write_recipe(tmp_path, "trainer: {max_epochs: 1}\n", "short.yaml")
     run_command("classify", ["--config", "tiny.yaml", "--config", "short.yaml"])
-    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["short"]
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["classify-short"]
     assert len(rows(tmp_path / "runs" / "short")) == 1
 
 
@@ -168,7 +168,10 @@ def test_training_from_python(tmp_path, monkeypatch, capfd):
     )
     write_recipe(tmp_path, f"task: classify\n{RECIPE}{variants}")
     done = train("tiny.yaml")
-    assert (done.folder, done.weights) == (Path("runs/tiny"), Path("runs/tiny/best.safetensors"))
+    assert (done.folder, done.weights) == (
+        Path("runs/classify-tiny"),
+        Path("runs/classify-tiny/best.safetensors"),
+    )
     assert [row["epoch"] for row in done.history] == [1]
     assert done.history[0]["val/top1"] == float(rows(done.folder)[0]["val/top1"])
     done = train("tiny.yaml", ["wide"], run_dir="other", data={"generated_count": 16}, save_every=2)
@@ -203,7 +206,7 @@ def test_run_is_named_after_recipe_and_variants(tmp_path, monkeypatch):
     write_recipe(tmp_path, RECIPE + "variants: {b0: {}, b2: {}, 3x: {}}\n")
     for options, name in (([], "tiny"), (["--variant", "b2,3x"], "tiny-b2-3x")):
         cli = prepare("classify", ["--config", "tiny.yaml", *options])
-        assert str(cli.run_dir()) == cli.trainer.default_root_dir == f"runs/{name}"
+        assert str(cli.run_dir()) == cli.trainer.default_root_dir == f"runs/classify-{name}"
     cli = prepare("classify", ["--config=tiny.yaml", "--variant=3x", "--run_dir", "there"])
     assert str(cli.run_dir()) == "there"
     assert not (tmp_path / "runs").exists()

@@ -3,14 +3,8 @@
 
 from quadtree_attention.tasks.contract import Task
 
-TASK = Task(
-    name="classify",
-    item="image",
-    images=("image",),
-    predictor="predictor:Classifier",
-    codec="result:ClassificationCodec",
-    metric="metrics:ClassifyMetric",
-    module="module:ClassifyModule",
-    open_source="readers:open_source",
-    data=dict.fromkeys(("auto", "folder", "npz", "generated"), "data:ClassifyData"),
-)
+DATA = {
+    **dict.fromkeys(("auto", "folder", "npz"), "data:ClassifyData"),
+    "generated": "data:GeneratedClassifyData",
+}
+TASK = Task("classify", ("image",), "Classifier", "Classification", DATA)

@@ -1,13 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Augmentation of whole batches on their device, for sets that fit into memory."""
+"""Augmentation of whole batches on their device, for sets that fit into memory, and by timm."""
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
+from PIL import Image, ImageOps
 from torch import Tensor, nn
 
 DRAWS = 5  # numbers that decide about one image: area, ratio, place (x, y), flip
+
+
+def with_safe_posterize(transform: Any) -> Any:
+    """A transform of timm whose policy may keep 0 bits of a channel, which Pillow 13 refuses."""
+    for part in transform.transforms:
+        groups = getattr(part, "policy", None) or [getattr(part, "ops", ())]
+        for op in (op for group in groups for op in group if op.name.startswith("Posterize")):
+            op.aug_fn = _posterize
+    return transform
+
+
+def _posterize(image: Image.Image, bits: int, **_: Any) -> Image.Image:
+    if bits < 1:
+        return Image.new(image.mode, image.size)  # black, as earlier versions of Pillow have it
+    return image if bits >= 8 else ImageOps.posterize(image, bits)
 
 
 class BatchAugment(nn.Module):
@@ -32,10 +49,7 @@ class BatchAugment(nn.Module):
         flip: float = 0.5,
     ) -> None:
         super().__init__()
-        self.size = size
-        self.scale = scale
-        self.ratio = ratio
-        self.flip = flip
+        self.size, self.scale, self.ratio, self.flip = size, scale, ratio, flip
 
     def forward(self, images: Tensor, draws: Tensor | None = None) -> Tensor:
         """(B, C, H, W) -> (B, C, size, size); in evaluation whole images, only resized.

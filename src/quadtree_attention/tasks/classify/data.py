@@ -10,34 +10,24 @@ from timm.data import create_transform
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from quadtree_attention.checks import at_least, one_of
+from quadtree_attention.checks import above, at_least, between, one_of
 from quadtree_attention.errors import DataError, OptionError
 from quadtree_attention.images import Array
-from quadtree_attention.tasks.classify.augment import DRAWS, BatchAugment
+from quadtree_attention.tasks.classify.augment import DRAWS, BatchAugment, with_safe_posterize
 from quadtree_attention.tasks.classify.readers import GeneratedSource, Kind, Labelled, open_source
 from quadtree_attention.tasks.readers import summary
-from quadtree_attention.tasks.training.data import (
-    Batch,
-    Sample,
-    Split,
-    TaskData,
-    as_it_is,
-    no_effect,
-    read_or_replace,
-    tell,
-)
+from quadtree_attention.tasks.training import data
+from quadtree_attention.tasks.training.data import Batch, Sample, Split
 from quadtree_attention.tasks.training.loader import Draw, ResumableLoader, seed_from
 
 Augment = Literal["timm", "batch", "none"]
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
-class ClassifyData(TaskData):
-    """Labelled images from folders, npz files or a generator.
+class LabelledData(data.TaskData):
+    """Labelled images.
 
     Args:
-        root: Folder with `train/<class>/` and `val/<class>/`, or with `train.npz` and `val.npz`.
-        source: "auto" (by what is in `root`), "folder", "npz" or "generated".
         image_size: Pixels of a side of what the network sees.
         batch_size: Images of a batch on one process.
         augment: "timm" (RandAugment, colour jitter, random erasing, in the workers), "batch" (crops
@@ -48,18 +38,11 @@ class ClassifyData(TaskData):
         crop_scale: Least share of an image that a training crop covers.
         eval_crop: Share of an image's side that evaluation looks at.
         stored_size: Pixels of a side of the images kept in memory with augment="batch".
-        workers: Processes that read images; None: one per core, 8 at most; 0 reads in the process.
-        strict: Fail at the first unreadable file instead of counting and replacing it.
-        seed: Decides order and augmentation.
-        generated_count: Images of the generated source; a quarter of it for validation.
-        generated_classes: Classes of the generated source.
-        limit_images: Use the first so many images of either split only.
+        **common: Those of `TaskData`.
     """
 
     def __init__(
         self,
-        root: str | None = None,
-        source: Kind = "auto",
         image_size: int = 224,
         batch_size: int = 128,
         augment: Augment = "timm",
@@ -69,51 +52,28 @@ class ClassifyData(TaskData):
         crop_scale: float = 0.08,
         eval_crop: float = 0.875,
         stored_size: int = 64,
-        workers: int | None = None,
-        strict: bool = False,
-        seed: int = 0,
-        generated_count: int = 512,
-        generated_classes: int = 4,
-        limit_images: int | None = None,
+        **common: Any,
     ) -> None:
-        super().__init__(
-            batch_size=batch_size,
-            workers=workers,
-            strict=strict,
-            seed=seed,
-            limit_images=limit_images,
-        )
+        super().__init__(batch_size=batch_size, **common)
         one_of(("timm", "batch", "none"), augment=augment)
         at_least(1, image_size=image_size, stored_size=stored_size)
-        at_least(1, generated_classes=generated_classes)
-        at_least(4, generated_count=generated_count)
-        for name, share in (("crop_scale", crop_scale), ("eval_crop", eval_crop)):
-            if not 0 < share <= 1:
-                raise OptionError(f"{name} must be above 0 and at most 1, got {share}; pass such")
-        if source == "generated":
-            no_effect(source, root=root)
-        self.root = root
-        self.kind: Kind = source
-        self.image_size = image_size
+        above(0, crop_scale=crop_scale, eval_crop=eval_crop)
+        between(0, 1, crop_scale=crop_scale, eval_crop=eval_crop)
+        self.image_size, self.eval_crop, self.stored_size = image_size, eval_crop, stored_size
         self.augment = augment
-        self.eval_crop = eval_crop
-        self.stored_size = stored_size
-        self.generated_count = generated_count
-        self.generated_classes = generated_classes
         self.batch_augment = BatchAugment(image_size, scale=(crop_scale, 1.0))
-        common: dict[str, Any] = {"mean": MEAN, "std": STD, "interpolation": "bicubic"}
-        self.transform = create_transform(image_size, crop_pct=eval_crop, **common)
-        self.train_transform = self.transform
+        norm: dict[str, Any] = {"mean": MEAN, "std": STD, "interpolation": "bicubic"}
+        self.transform = self.train_transform = create_transform(
+            image_size, crop_pct=eval_crop, **norm
+        )
         if augment == "timm":
-            policy: dict[str, Any] = {
-                "auto_augment": auto_augment,
-                "color_jitter": color_jitter,
-                "re_prob": random_erasing,
-                "scale": (crop_scale, 1.0),
-            }
+            policy: dict[str, Any] = {"auto_augment": auto_augment, "color_jitter": color_jitter}
+            policy |= {"re_prob": random_erasing, "scale": (crop_scale, 1.0)}
             try:
-                self.train_transform = create_transform(
-                    image_size, is_training=True, re_mode="pixel", hflip=0.5, **policy, **common
+                self.train_transform = with_safe_posterize(
+                    create_transform(
+                        image_size, is_training=True, re_mode="pixel", hflip=0.5, **policy, **norm
+                    )
                 )
             except Exception as error:  # timm asserts, and parses the name of a policy in passing
                 raise OptionError(
@@ -122,33 +82,18 @@ class ClassifyData(TaskData):
                 ) from error
         self._stored: dict[Split, StoredImages] = {}
 
-    def open(self, split: Split) -> Labelled:
-        if self.kind == "generated":
-            count = self.generated_count if split == "train" else self.generated_count // 4
-            size = self.stored_size
-            return GeneratedSource(split, count=count, classes=self.generated_classes, size=size)
-        source = open_source(self.root, split=split, strict=self.strict, source=self.kind)
-        if unlabelled := sum(label < 0 for label in source.labels):
-            raise DataError(
-                f"{unlabelled} of {len(source)} images of {split} have no label (a negative one); "
-                "training needs one for every image"
-            )
-        return source
-
     def setup(self, stage: str | None = None) -> None:
         super().setup(stage)
         if self.augment == "batch":
             splits: tuple[Split, ...] = ("train", "val") if stage in (None, "fit") else ("val",)
-            for split in splits:
-                if split not in self._stored:
-                    self._stored[split] = self._store(split)
+            self._stored |= {s: self._store(s) for s in splits if s not in self._stored}
 
     def loader(self, split: Split) -> ResumableLoader:
         if self.augment != "batch":
             return super().loader(split)
         stored, pinned = self._stored[split], torch.cuda.is_available()
         sampler = self.sampler(split)
-        return ResumableLoader(stored, sampler, collate_fn=as_it_is, pin_memory=pinned)
+        return ResumableLoader(stored, sampler, collate_fn=data.as_it_is, pin_memory=pinned)
 
     def train_sample(self, images: Any, truth: int) -> Sample:
         return {"images": self.train_transform(images[0]), "labels": truth}
@@ -172,14 +117,66 @@ class ClassifyData(TaskData):
         images = torch.empty(count, 3, side, side, dtype=torch.uint8)
         labels, places, skipped = list[int](), list[int](), list[str]()
         for i in tqdm(range(count), desc=f"reading {split}", leave=False, disable=None):
-            (image,), label, place, reasons = read_or_replace(source, i, strict=self.strict)
+            (image,), label, place, reasons = data.read_or_replace(source, i, strict=self.strict)
             images[i] = torch.from_numpy(_square(image, side)).permute(2, 0, 1)
             labels.append(label)
             places.append(place)
             skipped += reasons
         if skipped:
-            tell(f"{split}: replaced {len(skipped)} unreadable images: {summary(skipped)}")
+            data.tell(f"{split}: replaced {len(skipped)} unreadable images: {summary(skipped)}")
         return StoredImages(images, torch.tensor(labels), torch.tensor(places), self.seed)
+
+
+class ClassifyData(LabelledData):
+    """Labelled images from folders or npz files.
+
+    Args:
+        root: Folder with `train/<class>/` and `val/<class>/`, or with `train.npz` and `val.npz`.
+        source: "auto" (by what is in `root`), "folder" or "npz".
+        **common: Those of `LabelledData`.
+    """
+
+    def __init__(self, root: str | None = None, source: Kind = "auto", **common: Any) -> None:
+        super().__init__(**common)
+        self.root = root
+        self.kind: Kind = source
+
+    def open(self, split: Split) -> Labelled:
+        source = open_source(self.root, split=split, strict=self.strict, source=self.kind)
+        if unlabelled := sum(label < 0 for label in source.labels):
+            raise DataError(
+                f"{unlabelled} of {len(source)} images of {split} have no label (a negative one); "
+                "training needs one for every image"
+            )
+        return source
+
+
+class GeneratedClassifyData(LabelledData):
+    """Gratings in several directions, which need no files.
+
+    Args:
+        source: "generated".
+        generated_count: Images of an epoch; a quarter of it for validation.
+        generated_classes: Directions.
+        **common: Those of `LabelledData`.
+    """
+
+    def __init__(
+        self,
+        source: Literal["generated"] = "generated",
+        generated_count: int = 512,
+        generated_classes: int = 4,
+        **common: Any,
+    ) -> None:
+        super().__init__(**common)
+        at_least(4, generated_count=generated_count)
+        at_least(1, generated_classes=generated_classes)
+        self.generated_count, self.generated_classes = generated_count, generated_classes
+
+    def open(self, split: Split) -> Labelled:
+        count = self.generated_count if split == "train" else self.generated_count // 4
+        classes, size = self.generated_classes, self.stored_size
+        return GeneratedSource(split, count=count, classes=classes, size=size)
 
 
 class StoredImages(Dataset[Batch]):
@@ -190,10 +187,7 @@ class StoredImages(Dataset[Batch]):
     """
 
     def __init__(self, images: Tensor, labels: Tensor, places: Tensor, seed: int = 0) -> None:
-        self.images = images
-        self.labels = labels
-        self.places = places
-        self.seed = seed
+        self.images, self.labels, self.places, self.seed = images, labels, places, seed
         self._draws: tuple[int, Tensor] | None = None  # of the latest epoch
 
     def __len__(self) -> int:

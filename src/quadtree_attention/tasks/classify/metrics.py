@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from quadtree_attention.tasks.classify.result import Classification
-from quadtree_attention.tasks.contract import Column, Scores, Source
+from quadtree_attention.tasks.contract import Column, Metric, Scores, Source
 from quadtree_attention.tasks.readers import match_classes
 
 COLUMNS = (
@@ -17,10 +17,9 @@ COLUMNS = (
     Column("accuracy", "top-1 %"),
 )
 LISTED = 10  # classes in the table, those of the lowest accuracy
-State = tuple[Sequence[str], list[tuple[int, int]]]
 
 
-class ClassifyMetric:
+class ClassifyMetric(Metric[int, Classification]):
     """Top-1 and top-5 accuracy in percent, and the former by class; without images that have no
     prediction.
 
@@ -33,7 +32,7 @@ class ClassifyMetric:
         self.theirs = list(source.classes or ())
         self.classes: Sequence[str] = self.theirs if classes is None else classes
         self.places = match_classes(self.theirs, self.classes)
-        self.found: list[tuple[int, int]] = []  # true label and its rank
+        self.rows: list[tuple[int, int]] = []  # true label and its rank
 
     def update(self, name: str, truth: int, found: Classification | None) -> None:
         if found is None:
@@ -43,24 +42,22 @@ class ClassifyMetric:
             self.places = match_classes(self.theirs, self.classes)
         label = self.places[truth]
         rank = ranks(torch.from_numpy(found.logits)[None], torch.tensor([label]))
-        self.found.append((label, int(rank)))
+        self.rows.append((label, int(rank)))
 
-    def state(self) -> State:
-        return self.classes, self.found
+    def state(self) -> tuple[Sequence[str], list[Any]]:
+        return self.classes, self.rows
 
-    def merge(self, states: Sequence[State]) -> None:
+    def merge(self, states: Sequence[Any]) -> None:
         self.classes = states[0][0]
-        self.found = [one for _, found in states for one in found]
+        super().merge([rows for _, rows in states])
 
     def compute(self) -> Scores:
-        labels, places = torch.tensor(self.found, dtype=torch.int64).view(-1, 2).unbind(1)
+        labels, places = torch.tensor(self.rows, dtype=torch.int64).view(-1, 2).unbind(1)
         mean = {"top1": percent(places < 1), "top5": percent(places < 5)}
         by_class = per_class(labels, places < 1, len(self.classes))
         rows: list[dict[str, Any]] = [
-            {"label": label, "name": name, "images": images, "accuracy": accuracy}
-            for label, (name, (images, accuracy)) in enumerate(
-                zip(self.classes, by_class, strict=True)
-            )
+            {"label": label, "name": self.classes[label], "images": images, "accuracy": accuracy}
+            for label, (images, accuracy) in enumerate(by_class)
         ]
         rows.sort(key=lambda row: (row["images"] == 0, row["accuracy"]))
         facts = {"images": len(labels)}

@@ -12,7 +12,8 @@ from torch import Tensor
 from quadtree_attention.errors import OptionError
 from quadtree_attention.tasks.classify import TASK
 from quadtree_attention.tasks.classify.metrics import ranks
-from quadtree_attention.tasks.training.module import Batch, TaskModule, check_options
+from quadtree_attention.tasks.training.data import Batch
+from quadtree_attention.tasks.training.module import TaskModule, check_options
 
 
 class ClassifyModule(TaskModule):

@@ -13,35 +13,19 @@ from PIL import Image
 from quadtree_attention.errors import DataError, OptionError
 from quadtree_attention.files import StrPath
 from quadtree_attention.images import SUFFIXES, Array, decode, to_image
-from quadtree_attention.tasks.contract import file_identity
-from quadtree_attention.tasks.readers import read_npz, summary
+from quadtree_attention.tasks.contract import Source, file_identity
+from quadtree_attention.tasks.readers import read_npz, reading, summary
 
 Split = Literal["train", "val"]
-Kind = Literal["auto", "folder", "npz", "generated"]
+Kind = Literal["auto", "folder", "npz"]
 
 
-class Labelled:
-    """A `Source` of images with one label each; subclasses read the images.
+class Labelled(Source[int]):
+    """Images with one label each; subclasses read the images."""
 
-    Attributes:
-        path: Of the file or folder of the images.
-        classes: Names of the classes.
-        names: Of the images.
-        labels: Of the images; negative if unknown.
-        skipped: Files that are no images, with the reason.
-    """
-
-    path: Path
+    path: Path  # of the file or folder of the images
     classes: list[str]
-    names: list[str]
-    labels: list[int]
-    skipped: Sequence[str] = ()
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def name(self, index: int) -> str:
-        return self.names[index]
+    labels: list[int]  # negative if unknown
 
     def identity(self, index: int) -> list[Any]:
         label = self.labels[index]
@@ -57,12 +41,7 @@ class Labelled:
 
 
 class FolderSource(Labelled):
-    """Images in one folder per class: `root/train/<class>/*.jpg`, `root/val/<class>/*.jpg`.
-
-    Args:
-        root: Folder with a folder per split.
-        split: "train", "val", or any other name there.
-    """
+    """Images in one folder per class: `root/train/<class>/*.jpg`, `root/val/<class>/*.jpg`."""
 
     def __init__(self, root: Path, split: str) -> None:
         self.path = root / split
@@ -72,14 +51,16 @@ class FolderSource(Labelled):
                 f"{root}/train/<class>/ and {root}/val/<class>/"
             )
         self.classes = sorted(folder.name for folder in self.path.iterdir() if folder.is_dir())
-        self.names, self.labels, self.skipped = [], [], []
-        for label, name in enumerate(self.classes):
-            for path in sorted(p for p in (self.path / name).rglob("*") if p.is_file()):
-                if path.suffix.lower() in SUFFIXES:
-                    self.names.append(str(path.relative_to(self.path)))
-                    self.labels.append(label)
-                else:
-                    self.skipped.append(f"{path}: not an image by its name")
+        files = [
+            (path, label)
+            for label, name in enumerate(self.classes)
+            for path in sorted(p for p in (self.path / name).rglob("*") if p.is_file())
+        ]
+        images = [(path, label) for path, label in files if path.suffix.lower() in SUFFIXES]
+        self.names = [str(path.relative_to(self.path)) for path, _ in images]
+        self.labels = [label for _, label in images]
+        other = (path for path, _ in files if path.suffix.lower() not in SUFFIXES)
+        self.skipped = [f"{path}: not an image by its name" for path in other]
         if not self.names:
             raise DataError(
                 f"there are no images in {self.path}/<class>/; names must end in "
@@ -98,10 +79,6 @@ class NpzSource(Labelled):
 
     Arrays: `data` (uint8, all files), `offsets` (N + 1), `labels` (N) and, optionally, `names` (N).
     `root/classes.json`, if there, lists the classes as strings or as objects with a `name`.
-
-    Args:
-        root: Folder of the files.
-        split: "train", "val", or any other name there.
     """
 
     def __init__(self, root: Path, split: str) -> None:
@@ -142,13 +119,9 @@ class NpzSource(Labelled):
 
 
 class GeneratedSource(Labelled):
-    """Gratings with noise; the class is their direction. For trying things out without data.
+    """Gratings with noise, `size` pixels square; the class is their direction.
 
-    Args:
-        split: "train" or "val", which share no image.
-        count: Images.
-        classes: Classes.
-        size: Pixels of a side.
+    For trying things out without data. The splits share no image.
     """
 
     def __init__(self, split: Split, *, count: int, classes: int, size: int) -> None:
@@ -163,9 +136,8 @@ class GeneratedSource(Labelled):
         angle = np.pi * (self.labels[index] + rng.uniform(-0.2, 0.2)) / len(self.classes)
         period = rng.uniform(6, 14)
         y, x = np.mgrid[: self._size, : self._size]
-        wave = np.sin(
-            2 * np.pi * (x * np.cos(angle) + y * np.sin(angle)) / period + rng.uniform(0, 6)
-        )
+        along = x * np.cos(angle) + y * np.sin(angle)
+        wave = np.sin(2 * np.pi * along / period + rng.uniform(0, 6))
         colour = rng.uniform(0.3, 1, 3)
         pixels = 128 + 80 * wave[..., None] * colour + rng.normal(0, 12, (*wave.shape, 3))
         return (Image.fromarray(pixels.clip(0, 255).astype(np.uint8)),)
@@ -176,15 +148,9 @@ class Predictions(Labelled):
 
     As a source it has no images, but all that scores need.
 
-    Args:
-        path: The npz file.
-
     Attributes:
         logits: (N, classes), float32.
         top: Classes per image that were asked for.
-
-    Raises:
-        DataError: There is no such file, or it holds no predictions.
     """
 
     def __init__(self, path: Path) -> None:
@@ -213,11 +179,7 @@ class Predictions(Labelled):
 
 
 def open_source(
-    root: StrPath | None,
-    *,
-    split: str = "val",
-    strict: bool = False,
-    source: Kind = "auto",
+    root: StrPath | None, *, split: str = "val", strict: bool = False, source: Kind = "auto"
 ) -> Labelled:
     """The labelled images of a split.
 
@@ -261,16 +223,11 @@ def _unique(names: Sequence[Any]) -> list[str]:
 def _class_names(path: Path, least: int) -> list[str]:
     if not path.exists():
         return [str(i) for i in range(least)]
-    try:
+    with reading(path, "it must list the classes as strings or objects with a name"):
         entries = json.loads(path.read_text())
         if isinstance(entries, dict):
             entries = entries.get("classes", list(entries.values()))
         names = [str(e["name"] if isinstance(e, dict) else e) for e in entries]
-    except (ValueError, KeyError, TypeError) as error:
-        raise DataError(
-            f"cannot read {path}: {error!r}; it must list the classes as strings or objects with "
-            "a name"
-        ) from error
     if len(names) < least:
         raise DataError(f"{path} lists {len(names)} classes, the labels need {least}; add the rest")
     return names

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The classes of an image, and the npz files that hold them."""
 
-import io
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,8 +14,8 @@ import torch
 from quadtree_attention.errors import DataError
 from quadtree_attention.images import Array
 from quadtree_attention.tasks.classify.readers import Predictions
-from quadtree_attention.tasks.contract import Result, Source, share_lines
-from quadtree_attention.tasks.readers import match_classes
+from quadtree_attention.tasks.contract import Codec, Result, share_lines
+from quadtree_attention.tasks.readers import match_classes, npz_bytes
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -68,32 +67,24 @@ class Classification(Result):
         return "\n".join(line for found in lines for line in found)
 
 
-class ClassificationCodec:
+class ClassificationCodec(Codec[Classification]):
     """One npz file for all images: `logits`, true `labels` (-1 if unknown), `names` and `info`.
 
     `info` is JSON with the names of the classes. The true labels are in it so that a file can be
     scored without the data.
     """
 
-    suffixes: tuple[str, ...] = (".npz",)
+    suffixes = (".npz",)
     together = True
-
-    def __init__(
-        self, source: Source[int] | None = None, classes: Sequence[str] | None = None
-    ) -> None:
-        self.source = source
 
     def encode(self, found: Mapping[str, Classification], suffix: str) -> bytes:
         first = next(iter(found.values()))
-        arrays: dict[str, Any] = {
-            "logits": np.stack([result.logits for result in found.values()]),
-            "labels": np.array(self._labels(list(found), first.classes), dtype=np.int64),
-            "names": np.array(list(found)),
-            "info": np.array(json.dumps({"classes": list(first.classes), "top": first.top})),
-        }
-        content = io.BytesIO()
-        np.savez(content, **arrays)
-        return content.getvalue()
+        return npz_bytes(
+            logits=np.stack([result.logits for result in found.values()]),
+            labels=np.array(self._labels(list(found), first.classes), dtype=np.int64),
+            names=np.array(list(found)),
+            info=np.array(json.dumps({"classes": list(first.classes), "top": first.top})),
+        )
 
     def decode(self, path: Path) -> dict[str, Classification]:
         read = Predictions(path)

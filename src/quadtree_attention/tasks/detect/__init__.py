@@ -3,14 +3,5 @@
 
 from quadtree_attention.tasks.contract import Task
 
-TASK = Task(
-    name="detect",
-    item="image",
-    images=("image",),
-    predictor="predictor:Detector",
-    codec="result:DetectionsCodec",
-    metric="metrics:DetectMetric",
-    module="module:DetectModule",
-    open_source="readers:open_source",
-    data={"files": "data:DetectData", "generated": "data:GeneratedDetectData"},
-)
+DATA = {"files": "data:DetectData", "generated": "data:GeneratedDetectData"}
+TASK = Task("detect", ("image",), "Detector", "Detections", DATA)

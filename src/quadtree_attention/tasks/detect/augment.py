@@ -43,9 +43,7 @@ class Augment:
         size = (pixels.shape[1], pixels.shape[2])
         wrapped: dict[str, Any] = {**target, "image": tv_tensors.Image(pixels)}
         wrapped["boxes"] = tv_tensors.BoundingBoxes(
-            target["boxes"],
-            format=tv_tensors.BoundingBoxFormat.XYXY,
-            canvas_size=size,
+            target["boxes"], format="XYXY", canvas_size=size
         )
         if "masks" in target:
             wrapped["masks"] = tv_tensors.Mask(target["masks"])
@@ -62,15 +60,13 @@ def _crop_of(height: int, width: int) -> tuple[int, int, int, int]:
     """Top, left, height and width of a random crop."""
     choice = CROP_SHORTER[int(torch.randint(len(CROP_SHORTER), ()))]
     scale = min(height, width) / choice
-    least, most = (side * scale for side in CROP_SIDES)
-    rows, columns = (_between(min(least, side), min(most, side)) for side in (height, width))
+    rows, columns = (
+        max(1, round(least + (most - least) * float(torch.rand(()))))
+        for least, most in ([min(s * scale, side) for s in CROP_SIDES] for side in (height, width))
+    )
     top = int(torch.randint(height - rows + 1, ()))
     left = int(torch.randint(width - columns + 1, ()))
     return top, left, rows, columns
-
-
-def _between(least: float, most: float) -> int:
-    return max(1, round(least + (most - least) * float(torch.rand(()))))
 
 
 def _cropped(

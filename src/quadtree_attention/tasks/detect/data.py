@@ -136,8 +136,7 @@ class GeneratedDetectData(ObjectsData):
         super().__init__(**common)
         at_least(4, generated_count=generated_count)
         at_least(32, generated_size=generated_size)
-        self.generated_count = generated_count
-        self.generated_size = generated_size
+        self.generated_count, self.generated_size = generated_count, generated_size
 
     def open(self, split: Split) -> Source[Truth]:
         train = split == "train"

@@ -67,13 +67,10 @@ def _with_masks(
         shape = Image.fromarray(values).resize(canvas.size, Image.Resampling.BILINEAR)
         shape = shape.point(lambda value: 255 if value > 127 else 0)
         edge = Image.fromarray(np.array(shape) - np.array(shape.filter(ImageFilter.MinFilter(3))))
-        canvas.paste(Image.new("RGB", canvas.size, colour), mask=shape.point(_faded))
+        faded = shape.point(lambda value: value * MASK_OPACITY)
+        canvas.paste(Image.new("RGB", canvas.size, colour), mask=faded)
         canvas.paste(Image.new("RGB", canvas.size, colour), mask=edge)
     return canvas
-
-
-def _faded(value: int) -> float:
-    return value * MASK_OPACITY
 
 
 def _draw_box(pen: ImageDraw.ImageDraw, box: Array, colour: Colour, width: int) -> None:
@@ -95,17 +92,12 @@ def _draw_tags(
     taken: list[Corners] = []
     for box, text, colour in zip(boxes, texts, colours, strict=True):
         extent = (pen.textlength(text, font=font) + 2 * PADDING, bottom - top + 2 * PADDING)
-        place = place_tag(tuple(box.tolist()), extent, size, taken)
-        if place is None:
+        if (place := place_tag(tuple(box.tolist()), extent, size, taken)) is None:
             continue
         taken.append(place)
         pen.rectangle(place, fill=colour, outline=BACKGROUND)
-        pen.text(
-            (place[0] + PADDING, place[1] + PADDING - top),
-            text,
-            fill=text_on(colour),
-            font=font,
-        )
+        at = place[0] + PADDING, place[1] + PADDING - top
+        pen.text(at, text, fill=text_on(colour), font=font)
 
 
 def place_tag(
@@ -114,13 +106,9 @@ def place_tag(
     size: tuple[int, int],
     taken: Sequence[Corners],
 ) -> Corners | None:
-    """Where a tag goes: above its box, else inside, else below; None if others are there.
+    """Where a tag of an extent goes: above its box, else inside, else below.
 
-    Args:
-        box: Corners of the box.
-        extent: Width and height of the tag.
-        size: Those of the picture, which a tag does not leave.
-        taken: Tags that have their place.
+    It does not leave the picture, which has `size`; None if other tags are there.
     """
     width, height = extent
     x0, y0, x1, y1 = box

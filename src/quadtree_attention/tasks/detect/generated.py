@@ -9,6 +9,7 @@ import numpy as np
 from PIL import Image, ImageDraw
 
 from quadtree_attention.images import Array
+from quadtree_attention.tasks.contract import Source
 from quadtree_attention.tasks.detect.readers import Annotation, Box, Truth
 from quadtree_attention.tasks.detect.rle import encode_mask
 
@@ -17,8 +18,8 @@ MOST = 3  # shapes in an image
 TRIES = 20  # to find room for one
 
 
-class GeneratedShapes:
-    """A `Source` of discs, squares and triangles that do not touch; the same for the same seed.
+class GeneratedShapes(Source[Truth]):
+    """Discs, squares and triangles that do not touch; the same for the same seed.
 
     Args:
         count: Images.
@@ -26,20 +27,12 @@ class GeneratedShapes:
         seed: Decides what is drawn.
     """
 
-    skipped: tuple[str, ...] = ()
-
     def __init__(self, count: int, size: int = 128, *, seed: int = 0) -> None:
-        self.count = count
+        self.names = [f"shapes {seed}/{index}" for index in range(count)]
         self.width, self.height = size, max(1, size * 3 // 4)
         self.seed = seed
         self.classes = list(CLASSES)
         self._last: tuple[int, Image.Image, Truth] | None = None
-
-    def __len__(self) -> int:
-        return self.count
-
-    def name(self, index: int) -> str:
-        return f"shapes {self.seed}/{index}"
 
     def identity(self, index: int) -> list[Any]:
         return [self.seed, index, self.width, self.height]

@@ -10,7 +10,7 @@ import numpy as np
 
 from quadtree_attention.checks import needs
 from quadtree_attention.errors import DataError
-from quadtree_attention.tasks.contract import Column, Scores, Source
+from quadtree_attention.tasks.contract import Column, Metric, Scores, Source
 from quadtree_attention.tasks.detect.readers import CLIPPED, Annotation, Truth
 from quadtree_attention.tasks.detect.result import Detections
 from quadtree_attention.tasks.detect.rle import mask_problem
@@ -19,15 +19,11 @@ from quadtree_attention.tasks.readers import match_classes, summary
 Entry = dict[str, Any]  # an object of a file of results
 Precisions = dict[str, float | None]
 MOST = 100  # detections of an image that count, the surest ones, as COCO has it
-COLUMNS: tuple[Column, ...] = (
-    Column("name", "class", None),
-    Column("objects", "objects", None),
-    Column("box", "AP"),
-)
+COLUMNS = [Column("name", "class", None), Column("objects", "objects", None), Column("box", "AP")]
 LISTED = 10  # classes in the table, those of the lowest precision
 
 
-class DetectMetric:
+class DetectMetric(Metric[Truth, Detections]):
     """Average precision (AP) in percent, by COCO's rules; None where there are no such objects.
 
     The mean has `ap` (over overlaps of 0.50 to 0.95), `ap50`, `ap75`, and `ap` of `small` (below
@@ -92,13 +88,11 @@ class DetectMetric:
             of_masks, by_class = self._precision("segm", truths)
             mean |= {f"mask_{name}": value for name, value in of_masks.items()}
             rows = [row | {"mask": value} for row, value in zip(rows, by_class, strict=True)]
-            columns += (Column("mask", "mask AP"),)
+            columns = [*COLUMNS, Column("mask", "mask AP")]
         rows.sort(key=lambda row: (row["box"] is None, row["box"] or 0.0))
         facts = {"images": len(self.truths), "objects": objects.total()}
         facts |= {"detections": len(self.entries), "left_out": left_out, "no_mask": len(unusable)}
         return Scores("detect", mean, rows, columns, facts, skipped=unusable, listed=LISTED)
-
-    # ---- implementation
 
     def _with_masks(self) -> tuple[list[Truth], list[str]]:
         """The truths without objects whose mask cannot be used, and the reasons."""
@@ -133,7 +127,7 @@ class DetectMetric:
         content = self._as_coco(truths, masks=kind == "segm")
         known = COCO(content)
         found = known.loadRes(entries) if entries else COCO({**content, "annotations": []})
-        run = COCOeval_faster(known, found, kind, print_function=_silent)
+        run = COCOeval_faster(known, found, kind, print_function=lambda *_, **__: None)
         run.params.maxDets = [1, 10, MOST]
         for name, values in self.thresholds.items():
             if values is not None:
@@ -143,15 +137,11 @@ class DetectMetric:
         # (overlaps, recalls, classes, sizes, limits); -1 where there are no objects
         precision = np.asarray(run.eval["precision"])[..., -1]
         overlaps = np.asarray(run.params.iouThrs)
-        every, small, medium, large = (precision[..., size] for size in range(4))
-        mean = {
-            "ap": _mean(every),
-            "ap50": _mean(every[np.isclose(overlaps, 0.5)]),
-            "ap75": _mean(every[np.isclose(overlaps, 0.75)]),
-            "small": _mean(small),
-            "medium": _mean(medium),
-            "large": _mean(large),
-        }
+        every = precision[..., 0]
+        mean = {"ap": _mean(every)}
+        mean |= {f"ap{at}": _mean(every[np.isclose(overlaps, at / 100)]) for at in (50, 75)}
+        for size, name in enumerate(("small", "medium", "large"), start=1):
+            mean[name] = _mean(precision[..., size])
         return mean, [_mean(every[:, :, place]) for place in range(len(self.names))]
 
     def _as_coco(self, truths: Sequence[Truth], *, masks: bool) -> dict[str, Any]:
@@ -181,7 +171,3 @@ class DetectMetric:
 def _mean(precision: Any) -> float | None:
     known = precision[precision > -1]
     return float(known.mean() * 100) if known.size else None
-
-
-def _silent(*_: Any, **__: Any) -> None:
-    pass

@@ -14,7 +14,8 @@ from quadtree_attention.tasks.detect import TASK
 from quadtree_attention.tasks.detect.metrics import DetectMetric
 from quadtree_attention.tasks.detect.predictor import detections
 from quadtree_attention.tasks.detect.readers import Truth
-from quadtree_attention.tasks.training.module import Batch, TaskModule, check_options
+from quadtree_attention.tasks.training.data import Batch
+from quadtree_attention.tasks.training.module import TaskModule, check_options
 
 Schedule = Literal["step", "cosine"]
 LOGGED = ("ap", "ap50", "ap75")
@@ -112,9 +113,7 @@ class DetectModule(TaskModule):
 
 def as_trained(truth: Truth) -> Truth:
     """The objects with boxes as networks are trained on them: clipped, in single precision."""
-    annotations = []
-    for annotation in truth.annotations:
-        x0, y0, x1, y1 = np.array(annotation.box, dtype=np.float32)
-        given = (float(x0), float(y0), float(x1 - x0), float(y1 - y0))
-        annotations.append(replace(annotation, given=given))
-    return replace(truth, annotations=tuple(annotations))
+    boxes = np.array([a.box for a in truth.annotations], dtype=np.float32).reshape(-1, 4)
+    boxes[:, 2:] -= boxes[:, :2]
+    pairs: Any = zip(truth.annotations, boxes.tolist(), strict=True)
+    return replace(truth, annotations=tuple(replace(a, given=tuple(box)) for a, box in pairs))

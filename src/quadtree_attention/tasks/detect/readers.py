@@ -22,9 +22,9 @@ from torch import Tensor
 from quadtree_attention.errors import DataError
 from quadtree_attention.files import StrPath
 from quadtree_attention.images import to_image
-from quadtree_attention.tasks.contract import file_identity
+from quadtree_attention.tasks.contract import Source, file_identity
 from quadtree_attention.tasks.detect.rle import decode_mask, is_number, mask_problem, short
-from quadtree_attention.tasks.readers import summary
+from quadtree_attention.tasks.readers import reading, summary
 
 T = TypeVar("T")
 Box = tuple[float, float, float, float]
@@ -44,25 +44,15 @@ class Problem(Exception):  # noqa: N818 (also kept, as a record)
 
 @dataclass(frozen=True)
 class Annotation:
-    """One object, or a crowd of them.
+    """One object, or a crowd of them."""
 
-    Attributes:
-        id: As in the file.
-        label: 1 to the number of classes.
-        box: Corners (x0, y0, x1, y1) in pixels, inside the image.
-        given: The box as the file has it: x, y, width, height.
-        area: Pixels, as the file has them; without an entry, those of the box.
-        crowd: Whether these are many objects that were not told apart.
-        segmentation: Polygons or run lengths, as the file has them; None if not read.
-    """
-
-    id: int
-    label: int
-    box: Box
-    given: Box
-    area: float
-    crowd: bool
-    segmentation: Any = None
+    id: int  # as in the file
+    label: int  # 1 to the number of classes
+    box: Box  # corners (x0, y0, x1, y1) in pixels, inside the image
+    given: Box  # the box as the file has it: x, y, width, height
+    area: float  # pixels, as the file has them; without an entry, those of the box
+    crowd: bool  # whether these are many objects that were not told apart
+    segmentation: Any = None  # polygons or run lengths, as the file has them; None if not read
 
 
 @dataclass(frozen=True)
@@ -101,8 +91,8 @@ class Truth:
         return target
 
 
-class CocoFile:
-    """A `Source` of the images and objects of one COCO file.
+class CocoFile(Source[Truth]):
+    """The images and objects of one COCO file.
 
     Args:
         path: The JSON file.
@@ -117,6 +107,8 @@ class CocoFile:
         DataError: The file cannot be read, or holds no images or no categories.
     """
 
+    classes: list[str]
+
     def __init__(
         self,
         path: StrPath,
@@ -126,11 +118,8 @@ class CocoFile:
         strict: bool = False,
         check_images: bool = True,
     ) -> None:
-        self.path = Path(path)
-        self.folder = None if images is None else Path(images)
-        self.masks = masks
-        self.strict = strict
-        self.check_images = check_images
+        self.path, self.folder = Path(path), None if images is None else Path(images)
+        self.masks, self.strict, self.check_images = masks, strict, check_images
         self.problems: list[Problem] = []
         content = _read_json(self.path)
         found = self._read(content, "categories", "category", _category)
@@ -159,14 +148,8 @@ class CocoFile:
             raise DataError(f"{self.path} has no image that can be used{why}; check its paths")
 
     @property
-    def skipped(self) -> list[str]:
+    def skipped(self) -> list[str]:  # type: ignore[override]
         return [problem.reason for problem in self.problems]
-
-    def __len__(self) -> int:
-        return len(self.truths)
-
-    def name(self, index: int) -> str:
-        return self.names[index]
 
     def identity(self, index: int) -> list[Any]:
         truth = self.truths[index]
@@ -342,16 +325,11 @@ def counted(problems: Iterable[Problem]) -> str:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    try:
+    with reading(path, "pass the JSON file of the objects"):
         content = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        raise DataError(f"there is no file {path}; pass the JSON file of the objects") from None
-    except (OSError, ValueError, RecursionError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise DataError(f"cannot read {path} as JSON: {reason}; get it again") from error
-    if not isinstance(content, dict):
-        raise DataError(
-            f"{path} must be an object with images, annotations and categories, got a "
-            f"{type(content).__name__}; pass a COCO file of objects, not one of results"
-        )
-    return content
+        if not isinstance(content, dict):
+            raise DataError(
+                f"{path} must be an object with images, annotations and categories, got a "
+                f"{type(content).__name__}; pass a COCO file of objects, not one of results"
+            )
+        return content

@@ -13,10 +13,10 @@ import numpy as np
 
 from quadtree_attention.errors import DataError
 from quadtree_attention.images import Array
-from quadtree_attention.tasks.contract import Result, Source
+from quadtree_attention.tasks.contract import Codec, Result, Source
 from quadtree_attention.tasks.detect.readers import CocoFile
 from quadtree_attention.tasks.detect.rle import decode_mask, encode_mask, is_number, mask_problem
-from quadtree_attention.tasks.readers import match_classes
+from quadtree_attention.tasks.readers import match_classes, reading
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -78,7 +78,7 @@ class Detections(Result):
         return "\n".join(lines)
 
 
-class DetectionsCodec:
+class DetectionsCodec(Codec[Detections]):
     """The result format of COCO: a list of objects with boxes as x, y, width and height.
 
     With a COCO file as source, images and categories have its ids, and others are refused. Else
@@ -92,21 +92,19 @@ class DetectionsCodec:
     def __init__(
         self, source: Source[Any] | None = None, classes: Sequence[str] | None = None
     ) -> None:
-        self.source = source
-        self.classes = classes
+        super().__init__(source, classes)
         self.category_of: dict[int, int] = {}  # by label
         self.ids: dict[str, int] = {}  # by name of the sample
         self.sizes: dict[int, tuple[int, int]] = {}  # height and width, by id
         self.coco = source if isinstance(source, CocoFile) else None
         if self.coco is not None:
-            self.classes = classes or self.coco.classes
-            places = match_classes(self.coco.classes, self.classes)
+            self.classes = classes = classes or self.coco.classes
+            places = match_classes(self.coco.classes, classes)
             self.category_of = dict(zip((p + 1 for p in places), self.coco.categories, strict=True))
             self.ids = {self.coco.name(i): image.id for i, image in enumerate(self.coco.truths)}
             self.sizes = {image.id: (image.height, image.width) for image in self.coco.truths}
 
     def nothing(self) -> Detections:
-        """The result of a sample without an entry in a file."""
         return self._found([])
 
     def encode(self, found: Mapping[str, Detections], suffix: str) -> bytes:
@@ -114,13 +112,16 @@ class DetectionsCodec:
         return json.dumps(entries).encode()
 
     def decode(self, path: Path) -> dict[str, Detections]:
-        entries = _read_list(path)
+        with reading(path, "pass a file of results that quadtree evaluate detect has written"):
+            entries = json.loads(path.read_bytes())
+            if not isinstance(entries, list):
+                raise ValueError(f"it must be a list of results, got a {type(entries).__name__}")
         masks = all(isinstance(entry, dict) and "segmentation" in entry for entry in entries)
         by_image: dict[int | str, list[dict[str, Any]]] = {}
         for place, entry in enumerate(entries):
             problem = self._problem(entry)
             if problem is None and masks:
-                problem = self._mask_problem(entry)
+                problem = mask_problem(entry["segmentation"], *self._size(entry))
             if problem is not None:
                 raise DataError(f"result {place} of {str(path)!r} cannot be scored: {problem}")
             by_image.setdefault(entry["image_id"], []).append(entry)
@@ -131,8 +132,6 @@ class DetectionsCodec:
             names.get(image, str(image)): self._found(found, masks=masks)
             for image, found in by_image.items()
         }
-
-    # ---- implementation
 
     def _entries(self, name: str, found: Detections) -> Iterator[dict[str, Any]]:
         """Objects of one image; those of classes that the data do not have are left out."""
@@ -177,13 +176,10 @@ class DetectionsCodec:
         if self.coco is not None:
             return self.sizes[entry["image_id"]]
         mask = entry["segmentation"]
-        match mask.get("size") if isinstance(mask, dict) else None:
-            case [int(height), int(width)]:
+        match mask:
+            case {"size": [int(height), int(width)]}:
                 return height, width
         return 0, 0  # of which no mask is
-
-    def _mask_problem(self, entry: dict[str, Any]) -> str | None:
-        return mask_problem(entry["segmentation"], *self._size(entry))
 
     def _problem(self, entry: Any) -> str | None:
         if not isinstance(entry, dict):
@@ -203,21 +199,6 @@ class DetectionsCodec:
         if not all(is_number(number) for number in numbers):
             return f"it must have a bbox of 4 finite numbers and a score, got {box!r} and {score!r}"
         return None
-
-
-def _read_list(path: Path) -> list[Any]:
-    try:
-        entries = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
-        raise DataError(
-            f"{str(path)!r} cannot be read as JSON: {error}; pass a file of results"
-        ) from error
-    if not isinstance(entries, list):
-        raise DataError(
-            f"{str(path)!r} holds no results: it must be a list, got a {type(entries).__name__}; "
-            "pass a file that quadtree evaluate detect has written"
-        )
-    return entries
 
 
 def _compressed(mask: Any, height: int, width: int) -> dict[str, Any]:

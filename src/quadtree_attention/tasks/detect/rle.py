@@ -24,8 +24,10 @@ def mask_problem(segmentation: Any, height: int, width: int) -> str | None:
             return "a polygon must be a list of finite numbers"
         if len(polygon) % 2 or len(polygon) < 2 * LEAST_POINTS:
             return f"a polygon must have pairs of x and y, 3 or more, got {len(polygon)} numbers"
-        if (far := _far_outside(polygon, height, width)) is not None:
-            return f"a polygon must not leave the image by more than its size, got {short(far)}"
+        sides = ((polygon[0::2], width), (polygon[1::2], height))
+        far = [v for values, side in sides for v in values if not -side <= v <= 2 * side]
+        if far:  # which the library cannot draw
+            return f"a polygon must not leave the image by more than its size, got {short(far[0])}"
     return None
 
 
@@ -36,7 +38,8 @@ def decode_mask(segmentation: Any, height: int, width: int) -> Array:
         runs = run_lengths(counts) if isinstance(counts, str) else counts
         inside = np.arange(len(runs)) % 2 == 1  # outside first, column by column
         return np.repeat(inside, runs).reshape(width, height).T
-    mask = _mask_library()
+    with needs("train", "drawing polygons"):
+        from faster_coco_eval.core import mask
     return mask.decode(mask.merge(mask.frPyObjects(segmentation, height, width))).astype(bool)
 
 
@@ -107,21 +110,6 @@ def _rle_problem(segmentation: dict[str, Any], height: int, width: int) -> str |
     if sum(runs) != height * width:
         return f"run lengths cover {sum(runs)} pixels, the image has {height * width}"
     return None
-
-
-def _far_outside(polygon: Sequence[float], height: int, width: int) -> float | None:
-    """A coordinate further outside than the image is large, which the library cannot draw."""
-    for values, side in ((polygon[0::2], width), (polygon[1::2], height)):
-        for value in values:
-            if not -side <= value <= 2 * side:
-                return value
-    return None
-
-
-def _mask_library() -> Any:
-    with needs("train", "drawing polygons"):
-        from faster_coco_eval.core import mask
-    return mask
 
 
 def is_number(value: Any) -> TypeGuard[float]:

@@ -3,18 +3,9 @@
 
 from quadtree_attention.tasks.contract import Task
 
-TASK = Task(
-    name="match",
-    item="pair",
-    images=("image0", "image1"),
-    predictor="predictor:Matcher",
-    codec="result:MatchesCodec",
-    metric="metrics:MatchMetric",
-    module="module:MatchModule",
-    open_source="readers:open_source",
-    data={
-        "synthetic": "data:MatchData",
-        "scannet": "scannet:ScanNetData",
-        "megadepth": "megadepth:MegaDepthData",
-    },
-)
+DATA = {
+    "synthetic": "data:MatchData",
+    "scannet": "scannet:ScanNetData",
+    "megadepth": "megadepth:MegaDepthData",
+}
+TASK = Task("match", ("image0", "image1"), "Matcher", "Matches", DATA)

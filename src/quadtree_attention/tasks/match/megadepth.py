@@ -29,23 +29,16 @@ from quadtree_attention.checks import needs
 from quadtree_attention.errors import DataError, OptionError
 from quadtree_attention.images import Array, to_image
 from quadtree_attention.models.matcher import COARSE_STRIDE
+from quadtree_attention.tasks.match import posed
 from quadtree_attention.tasks.match.npz import read_npz, strings
-from quadtree_attention.tasks.match.posed import (
-    PosedData,
-    PosedTruth,
-    folder_of,
-    posed_truth,
-    resized_camera,
-    resized_depth,
-    resized_image,
-    scene_files,
-)
+from quadtree_attention.tasks.match.posed import PosedTruth
+from quadtree_attention.tasks.readers import reading
 from quadtree_attention.tasks.training.data import Sample
 
 KEYS = ("image_paths", "depth_paths", "intrinsics", "poses", "pair_infos")
 
 
-class MegaDepthData(PosedData):
+class MegaDepthData(posed.PosedData):
     """Pairs of photographs of MegaDepth, in the layout of LoFTR's indices.
 
     Args:
@@ -70,11 +63,11 @@ class MegaDepthData(PosedData):
         size = width, height = fitted(image.size, self.size)
         pad = (0, self.size - width, 0, self.size - height)
         view = {
-            "image": F.pad(resized_image(image, *size), pad),
-            "depth": F.pad(resized_depth(depth, *size), pad),
+            "image": F.pad(posed.resized_image(image, *size), pad),
+            "depth": F.pad(posed.resized_depth(depth, *size), pad),
             "mask": F.pad(torch.ones(height, width, dtype=torch.bool), pad),
         }
-        return view, resized_camera(K, image.size, size)
+        return view, posed.resized_camera(K, image.size, size)
 
     def training_scenes(self) -> list["MegaDepthScene"]:
         return self._read_scenes("scene_info_0.1_0.7", "train_list.txt", self.min_overlap)
@@ -85,30 +78,26 @@ class MegaDepthData(PosedData):
     def _read_scenes(
         self, folder: str, listed: str, min_overlap: float | None
     ) -> list["MegaDepthScene"]:
-        index = folder_of(self.root, ("index", "megadepth_indices"), "LoFTR's indices of MegaDepth")
-        files = scene_files(index / folder, index / "trainvaltest_list" / listed)
+        index = posed.folder_of(
+            self.root, ("index", "megadepth_indices"), "LoFTR's indices of MegaDepth"
+        )
+        files = posed.scene_files(index / folder, index / "trainvaltest_list" / listed)
         import_h5py()
         photographs = self.root / "train" if (self.root / "train").is_dir() else self.root
         return [MegaDepthScene(file, photographs, min_overlap) for file in files]
 
 
-class MegaDepthScene:
-    """Pairs of photographs of one index file.
+class MegaDepthScene(posed.Scene):
+    """Pairs of photographs of one index file, whose paths are relative to `root`.
 
-    Args:
-        path: The npz file.
-        root: What paths in it are relative to.
-        min_overlap: Pairs have a larger overlap; None: all are used.
+    Pairs have an overlap above `min_overlap`; None: all are used.
     """
 
     def __init__(self, path: Path, root: Path, min_overlap: float | None) -> None:
         arrays = read_npz(path, KEYS)
-        self.path = path
-        self.root = root
-        self.image_paths = strings(arrays["image_paths"])
-        self.depth_paths = strings(arrays["depth_paths"])
-        self.intrinsics = arrays["intrinsics"]
-        self.poses = arrays["poses"]
+        self.path, self.root = path, root
+        self.image_paths, self.depth_paths = (strings(arrays[name]) for name in KEYS[:2])
+        self.intrinsics, self.poses = arrays["intrinsics"], arrays["poses"]
         self.pairs = _pairs(arrays["pair_infos"], min_overlap, path)
         every = self.image_paths, self.depth_paths, self.intrinsics, self.poses
         counts = {len(array) for array in every}
@@ -128,7 +117,7 @@ class MegaDepthScene:
         _, depths, cameras = zip(*map(self._photograph, pair), strict=True)
         poses = [np.asarray(self.poses[photograph], float) for photograph in pair]
         name = f"{self.pairs[index]} in {self.path}"
-        return posed_truth([read_depth(path) for path in depths], cameras, poses, name)
+        return posed.posed_truth([read_depth(path) for path in depths], cameras, poses, name)
 
     def _photograph(self, number: int) -> tuple[Path, Path, Array]:
         """Image, depth and camera of a photograph."""
@@ -141,23 +130,16 @@ class MegaDepthScene:
 
 def fitted(old: tuple[int, int], size: int) -> tuple[int, int]:
     """(width, height) with the longer side `size`, both multiples of a coarse cell."""
-    longer = max(old)
-    width, height = (
-        max(COARSE_STRIDE, round(side * size / longer) // COARSE_STRIDE * COARSE_STRIDE)
-        for side in old
-    )
+    cell, longer = COARSE_STRIDE, max(old)
+    width, height = (max(cell, round(side * size / longer) // cell * cell) for side in old)
     return width, height
 
 
 def read_depth(path: Path) -> Array:
     """Depth (H, W), 0 where it is not known."""
     h5py = import_h5py()
-    try:
-        with h5py.File(path, "r") as file:
-            depth: Array = np.asarray(file["depth"], np.float32)
-    except Exception as error:  # damaged files fail in every possible way
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise DataError(f"cannot read the depth {path}: {reason}") from error
+    with reading(path, "get the depth again"), h5py.File(path, "r") as file:
+        depth: Array = np.asarray(file["depth"], np.float32)
     if depth.ndim != 2 or depth.size == 0:
         raise DataError(f"the depth {path} must be (H, W), got {depth.shape}")
     return depth
@@ -170,15 +152,10 @@ def import_h5py() -> Any:
 
 def _pairs(infos: Array, min_overlap: float | None, path: Path) -> Array:
     """(N, 2) numbers of photographs."""
-    try:
+    with reading(path, "pair_infos must be ((i, j), overlap, ...) each; get the file again"):
         kept = [
             (int(i), int(j))
             for (i, j), overlap, *_ in infos
             if min_overlap is None or float(overlap) > min_overlap
         ]
-    except (TypeError, ValueError) as error:
-        raise DataError(
-            f"pair_infos of {path} must be ((i, j), overlap, ...) each, got {error}; "
-            "get the file again"
-        ) from error
     return np.array(kept, np.int64).reshape(-1, 2)

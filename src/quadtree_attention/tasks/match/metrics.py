@@ -24,17 +24,9 @@ import numpy as np
 
 from quadtree_attention.checks import above, at_least
 from quadtree_attention.images import Array
-from quadtree_attention.tasks.contract import Column, Scores, Source
-from quadtree_attention.tasks.match.pose import (
-    ESTIMATORS,
-    HOMOGRAPHY_PIXELS,
-    PIXELS,
-    Estimator,
-    homogeneous,
-    homography,
-    normalised,
-    relative_pose,
-)
+from quadtree_attention.tasks.contract import Column, Metric, Scores, Source
+from quadtree_attention.tasks.match import pose
+from quadtree_attention.tasks.match.pose import Estimator, homogeneous, normalised
 from quadtree_attention.tasks.match.readers import PairLine
 from quadtree_attention.tasks.match.result import Matches
 
@@ -56,11 +48,11 @@ COLUMNS = (
 )
 
 
-class MatchMetric:
+class MatchMetric(Metric[PairLine, Matches]):
     """Scores of pairs with a true pose or homography, such as `pose_opencv_auc5`.
 
     Args:
-        source: The pairs; not used.
+        source: Not used.
         classes: Not used: matches have none.
         pose_pixels: Threshold of both estimators for poses, in pixels of the images as given.
         epipolar: Matches of a pose pair are correct below this symmetric squared distance from
@@ -79,18 +71,16 @@ class MatchMetric:
         source: Source[PairLine] | None = None,
         classes: Sequence[str] | None = None,
         *,
-        pose_pixels: float = PIXELS,
+        pose_pixels: float = pose.PIXELS,
         epipolar: float = EPIPOLAR_THRESHOLD,
         side: int = SIDE,
-        estimators: Sequence[Estimator] = ESTIMATORS[::-1],
+        estimators: Sequence[Estimator] = pose.ESTIMATORS[::-1],
     ) -> None:
+        super().__init__()
         above(0, pose_pixels=pose_pixels, epipolar=epipolar)
         at_least(0, side=side)
-        self.pose_pixels = pose_pixels
-        self.epipolar = epipolar
-        self.side = side
+        self.pose_pixels, self.epipolar, self.side = pose_pixels, epipolar, side
         self.estimators = tuple(estimators)
-        self.rows: list[dict[str, Any]] = []
 
     def update(self, name: str, truth: PairLine, found: Matches | None) -> None:
         """Adds a pair; None, or no matches, count as a failure of both estimators.
@@ -115,16 +105,11 @@ class MatchMetric:
             | {f"error_{estimator}": error for estimator, error in errors.items()}
         )
 
-    def state(self) -> list[dict[str, Any]]:
-        return self.rows
-
-    def merge(self, states: Sequence[list[dict[str, Any]]]) -> None:
-        self.rows = [row for rows in states for row in rows]
-
     def compute(self) -> Scores:
         """AUC and precision in percent, medians in degrees or pixels, per kind of truth."""
         mean: dict[str, float | None] = {}
         facts: dict[str, Any] = {}
+        groups: list[str] = []
         for kind, thresholds in THRESHOLDS.items():
             if not (rows := [row for row in self.rows if row["kind"] == kind]):
                 continue
@@ -132,6 +117,7 @@ class MatchMetric:
             facts[f"{kind}_missing"] = sum(row["missing"] for row in rows)
             for name in self.estimators:
                 errors, prefix = [row[f"error_{name}"] for row in rows], f"{kind}_{name}"
+                groups.append(prefix)
                 for threshold, area in zip(thresholds, auc(errors, thresholds), strict=True):
                     mean[f"{prefix}_auc{threshold:g}"] = area
                 mean[f"{prefix}_median"] = median(errors)
@@ -139,7 +125,7 @@ class MatchMetric:
             mean[f"{kind}_matches"] = fmean(row["matches"] for row in rows)
             mean[f"{kind}_precision"] = fmean(row["precision"] for row in rows)
         facts |= {"pose_pixels": self.pose_pixels, "epipolar": self.epipolar, "side": self.side}
-        return Scores("match", mean, self.rows, COLUMNS, facts)
+        return Scores("match", mean, self.rows, COLUMNS, facts, groups=groups)
 
     def _score_pose(
         self, pair: PairLine, points0: Array, points1: Array
@@ -153,12 +139,11 @@ class MatchMetric:
         cameras = pair.K0, pair.K1
         errors: dict[Estimator, float] = {}
         for name in self.estimators:
-            found = relative_pose(
+            found = pose.relative_pose(
                 points0, points1, *cameras, estimator=name, threshold=self.pose_pixels
             )
-            errors[name] = math.inf
-            if found is not None:
-                errors[name] = pose_error(found.rotation, found.translation, pair.T_0to1)
+            moved = found and (found.rotation, found.translation)
+            errors[name] = pose_error(*moved, pair.T_0to1) if moved else math.inf
         away = epipolar_errors(points0, points1, *cameras, pair.T_0to1)
         return precision(away, self.epipolar), errors
 
@@ -171,11 +156,9 @@ class MatchMetric:
         scale = self.side / min(size1) if self.side else 1.0  # given to measured pixels
         errors: dict[Estimator, float] = {}
         for name in self.estimators:
-            found = homography(
-                points0, points1, estimator=name, threshold=HOMOGRAPHY_PIXELS / scale
-            )
-            matrix = None if found is None else found.matrix
-            errors[name] = corner_error(matrix, pair.H_0to1, *size0) * scale
+            pixels = pose.HOMOGRAPHY_PIXELS / scale
+            found = pose.homography(points0, points1, estimator=name, threshold=pixels)
+            errors[name] = corner_error(found and found.matrix, pair.H_0to1, *size0) * scale
         away = np.linalg.norm(transform(points0, pair.H_0to1) - points1, axis=1) * scale
         return precision(away, CORRECT_PIXELS), errors
 

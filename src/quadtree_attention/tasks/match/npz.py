@@ -17,8 +17,9 @@ from typing import IO, Any
 import numpy as np
 
 from quadtree_attention.errors import DataError
+from quadtree_attention.images import Array
+from quadtree_attention.tasks.readers import reading
 
-Array = np.ndarray[Any, Any]
 _CODE = re.compile(r"[biufSU]\d+|O8?")  # numbers, strings, objects; what has no parts
 
 
@@ -30,23 +31,15 @@ def read_npz(path: Path, names: Iterable[str] | None = None) -> dict[str, Array]
     Raises:
         DataError: The file is missing or damaged, lacks an array, or holds something else.
     """
-    try:
-        with zipfile.ZipFile(path) as file:
-            there = [name.removesuffix(".npy") for name in file.namelist()]
-            wanted = there if names is None else list(names)
-            if missing := [name for name in wanted if name not in there]:
-                raise DataError(
-                    f"{path} must hold {', '.join(wanted)}, got {', '.join(there) or 'nothing'}; "
-                    f"{', '.join(missing)} is missing, get the file again"
-                )
-            return {name: _read(file, f"{name}.npy", path) for name in wanted}
-    except DataError:
-        raise
-    except FileNotFoundError as error:
-        raise DataError(f"there is no file {path}; check the folder of the data") from error
-    except Exception as error:  # damaged files fail in every possible way
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise DataError(f"cannot read {path}: {reason}; get the file again") from error
+    with reading(path, "get the file again"), zipfile.ZipFile(path) as file:
+        there = [name.removesuffix(".npy") for name in file.namelist()]
+        wanted = there if names is None else list(names)
+        if missing := [name for name in wanted if name not in there]:
+            raise DataError(
+                f"{path} must hold {', '.join(wanted)}, got {', '.join(there) or 'nothing'}; "
+                f"{', '.join(missing)} is missing, get the file again"
+            )
+        return {name: _read(file, f"{name}.npy", path) for name in wanted}
 
 
 def _read(file: zipfile.ZipFile, member: str, path: Path) -> Array:

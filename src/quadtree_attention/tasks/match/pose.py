@@ -9,7 +9,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -77,17 +77,11 @@ class Pose:
         )
 
 
-@dataclass(frozen=True)
-class Homography:
-    """Map of pixels of image 0 to pixels of image 1.
+class Homography(NamedTuple):
+    """Map of pixels of image 0 to pixels of image 1."""
 
-    Attributes:
-        matrix: (3, 3), the last entry 1.
-        inliers: Boolean (N,), the matches that agree with it.
-    """
-
-    matrix: Array
-    inliers: Array
+    matrix: Array  # (3, 3), the last entry 1
+    inliers: Array  # boolean (N,), the matches that agree with it
 
 
 def relative_pose(
@@ -237,20 +231,13 @@ def read_camera(name: str, given: str) -> Array:
         OptionError: It is none of these; `name` is that of the option.
         ShapeError: The numbers are no camera.
     """
-    text = given
-    if os.path.isfile(given):
-        try:
-            text = Path(given).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            reason = getattr(error, "strerror", None) or "it is no text"
-            raise OptionError(f"{name}: cannot read {given}: {reason}; pass a text") from error
     accepted = "fx,fy,cx,cy in pixels, nine numbers row by row, or a text file with either"
     try:
+        text = Path(given).read_text(encoding="utf-8") if os.path.isfile(given) else given
         numbers = [float(word) for word in re.split(r"[\s,;]+", text.strip("[]() \t\r\n,;"))]
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         raise OptionError(
-            f"{name} must be {accepted}, got {given!r}, which is neither numbers nor a file; "
-            "pass such"
+            f"{name} must be {accepted}, got {given!r}, which is neither; pass such"
         ) from error
     if len(numbers) not in (4, 9):
         raise OptionError(f"{name} must be {accepted}, got {len(numbers)} numbers; pass such")

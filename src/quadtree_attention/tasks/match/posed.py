@@ -12,7 +12,7 @@ there is none.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,7 +22,9 @@ from tqdm import tqdm
 
 from quadtree_attention.checks import at_least
 from quadtree_attention.errors import DataError, OptionError
-from quadtree_attention.images import Array
+from quadtree_attention.images import Array, ImageLike
+from quadtree_attention.tasks.contract import Source
+from quadtree_attention.tasks.readers import reading
 from quadtree_attention.tasks.training.data import Batch, Sample, Split, TaskData
 
 PER_SCENE = 4  # pairs tried in one scene, whose folder may be missing as a whole
@@ -30,36 +32,19 @@ PER_SCENE = 4  # pairs tried in one scene, whose folder may be missing as a whol
 
 @dataclass(frozen=True, eq=False)
 class PosedTruth:
-    """Depth, cameras and motion of a pair, as they are stored.
+    """Depth, cameras and motion of a pair, as they are stored."""
 
-    Attributes:
-        depths: (H, W) of either photograph, 0 or not finite where it is not known.
-        cameras: Camera (3, 3) of either.
-        T_0to1: Motion (4, 4) from camera 0 to camera 1.
-        T_1to0: Its inverse.
-    """
-
-    depths: Sequence[Array]
-    cameras: Sequence[Array]
-    T_0to1: Array
-    T_1to0: Array
+    depths: Sequence[Array]  # (H, W) of either photograph, 0 or not finite where it is not known
+    cameras: Sequence[Array]  # camera (3, 3) of either
+    T_0to1: Array  # motion (4, 4) from camera 0 to camera 1
+    T_1to0: Array  # its inverse
 
 
-class Scene(Protocol):
-    """Pairs of photographs of one place. Reading raises `DataError`, which names the file."""
-
-    def __len__(self) -> int: ...
-
-    def images(self, index: int) -> tuple[Image.Image, Image.Image]: ...
-
-    def truth(self, index: int) -> PosedTruth: ...
+Scene = Source[PosedTruth]  # pairs of photographs of one place
 
 
-class PosedSource:
+class PosedSource(Source[PosedTruth]):
     """The pairs of several scenes, one scene after the other: what `TaskData` reads of a source."""
-
-    classes = None
-    skipped = ()
 
     def __init__(self, scenes: Sequence[Scene]) -> None:
         self.scenes = scenes
@@ -68,7 +53,7 @@ class PosedSource:
     def __len__(self) -> int:
         return int(self.starts[-1])
 
-    def images(self, index: int) -> tuple[Image.Image, Image.Image]:
+    def images(self, index: int) -> tuple[ImageLike, ...]:
         number, pair = self._located(index)
         return self.scenes[number].images(pair)
 
@@ -98,9 +83,7 @@ class PosedData(TaskData):
         min_overlap: Training pairs have a larger overlap.
         val_pairs: Most pairs to validate on, evenly spread over those there are.
         val_scenes: Training scenes, the last ones, to validate on; 0: the official pairs.
-        workers: Processes that read files; None: one per core, 8 at most; 0: no other process.
-        strict: Fail at the first unreadable file instead of counting and replacing its pair.
-        seed: Decides which pairs, and their order.
+        **common: Those of `TaskData`.
     """
 
     title: str  # of the data set, in messages
@@ -116,11 +99,9 @@ class PosedData(TaskData):
         min_overlap: float = 0.0,
         val_pairs: int = 1500,
         val_scenes: int = 0,
-        workers: int | None = None,
-        strict: bool = False,
-        seed: int = 0,
+        **common: Any,
     ) -> None:
-        super().__init__(batch_size=batch_size, workers=workers, strict=strict, seed=seed)
+        super().__init__(batch_size=batch_size, **common)
         if root is None:
             raise OptionError(
                 f"{self.title} needs the folder that holds it, got none; pass --data.root FOLDER"
@@ -131,11 +112,8 @@ class PosedData(TaskData):
             raise OptionError(
                 f"min_overlap must be from 0 to below 1, got {min_overlap}; pass such"
             )
-        self.root = Path(root)
-        self.pairs_per_scene = pairs_per_scene
-        self.val_pairs = val_pairs
-        self.val_scenes = val_scenes
-        self.min_overlap = min_overlap
+        self.root, self.min_overlap, self.pairs_per_scene = Path(root), min_overlap, pairs_per_scene
+        self.val_pairs, self.val_scenes = val_pairs, val_scenes
 
     def training_scenes(self) -> Sequence[Scene]:
         """All scenes there are for training; some may be held out."""
@@ -172,7 +150,7 @@ class PosedData(TaskData):
         self._sources = both
         return both[split]
 
-    def count(self, split: Split) -> int:
+    def available(self, split: Split) -> int:
         source = self.source(split)
         if split == "train":
             return len(source.scenes) * self.pairs_per_scene
@@ -181,7 +159,7 @@ class PosedData(TaskData):
     def place(self, split: Split, index: int) -> int:
         source = self.source(split)
         if split == "val":  # evenly spread over all
-            return index * len(source) // self.count(split)
+            return index * len(source) // self.available(split)
         number = index // self.pairs_per_scene
         return source.starts[number] + int(torch.randint(len(source.scenes[number]), ()))
 
@@ -205,12 +183,10 @@ class PosedData(TaskData):
 
 def folder_of(root: Path, names: Sequence[str], what: str) -> Path:
     """The first folder of a root that exists."""
-    for name in names:
-        if (root / name).is_dir():
-            return root / name
-    raise DataError(
-        f"there is no folder {' or '.join(str(root / name) for name in names)}; put {what} there"
-    )
+    folders = [root / name for name in names]
+    if found := next((folder for folder in folders if folder.is_dir()), None):
+        return found
+    raise DataError(f"there is no folder {' or '.join(map(str, folders))}; put {what} there")
 
 
 def scene_files(folder: Path, listed: Path) -> Iterable[Path]:
@@ -223,10 +199,8 @@ def scene_files(folder: Path, listed: Path) -> Iterable[Path]:
     if not listed.exists():
         files = sorted(folder.glob("*.npz"))
     else:
-        try:
+        with reading(listed, "get it again"):
             stems = [line.split()[0] for line in listed.read_text().splitlines() if line.strip()]
-        except (OSError, ValueError) as error:
-            raise DataError(f"cannot read {listed}: {error}; get it again") from error
         files = [folder / f"{stem.removesuffix('.npz')}.npz" for stem in stems]
     if not files:
         raise DataError(f"{folder} has no npz file to use; put the indices of the scenes there")

@@ -38,7 +38,8 @@ from quadtree_attention.checks import one_of
 from quadtree_attention.errors import DataError
 from quadtree_attention.files import StrPath
 from quadtree_attention.images import Array, image_size, to_image
-from quadtree_attention.tasks.contract import file_identity
+from quadtree_attention.tasks.contract import Source, file_identity
+from quadtree_attention.tasks.readers import reading
 
 QUOTES = ('"', "'")
 ROTATIONS = ("0", "1", "2", "3")
@@ -52,33 +53,19 @@ ROUNDING = 1e-2  # how far a written rotation may be from one
 
 @dataclass(frozen=True, eq=False)
 class PairLine:
-    """One line of a file of pairs; None is what it does not say.
+    """One line of a file of pairs; None is what it does not say."""
 
-    Attributes:
-        line: Its number, from 1.
-        image0: Path of image 0, from the folder of the images.
-        image1: Path of image 1.
-        rotation0: Quarter turns counter-clockwise that make image 0 upright, 0 to 3.
-        rotation1: Likewise of image 1.
-        K0: Camera (3, 3) of image 0, as it was taken (not turned).
-        K1: Camera of image 1.
-        T_0to1: True motion (4, 4) from camera 0 to camera 1, as they were held (not turned).
-        H_0to1: True homography (3, 3) from pixels of image 0 to those of image 1.
-        name: What to call files about the pair, `<stem0>__<stem1>`; see `read_pairs`.
-        folder: Folder of the images.
-    """
-
-    line: int
-    image0: str
+    line: int  # its number, from 1
+    image0: str  # path, from the folder of the images
     image1: str
-    rotation0: int = 0
+    rotation0: int = 0  # quarter turns counter-clockwise that make the image upright, 0 to 3
     rotation1: int = 0
-    K0: Array | None = None
+    K0: Array | None = None  # camera (3, 3) of image 0, as it was taken (not turned)
     K1: Array | None = None
-    T_0to1: Array | None = None
-    H_0to1: Array | None = None
-    name: str = ""
-    folder: Path = Path()
+    T_0to1: Array | None = None  # true motion (4, 4) from camera 0 to 1, as held (not turned)
+    H_0to1: Array | None = None  # true homography (3, 3) from pixels of image 0 to those of image 1
+    name: str = ""  # of files about the pair, `<stem0>__<stem1>`; see `read_pairs`
+    folder: Path = Path()  # of the images
 
     def __post_init__(self) -> None:
         if not self.name:
@@ -101,20 +88,12 @@ class PairLine:
         return image_size(path0), image_size(path1)
 
 
-class PairsSource:
+class PairsSource(Source[PairLine]):
     """The pairs of a file. Lines with the same images, turned alike, share name and prediction."""
-
-    classes: Sequence[str] | None = None
-    skipped: Sequence[str] = ()
 
     def __init__(self, pairs: Sequence[PairLine]) -> None:
         self.pairs = pairs
-
-    def __len__(self) -> int:
-        return len(self.pairs)
-
-    def name(self, index: int) -> str:
-        return self.pairs[index].name
+        self.names = [pair.name for pair in pairs]
 
     def identity(self, index: int) -> list[Any]:
         pair = self.pairs[index]
@@ -175,13 +154,10 @@ def read_pairs(path: StrPath, images: StrPath | None = None) -> list[PairLine]:
     are named by their whole paths, with "-" for "/" (`desk-1__desk-2`), and if these are the same,
     too, by their paths and line (`desk-1__desk-2-17`). Lines with the same images, turned alike,
     have one name: their matches are the same.
-
-    Raises:
-        DataError: The file cannot be read or lists nothing, a line is wrong, or there is no folder
-            of images.
     """
     path = Path(path)
-    lines = _read(path).splitlines()
+    with reading(path, "pass a file of pairs, text in UTF-8"):
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
     folder = path.parent if images is None else Path(images)
     if not folder.is_dir():
         raise DataError(f"there is no folder of images {str(folder)!r}; check --images")
@@ -199,18 +175,6 @@ def read_pairs(path: StrPath, images: StrPath | None = None) -> list[PairLine]:
             f"them both, got {long.name[:40]}...; shorten them, or let --images be a deeper folder"
         )
     return pairs
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise DataError(
-            f"cannot read {path}: it is no text in UTF-8 ({error.reason}); pass a file of pairs"
-        ) from error
-    except (OSError, ValueError) as error:  # ValueError: a zero byte in the path
-        reason = getattr(error, "strerror", None) or error
-        raise DataError(f"cannot read {path}: {reason}; check the path") from error
 
 
 def _parse_line(where: str, number: int, line: str) -> PairLine:
@@ -242,22 +206,18 @@ def _parse(where: str, number: int, words: Sequence[str]) -> PairLine:
         if not np.linalg.cond(homography) < 1e12:
             raise DataError(f"{where}: the homography has no inverse, got {' '.join(rest)}; fix it")
         return PairLine(number, image0, image1, H_0to1=homography)
-    rotation0, rotation1 = (_rotation(where, i, word) for i, word in enumerate(rest[:2] or "00"))
-    cameras = rest[2:]
+    for i, word in enumerate(rest[:2]):
+        if word not in ROTATIONS:
+            raise DataError(
+                f"{where}: rotation{i} must be 0, 1, 2 or 3 quarter turns, got {word!r}; write 0 "
+                "for an image that is upright"
+            )
+    (rotation0, rotation1), cameras = map(int, rest[:2] or "00"), rest[2:]
     K0, K1 = (
         _camera(where, f"K{i}", cameras[9 * i : 9 * i + 9]) if cameras else None for i in range(2)
     )
     T_0to1 = _motion(where, cameras[18:]) if cameras[18:] else None
     return PairLine(number, image0, image1, rotation0, rotation1, K0, K1, T_0to1)
-
-
-def _rotation(where: str, i: int, word: str) -> int:
-    if word not in ROTATIONS:
-        raise DataError(
-            f"{where}: rotation{i} must be 0, 1, 2 or 3 quarter turns, got {word!r}; write 0 for "
-            "an image that is upright"
-        )
-    return int(word)
 
 
 def _matrix(where: str, what: str, words: Sequence[str], side: int) -> Array:

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Matches of two images, what follows from them, and their files."""
 
-import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -11,17 +10,10 @@ import numpy as np
 
 from quadtree_attention.errors import DataError
 from quadtree_attention.images import Array
-from quadtree_attention.tasks.contract import Result, Source
-from quadtree_attention.tasks.match.pose import (
-    ESTIMATORS,
-    Camera,
-    Estimator,
-    Homography,
-    Pose,
-    homography,
-    relative_pose,
-)
-from quadtree_attention.tasks.readers import read_npz
+from quadtree_attention.tasks.contract import Codec, Result, table
+from quadtree_attention.tasks.match import pose
+from quadtree_attention.tasks.match.pose import Camera, Estimator, Homography, Pose
+from quadtree_attention.tasks.readers import npz_bytes, read_npz
 
 ARRAYS = ("keypoints0", "keypoints1", "confidence")
 
@@ -55,20 +47,20 @@ class Matches(Result):
 
     def homography(self, estimator: Estimator = "poselib", **options: Any) -> Homography | None:
         """The homography from image 0 to image 1, or None; see `pose.homography`."""
-        return homography(self.keypoints0, self.keypoints1, estimator=estimator, **options)
+        return pose.homography(self.keypoints0, self.keypoints1, estimator=estimator, **options)
 
     def relative_pose(
         self, K0: Camera, K1: Camera, estimator: Estimator = "poselib", **options: Any
     ) -> Pose | None:
         """The motion from camera 0 to camera 1, or None; see `pose.relative_pose`."""
         points = self.keypoints0, self.keypoints1
-        return relative_pose(*points, K0, K1, estimator=estimator, **options)
+        return pose.relative_pose(*points, K0, K1, estimator=estimator, **options)
 
     def with_poses(self, K0: Camera, K1: Camera) -> Self:
         """These matches with the poses of both estimators, and a warning where inliers are few."""
-        poses = {name: self.relative_pose(K0, K1, name) for name in ESTIMATORS}
+        poses = {name: self.relative_pose(K0, K1, name) for name in pose.ESTIMATORS}
         cautions = tuple(
-            f"{name}: {pose.caution}" for name, pose in poses.items() if pose and pose.caution
+            f"{name}: {found.caution}" for name, found in poses.items() if found and found.caution
         )
         return replace(self, poses=poses, warnings=self.warnings + cautions)
 
@@ -79,7 +71,7 @@ class Matches(Result):
             "matched_at": self.seen or None,
         }
         if self.poses:
-            found["poses"] = {name: pose and pose.to_dict() for name, pose in self.poses.items()}
+            found["poses"] = {name: p and p.to_dict() for name, p in self.poses.items()}
         return found | {
             "keypoints0": self.keypoints0.round(3).tolist(),
             "keypoints1": self.keypoints1.round(3).tolist(),
@@ -96,36 +88,23 @@ class Matches(Result):
             rows["time"] = f"{self.seconds:.2f} s"
         if self.seen:
             given = [image.size for image in self.images] or self.seen
-            sizes = zip(self.seen, given, strict=True)
             rows["matched at"] = " and ".join(
-                _by(size) + ("" if size == whole else f" (of {_by(whole)})")
-                for size, whole in sizes
+                "{}x{}".format(*size) + ("" if size == whole else " (of {}x{})".format(*whole))
+                for size, whole in zip(self.seen, given, strict=True)
             )
         nothing = "no pose: the matches do not determine one"
         rows |= {f"by {name}": p.to_text() if p else nothing for name, p in self.poses.items()}
-        return "\n".join(f"{name:11}  {value}" for name, value in rows.items())
+        return table(rows)
 
 
-def _by(size: tuple[int, int]) -> str:
-    return f"{size[0]}x{size[1]}"
-
-
-class MatchesCodec:
+class MatchesCodec(Codec[Matches]):
     """Matches as npz: `keypoints0` and `keypoints1` (N, 2), `confidence` (N,)."""
 
-    suffixes: tuple[str, ...] = (".npz",)
-    together = False
-
-    def __init__(
-        self, source: Source[Any] | None = None, classes: Sequence[str] | None = None
-    ) -> None:
-        pass
+    suffixes = (".npz",)
 
     def encode(self, found: Mapping[str, Matches], suffix: str) -> bytes:
         (matches,) = found.values()
-        content = io.BytesIO()
-        np.savez(content, **{name: getattr(matches, name) for name in ARRAYS})
-        return content.getvalue()
+        return npz_bytes(**{name: getattr(matches, name) for name in ARRAYS})
 
     def decode(self, path: Path) -> dict[str, Matches]:
         stored = read_npz(path, ARRAYS)

@@ -17,6 +17,7 @@ What a folder must hold::
     <root>/test/scene0707_00/         their frames
 """
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,23 +27,16 @@ from PIL import Image
 from quadtree_attention.checks import at_least
 from quadtree_attention.errors import DataError
 from quadtree_attention.images import Array, to_image
+from quadtree_attention.tasks.match import posed
 from quadtree_attention.tasks.match.npz import read_npz
-from quadtree_attention.tasks.match.posed import (
-    PosedData,
-    PosedTruth,
-    folder_of,
-    posed_truth,
-    resized_camera,
-    resized_depth,
-    resized_image,
-    scene_files,
-)
+from quadtree_attention.tasks.match.posed import PosedTruth, folder_of
+from quadtree_attention.tasks.readers import reading
 from quadtree_attention.tasks.training.data import Sample
 
 MILLIMETRES = 1000
 
 
-class ScanNetData(PosedData):
+class ScanNetData(posed.PosedData):
     """Pairs of frames of ScanNet, in the layout of LoFTR's indices.
 
     Args:
@@ -71,17 +65,15 @@ class ScanNetData(PosedData):
         self.size = (width, height)
 
     def view(self, image: Image.Image, depth: Array, K: Array) -> tuple[Sample, Array]:
-        view = {
-            "image": resized_image(image, *self.size),
-            "depth": resized_depth(depth, *self.size),
-        }
-        return view, resized_camera(K, (depth.shape[1], depth.shape[0]), self.size)
+        view = {"image": posed.resized_image(image, *self.size)}
+        view["depth"] = posed.resized_depth(depth, *self.size)
+        return view, posed.resized_camera(K, (depth.shape[1], depth.shape[0]), self.size)
 
     def training_scenes(self) -> list["ScanNetScene"]:
         index = folder_of(self.root, ("scannet_indices", "index"), "LoFTR's indices of ScanNet")
         frames = folder_of(self.root, ("train",), "the frames of the training scenes")
         data = index / "scene_data"
-        files = scene_files(data / "train", data / "train_list" / "scannet_all.txt")
+        files = posed.scene_files(data / "train", data / "train_list" / "scannet_all.txt")
         cameras = read_npz(index / "intrinsics.npz")
         return [ScanNetScene(read_pairs(f, self.min_overlap), frames, cameras) for f in files]
 
@@ -92,19 +84,13 @@ class ScanNetData(PosedData):
         return [ScanNetScene(read_pairs(index / "test.npz", None), frames, cameras)]
 
 
-class ScanNetScene:
-    """Pairs of frames.
+@dataclass(eq=False)
+class ScanNetScene(posed.Scene):
+    """Pairs of frames."""
 
-    Args:
-        pairs: (N, 4): scene, sub-scene, frame, frame.
-        frames: Folder of the scenes.
-        cameras: Camera matrices of depth images by name of the scene.
-    """
-
-    def __init__(self, pairs: Array, frames: Path, cameras: dict[str, Array]) -> None:
-        self.pairs = pairs
-        self.frames = frames
-        self.cameras = cameras
+    pairs: Array  # (N, 4): scene, sub-scene, frame, frame
+    frames: Path  # folder of the scenes
+    cameras: dict[str, Array]  # camera matrices of depth images by name of the scene
 
     def __len__(self) -> int:
         return len(self.pairs)
@@ -121,7 +107,7 @@ class ScanNetScene:
         K = np.asarray(self.cameras[folder.name], float).reshape(3, 3)
         depths = [read_depth(folder / "depth" / f"{frame}.png") for frame in frames]
         poses = [read_pose(folder / "pose" / f"{frame}.txt") for frame in frames]
-        return posed_truth(depths, [K, K], poses, f"frames {frames} in {folder}")
+        return posed.posed_truth(depths, [K, K], poses, f"frames {frames} in {folder}")
 
     def _located(self, index: int) -> tuple[Path, int, int]:
         """The folder of a pair, and its frames."""
@@ -148,26 +134,16 @@ def read_pairs(path: Path, min_overlap: float | None) -> Array:
 
 def read_depth(path: Path) -> Array:
     """Depth (H, W) in metres from a PNG of 16 bits in millimetres."""
-    try:
-        with Image.open(path) as image:
-            if not image.mode.startswith("I"):
-                raise DataError(f"{path} must be grey with 16 bits, got the mode {image.mode}")
-            return np.asarray(image).astype(np.float32) / MILLIMETRES
-    except DataError:
-        raise
-    except Exception as error:  # damaged files fail in every possible way
-        reason = getattr(error, "strerror", None) or (str(error).splitlines() or ["damaged"])[0]
-        raise DataError(f"cannot read the depth {path}: {reason}") from error
+    with reading(path, "get the depth again"), Image.open(path) as image:
+        if not image.mode.startswith("I"):
+            raise DataError(f"{path} must be grey with 16 bits, got the mode {image.mode}")
+        return np.asarray(image).astype(np.float32) / MILLIMETRES
 
 
 def read_pose(path: Path) -> Array:
     """The matrix (4, 4) from the world to the camera; the file has its inverse."""
-    try:
+    with reading(path, "get the pose again"):
         pose = np.loadtxt(path)
         if pose.shape != (4, 4) or not np.isfinite(pose).all():
             raise DataError(f"the pose {path} must be 4x4 finite numbers, as tracking gives them")
         return np.linalg.inv(pose)
-    except DataError:
-        raise
-    except (OSError, ValueError) as error:  # LinAlgError is a ValueError
-        raise DataError(f"cannot read the pose {path}: {error}") from error

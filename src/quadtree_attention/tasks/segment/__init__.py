@@ -3,14 +3,8 @@
 
 from quadtree_attention.tasks.contract import Task
 
-TASK = Task(
-    name="segment",
-    item="image",
-    images=("image",),
-    predictor="predictor:Segmenter",
-    codec="result:LabelMapCodec",
-    metric="metrics:SegmentMetric",
-    module="module:SegmentModule",
-    open_source="readers:open_source",
-    data=dict.fromkeys(("auto", "folder", "ade20k", "generated"), "data:SegmentData"),
-)
+DATA = {
+    **dict.fromkeys(("auto", "folder", "ade20k"), "data:SegmentData"),
+    "generated": "data:GeneratedSegmentData",
+}
+TASK = Task("segment", ("image",), "Segmenter", "Segmentation", DATA)

@@ -34,8 +34,7 @@ class RandomScale(v2.Transform):  # type: ignore[misc] # torchvision is not type
 
     def __init__(self, scale: tuple[float, float], base: int | None = None) -> None:
         super().__init__()
-        self.scale = scale
-        self.base = base
+        self.scale, self.base = scale, base
 
     def make_params(self, flat_inputs: list[Any]) -> dict[str, Any]:
         height, width = v2.query_size(flat_inputs)
@@ -70,9 +69,7 @@ class RandomCrop(v2.Transform):  # type: ignore[misc]
 
     def __init__(self, height: int, width: int, *, most: float = 1.0) -> None:
         super().__init__()
-        self.height = height
-        self.width = width
-        self.most = most
+        self.height, self.width, self.most = height, width, most
 
     def make_params(self, flat_inputs: list[Any]) -> dict[str, Any]:
         height, width = v2.query_size(flat_inputs)
@@ -80,7 +77,9 @@ class RandomCrop(v2.Transform):  # type: ignore[misc]
         corner = self._corner(height, width)
         if self.most < 1 and masks:
             for _ in range(_TRIES):
-                if _largest_share(self._part(masks[0], *corner)) <= self.most:
+                top, left = corner
+                part = masks[0][..., top : top + self.height, left : left + self.width]
+                if _largest_share(part) <= self.most:
                     break
                 corner = self._corner(height, width)
         missing = max(0, self.height - height), max(0, self.width - width)
@@ -98,9 +97,6 @@ class RandomCrop(v2.Transform):  # type: ignore[misc]
         top = int(torch.randint(rows + 1, ()))
         return top, int(torch.randint(columns + 1, ()))
 
-    def _part(self, mask: Tensor, top: int, left: int) -> Tensor:
-        return mask[..., top : top + self.height, left : left + self.width]
-
 
 def training_transform(
     height: int,
@@ -113,15 +109,9 @@ def training_transform(
     most: float = 0.75,
 ) -> v2.Transform:
     """Random scale, crop, flip and colours of an image with its labels."""
-    colours = [RandomColours(p=0.5)] if jitter else []
-    return v2.Compose(
-        [
-            RandomScale(scale, base),
-            RandomCrop(height, width, most=most),
-            v2.RandomHorizontalFlip(flip),
-            *colours,
-        ]
-    )
+    steps = [RandomScale(scale, base), RandomCrop(height, width, most=most)]
+    steps += [v2.RandomHorizontalFlip(flip), *([RandomColours(p=0.5)] * jitter)]
+    return v2.Compose(steps)
 
 
 def as_tensors(image: Image.Image, labels: Array) -> tuple[tv_tensors.Image, tv_tensors.Mask]:

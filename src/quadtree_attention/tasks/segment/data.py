@@ -1,34 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """Batches of images with a class for every pixel, for training and validation."""
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from PIL import Image
 
-from quadtree_attention.checks import at_least, between
-from quadtree_attention.errors import DataError, OptionError
+from quadtree_attention.checks import above, at_least, between
+from quadtree_attention.errors import DataError
 from quadtree_attention.images import Array
+from quadtree_attention.tasks.segment import readers
 from quadtree_attention.tasks.segment.augment import as_tensors, at_base, training_transform
-from quadtree_attention.tasks.segment.readers import Kind, SegmentSource, open_source, refuse
-from quadtree_attention.tasks.training.data import (
-    Batch,
-    Sample,
-    Split,
-    TaskData,
-    listed,
-    no_effect,
-    stacked,
-)
+from quadtree_attention.tasks.training import data
+from quadtree_attention.tasks.training.data import Batch, Sample, Split
 from quadtree_attention.viz.palette import Colour
 
 
-class SegmentData(TaskData):
-    """Images and label maps from folders or a generator: random crops to train, whole to validate.
+class LabelMapData(data.TaskData):
+    """Images and label maps: random crops to train, whole images to validate.
 
     Args:
-        root: Folder with `images/<split>`, `labels/<split>` and `classes.json`, or ADE20K.
-        source: "auto" (by what is in `root`), "folder", "ade20k" or "generated".
         height: Of a training crop, in pixels.
         width: Of a training crop.
         base_size: Shorter side that images are scaled to before the random scale, and in
@@ -40,21 +31,13 @@ class SegmentData(TaskData):
         most_of_one_class: Crops with a greater share of one class are drawn again; 1 takes all.
         batch_size: Crops of a batch on one process.
         eval_batch_size: Images of a validation batch; those of one size go through together.
-        train_split: Folder of the training images; ADE20K's "training" is meant by "train" too.
-        val_split: Folder of the validation images.
-        strict: Read every file first, and refuse to start if one is bad, instead of counting and
-            replacing bad ones on the way.
-        generated_count: Images of the generated source; a quarter of it for validation.
-        generated_size: Pixels of their shorter side.
-        **common: Options of all data: `workers`, `seed`, `limit_images`.
+        **common: Those of `TaskData`.
     """
 
     replaces = False
 
     def __init__(
         self,
-        root: str | None = None,
-        source: Kind = "auto",
         height: int = 512,
         width: int = 512,
         base_size: int | None = None,
@@ -65,33 +48,15 @@ class SegmentData(TaskData):
         most_of_one_class: float = 0.75,
         batch_size: int = 16,
         eval_batch_size: int = 1,
-        train_split: str = "train",
-        val_split: str = "val",
-        strict: bool = False,
-        generated_count: int = 64,
-        generated_size: int = 64,
         **common: Any,
     ) -> None:
-        super().__init__(batch_size=batch_size, strict=strict, **common)
+        super().__init__(batch_size=batch_size, **common)
         at_least(1, height=height, width=width, base_size=base_size)
         at_least(1, eval_batch_size=eval_batch_size)
-        at_least(4, generated_count=generated_count)
-        at_least(8, generated_size=generated_size)
+        above(0, scale_min=scale_min)
+        at_least(scale_min, scale_max=scale_max)
         between(0, 1, flip=flip, most_of_one_class=most_of_one_class)
-        if not 0 < scale_min <= scale_max:
-            raise OptionError(
-                f"scale_min must be above 0 and at most scale_max, got {scale_min} and "
-                f"{scale_max}; pass such"
-            )
-        if source == "generated":
-            no_effect(source, root=root)
-        self.root = root
-        self.kind = source
-        self.base_size = base_size
-        self.eval_batch_size = eval_batch_size
-        self.splits = {"train": train_split, "val": val_split}
-        self.generated = {"train": generated_count, "val": generated_count // 4}
-        self.generated_size = generated_size
+        self.base_size, self.eval_batch_size = base_size, eval_batch_size
         sizes: dict[str, Any] = {"scale": (scale_min, scale_max), "base": base_size}
         self.transform = training_transform(
             height, width, flip=flip, jitter=jitter, most=most_of_one_class, **sizes
@@ -102,18 +67,6 @@ class SegmentData(TaskData):
         """Colours of the classes."""
         return list(self.source("train").palette)
 
-    def open(self, split: Split) -> SegmentSource:
-        source = open_source(
-            self.root,
-            split=self.splits[split],
-            layout=self.kind,
-            count=self.generated[split],
-            size=self.generated_size,
-        )
-        if self.strict:
-            check_all(source, self.splits[split])
-        return source
-
     def train_sample(self, images: tuple[Image.Image], truth: Array) -> Sample:
         return _plain(*self.transform(*as_tensors(images[0], truth)))
 
@@ -123,10 +76,71 @@ class SegmentData(TaskData):
 
     def collate(self, samples: list[Sample], *, training: bool) -> Batch:
         """Crops: images (B, 3, H, W) and labels (B, H, W); whole images: lists of any sizes."""
-        return stacked(samples) if training else listed(samples, "images", "labels")
+        return data.stacked(samples) if training else data.listed(samples, "images", "labels")
 
 
-def check_all(source: SegmentSource, split: str) -> None:
+class SegmentData(LabelMapData):
+    """Images and label maps from folders.
+
+    Args:
+        root: Folder with `images/<split>`, `labels/<split>` and `classes.json`, or ADE20K.
+        source: "auto" (by what is in `root`), "folder" or "ade20k".
+        train_split: Folder of the training images; ADE20K's "training" is meant by "train" too.
+        val_split: Folder of the validation images.
+        strict: Read every file first, and refuse to start if one is bad, instead of counting and
+            replacing bad ones on the way.
+        **common: Those of `LabelMapData`.
+    """
+
+    def __init__(
+        self,
+        root: str | None = None,
+        source: readers.Kind = "auto",
+        train_split: str = "train",
+        val_split: str = "val",
+        strict: bool = False,
+        **common: Any,
+    ) -> None:
+        super().__init__(strict=strict, **common)
+        self.root = root
+        self.kind: readers.Kind = source
+        self.splits = {"train": train_split, "val": val_split}
+
+    def open(self, split: Split) -> readers.FolderSource:
+        source = readers.open_source(self.root, split=self.splits[split], layout=self.kind)
+        if self.strict:
+            check_all(source, self.splits[split])
+        return source
+
+
+class GeneratedSegmentData(LabelMapData):
+    """Coloured shapes on noise, which need no files.
+
+    Args:
+        source: "generated".
+        generated_count: Images of an epoch; a quarter of it for validation.
+        generated_size: Pixels of their shorter side.
+        **common: Those of `LabelMapData`.
+    """
+
+    def __init__(
+        self,
+        source: Literal["generated"] = "generated",
+        generated_count: int = 64,
+        generated_size: int = 64,
+        **common: Any,
+    ) -> None:
+        super().__init__(**common)
+        at_least(4, generated_count=generated_count)
+        at_least(8, generated_size=generated_size)
+        self.generated_count, self.generated_size = generated_count, generated_size
+
+    def open(self, split: Split) -> readers.GeneratedSource:
+        count = self.generated_count if split == "train" else self.generated_count // 4
+        return readers.GeneratedSource(split, count=count, size=self.generated_size)
+
+
+def check_all(source: readers.FolderSource, split: str) -> None:
     """Reads every image and label map; raises `DataError` that counts and names what is bad."""
     from tqdm import tqdm
 
@@ -136,7 +150,7 @@ def check_all(source: SegmentSource, split: str) -> None:
             source.images(i), source.truth(i)
         except DataError as error:
             bad.append(str(error))
-    refuse(bad, split)
+    readers.refuse(bad, split)
 
 
 def _plain(*pair: torch.Tensor) -> Sample:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from quadtree_attention.errors import DataError
 from quadtree_attention.images import Array
-from quadtree_attention.tasks.contract import Column, Scores, Source
+from quadtree_attention.tasks.contract import Column, Metric, Scores, Source
 from quadtree_attention.tasks.readers import match_classes
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ COLUMNS = (
 )
 
 
-class SegmentMetric:
+class SegmentMetric(Metric[Array, "Segmentation"]):
     """Intersection over union and accuracy of label maps, in percent.
 
     An image without a prediction is left out, not counted as wrong.
@@ -93,9 +93,10 @@ class SegmentMetric:
             raise DataError("no pixel of the truth has a class; there is nothing to score")
         values = class_scores(self.matrix)
         columns = values["iou"].tolist(), values["recall"].tolist(), self.matrix.sum(dim=1).tolist()
+        keys = ("name", "iou", "recall", "pixels")
         rows: list[dict[str, Any]] = [
-            {"name": name, "iou": _number(iou), "recall": _number(recall), "pixels": pixels}
-            for name, iou, recall, pixels in zip(self.names, *columns, strict=True)
+            {k: None if v != v else v for k, v in zip(keys, row, strict=True)}  # no NaN
+            for row in zip(self.names, *columns, strict=True)
         ]
         seen = [row["recall"] for row in rows if row["recall"] is not None]
         mean = {
@@ -140,7 +141,3 @@ def class_scores(matrix: Tensor) -> dict[str, Tensor]:
         "recall": right / true * 100,
         "accuracy": right.sum() / matrix.sum() * 100,
     }
-
-
-def _number(value: float) -> float | None:
-    return None if math.isnan(value) else value

@@ -13,7 +13,8 @@ from quadtree_attention.files import file_sha256
 from quadtree_attention.tasks.segment import TASK
 from quadtree_attention.tasks.segment.augment import normalised
 from quadtree_attention.tasks.segment.metrics import IGNORE, SegmentMetric
-from quadtree_attention.tasks.training.module import Batch, TaskModule, check_options
+from quadtree_attention.tasks.training.data import Batch
+from quadtree_attention.tasks.training.module import TaskModule, check_options
 
 Schedule = Literal["poly", "cosine"]
 
@@ -75,7 +76,10 @@ class SegmentModule(TaskModule):
         self.save_hyperparameters()
         start: dict[str, Any] = {"backbone_weights": backbone_weights, "drop_path_rate": drop_path}
         self.build(model, options, num_classes=num_classes, **start)
-        self.pretrained = _origin(backbone_weights)
+        self.pretrained: dict[str, str] | None = None  # what the backbone started from
+        if backbone_weights is not None:
+            sha256 = file_sha256(backbone_weights)
+            self.pretrained = {"backbone": Path(backbone_weights).name, "sha256": sha256}
 
     def forward(self, images: Tensor) -> Tensor:
         """(B, 3, H, W), bytes -> (B, num_classes, H, W)"""
@@ -131,10 +135,3 @@ def equal_sizes(batch: dict[str, Any]) -> Iterator[tuple[Tensor, Tensor]]:
     for group in groups.values():
         images, label_maps = zip(*group, strict=True)
         yield torch.stack(images), torch.stack(label_maps)
-
-
-def _origin(weights: str | None) -> dict[str, str] | None:
-    """What the backbone started from, for the card."""
-    if weights is None:
-        return None
-    return {"backbone": Path(weights).name, "sha256": file_sha256(weights)}

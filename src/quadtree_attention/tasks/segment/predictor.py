@@ -118,22 +118,14 @@ class Segmenter(Predictor[Segmentation]):
                 f"the model of {self.path} answers nan; its weights are damaged, or training "
                 "diverged; take other weights"
             )
-        sizes = [item.images[0].size for item in batch]
-        found = [
-            best_classes(scores, (height, width))
-            for scores, (width, height) in zip(logits, sizes, strict=True)
-        ]
+        pairs = zip(logits, batch, strict=True)
+        found = [best_classes(x, (i.images[0].height, i.images[0].width)) for x, i in pairs]
         return [(labels.cpu(), confidence) for labels, confidence in found]
 
     def finish(self, raw: tuple[Tensor, float], item: Prepared) -> Segmentation:
-        labels, confidence = raw
-        kind = np.uint8 if len(self.names) <= BYTE else np.uint16
-        return Segmentation(
-            labels=labels.numpy().astype(kind),
-            names=self.names,
-            palette=self.palette,
-            confidence=confidence,
-        )
+        labels = raw[0].numpy().astype(np.uint8 if len(self.names) <= BYTE else np.uint16)
+        about: dict[str, Any] = {"names": self.names, "palette": self.palette}
+        return Segmentation(labels=labels, confidence=raw[1], **about)
 
     def advice(self) -> str:
         return "pass a window (--window 512), a smaller size (--size), or another device"

@@ -19,12 +19,12 @@ from quadtree_attention.checks import one_of
 from quadtree_attention.errors import DataError, OptionError
 from quadtree_attention.files import StrPath
 from quadtree_attention.images import SUFFIXES, Array, opened, read_bytes, to_image
-from quadtree_attention.tasks.contract import file_identity
-from quadtree_attention.tasks.readers import summary
+from quadtree_attention.tasks.contract import Source, file_identity
+from quadtree_attention.tasks.readers import reading, summary
 from quadtree_attention.tasks.segment.metrics import IGNORE
 from quadtree_attention.viz.palette import Colour, colour, distinct
 
-Kind = Literal["auto", "folder", "ade20k", "generated"]
+Kind = Literal["auto", "folder", "ade20k"]
 MOST_CLASSES = 2**15 - 1  # that int16 holds
 LABEL_SUFFIXES = frozenset({".bmp", ".gif", ".png", ".tif", ".tiff"})  # without loss
 CLASSES = "classes.json"
@@ -35,31 +35,21 @@ _HUES = (0.6, 0.0, 0.33, 0.15)
 
 
 def open_source(
-    root: StrPath | None,
-    *,
-    split: str,
-    strict: bool = False,
-    layout: Kind = "auto",
-    count: int = 64,
-    size: int = 64,
-) -> "SegmentSource":
+    root: StrPath | None, *, split: str, strict: bool = False, layout: Kind = "auto"
+) -> "FolderSource":
     """The images of a split.
 
     Args:
-        root: Folder of the data; not read for generated images.
+        root: Folder of the data.
         split: "train" or "val", or the name of the folder.
         strict: Raise if a file cannot be used by its name, instead of leaving it out.
-        layout: "folder", "ade20k", "auto" (by what is in `root`) or "generated".
-        count: Generated images.
-        size: Pixels of the shorter side of generated images.
+        layout: "folder", "ade20k", or "auto" (by what is in `root`).
 
     Raises:
         OptionError: There is no such layout, or no root.
         DataError: The data cannot be read.
     """
     one_of(get_args(Kind), source=layout)
-    if layout == "generated":
-        return GeneratedSource(split, count=count, size=size)
     if root is None:
         raise OptionError(
             f"data from a {layout!r} source need a root, got none; pass --data.root FOLDER, or "
@@ -69,8 +59,9 @@ def open_source(
     if not root.is_dir():
         raise DataError(f"there is no folder {root}; pass the one that holds images and labels")
     annotated = (root / "annotations" / "training").is_dir()
-    ade20k = layout == "ade20k" or (layout == "auto" and annotated)
-    source = FolderSource(root, split, ade20k=ade20k)
+    source = FolderSource(
+        root, split, ade20k=layout == "ade20k" or (layout == "auto" and annotated)
+    )
     if strict:
         refuse(source.skipped, split)
     return source
@@ -87,19 +78,12 @@ def refuse(bad: Sequence[str], split: str) -> None:
 
 @dataclass(frozen=True)
 class Classes:
-    """What the values of label maps mean.
-
-    Attributes:
-        names: Of the classes.
-        palette: A colour for each.
-        ignored: Values of pixels that belong to no class.
-        first: Value of the first class.
-    """
+    """What the values of label maps mean."""
 
     names: list[str]
-    palette: list[Colour]
-    ignored: tuple[int, ...]
-    first: int = 0
+    palette: list[Colour]  # a colour for each
+    ignored: tuple[int, ...]  # values of pixels that belong to no class
+    first: int = 0  # value of the first class
 
     def table(self) -> Array:
         """What each value of 16 bits becomes: a class, `IGNORE`, or `IGNORE` - 1 for unknown."""
@@ -109,7 +93,7 @@ class Classes:
         return table
 
 
-class FolderSource:
+class FolderSource(Source[Array]):
     """Images and label maps of the same name in two folders, which may hold folders.
 
     `root/images/<split>/*.jpg`, `root/labels/<split>/*.png`, and `root/classes.json`, which is like
@@ -117,39 +101,37 @@ class FolderSource:
     (without the last two: 255, or nothing where 255 is a class, and colours of ours). With `ade20k`
     the layout of that set: `images/training`, `annotations/training`, `.../validation`, 150 classes
     from 1 on, 0 for none, names from `objectInfo150.txt`.
-
-    Args:
-        root: Folder of the data.
-        split: "train" or "val", or what the folder is called.
-        ade20k: Whether the layout is that of ADE20K.
     """
+
+    classes: list[str]
 
     def __init__(self, root: Path, split: str, *, ade20k: bool = False) -> None:
         folder = ADE20K_SPLITS.get(split, split) if ade20k else split
-        images = _folder(root / "images" / folder)
-        labels = _folder(root / ("annotations" if ade20k else "labels") / folder)
+        images = root / "images" / folder
+        labels = root / ("annotations" if ade20k else "labels") / folder
+        for missing in (path for path in (images, labels) if not path.is_dir()):
+            raise DataError(
+                f"there is no folder {missing}; images are expected in images/<split>, label maps "
+                "in labels/<split> (of ADE20K: annotations/<split>)"
+            )
         self.meaning = _ade20k_classes(root) if ade20k else read_classes(root / CLASSES)
-        self.classes = self.meaning.names
-        self.palette = self.meaning.palette
+        self.classes, self.palette = self.meaning.names, self.meaning.palette
         self._table = self.meaning.table()
         self.skipped: list[str] = []
-        self._items = self._pairs(images, labels)
-        if not self._items:
+        self._images = self._by_name(images, SUFFIXES, "an image")
+        self._labels = self._by_name(labels, LABEL_SUFFIXES, "a label map")
+        self.names = sorted(self._images.keys() & self._labels)
+        for name in sorted(self._images.keys() - self._labels.keys()):
+            self.skipped.append(f"{self._images[name]}: has no label map in {labels}")
+        for name in sorted(self._labels.keys() - self._images.keys()):
+            self.skipped.append(f"{self._labels[name]}: has no image in {images}")
+        if not self.names:
             found = f": {summary(self.skipped)}" if self.skipped else ""
             raise DataError(
                 f"there are no images with label maps in {images} and {labels}{found}; both "
                 " need files of the same names, the label maps with "
                 f"{', '.join(sorted(LABEL_SUFFIXES))}"
             )
-
-    def _pairs(self, image_folder: Path, label_folder: Path) -> list[tuple[str, Path, Path]]:
-        images = self._by_name(image_folder, SUFFIXES, "an image")
-        labels = self._by_name(label_folder, LABEL_SUFFIXES, "a label map")
-        for name in sorted(images.keys() - labels.keys()):
-            self.skipped.append(f"{images[name]}: has no label map in {label_folder}")
-        for name in sorted(labels.keys() - images.keys()):
-            self.skipped.append(f"{labels[name]}: has no image in {image_folder}")
-        return [(name, images[name], labels[name]) for name in sorted(images.keys() & labels)]
 
     def _by_name(self, folder: Path, suffixes: frozenset[str], what: str) -> dict[str, Path]:
         found: dict[str, Path] = {}
@@ -163,17 +145,11 @@ class FolderSource:
                 found[name] = path
         return found
 
-    def __len__(self) -> int:
-        return len(self._items)
-
-    def name(self, index: int) -> str:
-        return self._items[index][0]
-
     def identity(self, index: int) -> list[Any]:
-        return file_identity(self._items[index][1])
+        return file_identity(self._images[self.names[index]])
 
     def images(self, index: int) -> tuple[Image.Image]:
-        _, path, label_path = self._items[index]
+        path, label_path = (found[self.names[index]] for found in (self._images, self._labels))
         image = to_image(path)
         try:
             with opened(read_bytes(label_path), str(label_path)) as label_map:
@@ -188,7 +164,7 @@ class FolderSource:
         return (image,)
 
     def truth(self, index: int) -> Array:
-        path = self._items[index][2]
+        path = self._labels[self.names[index]]
         values = read_label_map(path)
         labels = self._table[values]
         if (unknown := labels < IGNORE).any():
@@ -201,7 +177,7 @@ class FolderSource:
         return labels
 
 
-class GeneratedSource:
+class GeneratedSource(Source[Array]):
     """Coloured shapes on noise; the class is the shape. For trying things out without data.
 
     Args:
@@ -211,18 +187,9 @@ class GeneratedSource:
     """
 
     def __init__(self, split: str, *, count: int, size: int) -> None:
-        self.classes = list(SHAPES)
-        self.palette = distinct(len(SHAPES))
-        self.skipped: list[str] = []
-        self._split = split
-        self._count = count
-        self._size = size
-
-    def __len__(self) -> int:
-        return self._count
-
-    def name(self, index: int) -> str:
-        return f"{self._split}-{index}"
+        self.names = [f"{split}-{index}" for index in range(count)]
+        self.classes, self.palette = list(SHAPES), distinct(len(SHAPES))
+        self._split, self._size = split, size
 
     def identity(self, index: int) -> list[Any]:
         return [self._split, index, self._size]
@@ -242,21 +209,10 @@ class GeneratedSource:
         return Image.fromarray(pixels.clip(0, 255).astype(np.uint8)), labels
 
 
-SegmentSource = FolderSource | GeneratedSource
-
-
 def read_classes(path: Path, *, first: int = 0) -> Classes:
-    """The classes of a data set, from its `classes.json`.
-
-    Args:
-        path: Of that file.
-        first: Value of the first class in label maps.
-
-    Raises:
-        DataError: There is no such file, or it does not list classes.
-    """
+    """The classes of a data set, from its `classes.json`; label maps have the first as `first`."""
     accepted = '{"classes": ["sky", "road"], "ignore_index": 255}, palette optional'
-    try:
+    with reading(path, f"it must be like {accepted}"):
         entries = json.loads(path.read_text(encoding="utf-8"))
         entries = {"classes": entries} if isinstance(entries, list) else entries
         names = [str(e["name"] if isinstance(e, dict) else e) for e in entries["classes"]]
@@ -264,10 +220,6 @@ def read_classes(path: Path, *, first: int = 0) -> Classes:
         ignored = entries.get("ignore_index", [] if 255 in taken else [255])
         values = tuple(int(v) for v in (ignored if isinstance(ignored, list) else [ignored]))
         colours = [colour(c) for c in entries.get("palette") or distinct(len(names))]
-    except FileNotFoundError:
-        raise DataError(f"there is no file {path}, which names the classes: {accepted}") from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DataError(f"cannot read {path}: {error!r}; it must be like {accepted}") from error
     if not 1 <= len(names) <= MOST_CLASSES or len(set(names)) < len(names):
         raise DataError(
             f"{path} must list 1 to {MOST_CLASSES} different classes, got {len(names)}, "
@@ -316,11 +268,10 @@ def _ade20k_classes(root: Path) -> Classes:
     names = [str(number) for number in range(1, ADE20K_CLASSES + 1)]
     table = root / ADE20K_NAMES
     if table.exists():
-        try:  # Idx, Ratio, Train, Val, Stuff, Name, with tabs between them
+        with reading(table, "remove it, or get it again"):
+            # Idx, Ratio, Train, Val, Stuff, Name, with tabs between them
             rows = table.read_text(encoding="utf-8").splitlines()[1:]
             listed = [row.split("\t")[-1].split(",")[0].strip() for row in rows if row.strip()]
-        except (OSError, UnicodeDecodeError) as error:
-            raise DataError(f"cannot read {table}: {error}; remove it, or get it again") from error
         if len(listed) != ADE20K_CLASSES:
             raise DataError(
                 f"{table} must name {ADE20K_CLASSES} classes, got {len(listed)}; remove it, or get "
@@ -329,15 +280,6 @@ def _ade20k_classes(root: Path) -> Classes:
         # Some names are there twice, for different things
         names = [n if listed.count(n) == 1 else f"{n} {i}" for i, n in enumerate(listed, start=1)]
     return Classes(names, distinct(len(names)), (0,), first=1)
-
-
-def _folder(path: Path) -> Path:
-    if not path.is_dir():
-        raise DataError(
-            f"there is no folder {path}; images are expected in images/<split>, label maps in "
-            "labels/<split> (of ADE20K: annotations/<split>)"
-        )
-    return path
 
 
 def _drawn_shapes(rng: np.random.Generator, size: tuple[int, int]) -> Array:

@@ -2,7 +2,7 @@
 """The class of every pixel of an image, and the PNG files that hold it."""
 
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -11,7 +11,7 @@ import numpy as np
 from PIL import Image
 
 from quadtree_attention.images import Array
-from quadtree_attention.tasks.contract import Result, share_lines
+from quadtree_attention.tasks.contract import Codec, Result, share_lines
 from quadtree_attention.tasks.segment.readers import read_label_map
 from quadtree_attention.viz.palette import Colour, distinct
 
@@ -68,15 +68,10 @@ class Segmentation(Result):
         return "\n".join([*share_lines(self.shares()), *(["  " + ", ".join(facts)] * bool(facts))])
 
 
-class LabelMapCodec:
+class SegmentationCodec(Codec[Segmentation]):
     """Label maps as PNG, one file per image: class numbers, shown in the colours of the classes."""
 
-    suffixes: tuple[str, ...] = (".png",)
-    together = False
-
-    def __init__(self, source: Any = None, classes: Sequence[str] | None = None) -> None:
-        names = classes if classes is not None or source is None else source.classes
-        self.names = None if names is None else list(names)
+    suffixes = (".png",)
 
     def encode(self, found: Mapping[str, Segmentation], suffix: str) -> bytes:
         (result,) = found.values()
@@ -92,7 +87,8 @@ class LabelMapCodec:
     def decode(self, path: Path) -> Mapping[str, Segmentation]:
         labels = read_label_map(path)
         highest = int(labels.max())
-        names = self.names or [str(label) for label in range(highest + 1)]
+        classes = self.classes or (self.source and self.source.classes)
+        names = list(classes or ()) or [str(label) for label in range(highest + 1)]
         kind = np.uint8 if max(len(names), highest + 1) <= BYTE else np.uint16
         colours = distinct(len(names))
         return {path.stem: Segmentation(labels=labels.astype(kind), names=names, palette=colours)}

@@ -3,14 +3,5 @@
 
 from quadtree_attention.tasks.contract import Task
 
-TASK = Task(
-    name="stereo",
-    item="pair",
-    images=("left", "right"),
-    predictor="predictor:StereoMatcher",
-    codec="result:DisparityCodec",
-    metric="metrics:StereoMetric",
-    module="module:StereoModule",
-    open_source="readers:open_source",
-    data={"synthetic": "data:SyntheticStereoData", "files": "data:StereoData"},
-)
+DATA = {"synthetic": "data:SyntheticStereoData", "files": "data:StereoData"}
+TASK = Task("stereo", ("left", "right"), "StereoMatcher", "Disparity", DATA)

@@ -5,21 +5,17 @@ A network for stereo answers whatever it is given. The points are found without 
 tell what is wrong with a pair whose disparities make no sense.
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from PIL import Image
 
-from quadtree_attention.errors import MissingDependencyError
+from quadtree_attention.checks import needs
 from quadtree_attention.images import Array
 from quadtree_attention.tasks.stereo.result import OCCLUDED
 
-try:
+with needs("models", "checking pairs"):
     import cv2
-except ModuleNotFoundError as error:
-    raise MissingDependencyError(
-        f"checking pairs needs opencv, got {error}; pip install 'quadtree-attention[models]'"
-    ) from error
 
 SIZE = 640  # pixels of the longer side that points are looked for at
 FEATURES = 800
@@ -34,30 +30,21 @@ MOST_AT_ZERO = 0.6  # of what both views see; skies and far walls alone are less
 MOST_OCCLUDED = 0.7
 
 
-@dataclass(frozen=True)
-class Points:
-    """How points of the left image moved on the way to the right one, both at a side of `SIZE`.
+class Points(NamedTuple):
+    """How points of the left image moved on the way to the right one, both at a side of `SIZE`."""
 
-    Attributes:
-        dx: (N,) pixels to the left, that is, disparities.
-        dy: (N,) pixels down; about 0 in a rectified pair.
-    """
-
-    dx: Array
-    dy: Array
+    dx: Array  # (N,) pixels to the left, that is, disparities
+    dy: Array  # (N,) pixels down; about 0 in a rectified pair
 
     @property
     def off_rows(self) -> float:
         """The share of points that left their row; 0 where there are too few to tell."""
-        return self._share(np.abs(self.dy) > ROW_PIXELS)
+        return float((np.abs(self.dy) > ROW_PIXELS).mean()) if len(self.dy) >= FEWEST else 0.0
 
     @property
     def behind(self) -> float:
         """The share of points that moved the wrong way; 0 where there are too few to tell."""
-        return self._share(self.dx < -BEHIND_PIXELS)
-
-    def _share(self, those: Array) -> float:
-        return float(those.mean()) if len(those) >= FEWEST else 0.0
+        return float((self.dx < -BEHIND_PIXELS).mean()) if len(self.dx) >= FEWEST else 0.0
 
 
 def pair_warnings(left: Image.Image, right: Image.Image) -> tuple[str, ...]:
@@ -80,12 +67,9 @@ def pair_warnings(left: Image.Image, right: Image.Image) -> tuple[str, ...]:
 
 
 def result_warnings(disparity: Array, occlusion: Array, *, scale: float = 1.0) -> tuple[str, ...]:
-    """Sentences about what looks wrong with a result.
+    """Sentences about what looks wrong with a result: (H, W) pixels and probabilities.
 
-    Args:
-        disparity: (H, W) pixels.
-        occlusion: (H, W), probability to be hidden in the right view.
-        scale: Pixels of the images that one pixel was that the network saw.
+    `scale` is the number of pixels of the images that one pixel was that the network saw.
     """
     seen = occlusion <= OCCLUDED
     hidden = 1 - float(seen.mean())

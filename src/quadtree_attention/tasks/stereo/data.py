@@ -14,78 +14,44 @@ from quadtree_attention.errors import DataError, OptionError
 from quadtree_attention.synthetic import StereoOptions, Textures, stereo_pairs
 from quadtree_attention.tasks.contract import Source
 from quadtree_attention.tasks.stereo.readers import StereoTruth, open_source
-from quadtree_attention.tasks.training.data import (
-    Batch,
-    Sample,
-    Split,
-    SyntheticData,
-    TaskData,
-    options_of,
-)
+from quadtree_attention.tasks.training import data
+from quadtree_attention.tasks.training.data import Batch, Sample, Split
 
 IMAGES = ("image0", "image1")
 BETWEEN = 0.3  # share of the colour jitter by which the views of a pair differ
 
 
-class SyntheticStereoData(SyntheticData):
+class SyntheticStereoData(data.SyntheticData):
     """Synthetic scenes seen by two cameras side by side; nothing is read but textures.
 
     Args:
         source: "synthetic".
-        textures: Folder of photographs to cover surfaces with; None: procedural textures only.
-        procedural: Procedural textures; 96 by default, but no more than photographs if those are
-            there.
         height: Of the images.
         width: Of the images.
-        pairs: Pairs of an epoch.
-        val_pairs: Pairs to validate on, always the same.
-        batch_size: Pairs of a batch on one process.
         scene: Options of the scenes (`StereoOptions`).
-        texture_size: Pixels on a side of a texture.
-        seed: Decides scenes and order.
+        **common: As for `SyntheticData`.
     """
 
     def __init__(
         self,
         source: Literal["synthetic"] = "synthetic",
-        textures: str | None = None,
-        procedural: int | None = None,
         height: int = 384,
         width: int = 640,
-        pairs: int = 4000,
-        val_pairs: int = 200,
-        batch_size: int = 4,
         scene: dict[str, Any] | None = None,
-        texture_size: int = 320,
-        seed: int = 0,
+        **common: Any,
     ) -> None:
-        super().__init__(
-            textures=textures,
-            procedural=procedural,
-            texture_size=texture_size,
-            size=(height, width),
-            pairs=pairs,
-            val_pairs=val_pairs,
-            batch_size=batch_size,
-            seed=seed,
-        )
-        self.scene: StereoOptions = options_of(StereoOptions, "scene", scene)
+        super().__init__(size=(height, width), **common)
+        self.scene: StereoOptions = data.options_of(StereoOptions, "scene", scene)
 
     def render(self, textures: Textures, indices: list[int], *, training: bool) -> Batch:
         """Rectified scenes, all of whose pixels are known."""
-        made = self.seeded(training=training)
-        pair = stereo_pairs(textures, indices, **made, options=self.scene)
-        return {
-            "image0": pair.image0,
-            "image1": pair.image1,
-            "disparity0": pair.disparity0,
-            "known0": torch.ones_like(pair.occluded0),
-            "occluded0": pair.occluded0,
-            "visible0": ~pair.occluded0,
-        }
+        pair = stereo_pairs(textures, indices, options=self.scene, **self.seeded(training=training))
+        names = (*IMAGES, "disparity0", "occluded0")
+        known = {"known0": torch.ones_like(pair.occluded0), "visible0": ~pair.occluded0}
+        return {name: getattr(pair, name) for name in names} | known
 
 
-class StereoData(TaskData):
+class StereoData(data.TaskData):
     """Pairs with disparity from files, cropped for training, whole for validation.
 
     Args:
@@ -102,9 +68,7 @@ class StereoData(TaskData):
         jitter: Strength of changes of brightness, contrast, colours and gamma in training, which
             differ a little between the views; 0 turns them off.
         flip: Share of training pairs turned upside down.
-        workers: Processes that read files; None: one per core, 8 at most; 0: no other process.
-        strict: Fail at the first unreadable file instead of counting and replacing its pair.
-        seed: Decides order, crops and colours.
+        **common: Those of `TaskData`.
     """
 
     item = "pair"
@@ -121,25 +85,18 @@ class StereoData(TaskData):
         val_pairs: int = 200,
         jitter: float = 0.4,
         flip: float = 0.3,
-        workers: int | None = None,
-        strict: bool = False,
-        seed: int = 0,
+        **common: Any,
     ) -> None:
-        super().__init__(batch_size=batch_size, workers=workers, strict=strict, seed=seed)
+        super().__init__(batch_size=batch_size, **common)
         if root is None:
             raise OptionError(
                 "pairs from files need a folder that holds them, got none; pass --data.root FOLDER"
             )
         at_least(1, height=height, width=width, val_pairs=val_pairs)
         between(0, 1, jitter=jitter, flip=flip)
-        self.root = root
-        self.layout = layout
-        self.val_root = val_root
-        self.size = (height, width)
-        self.val_pairs = val_pairs
-        self.jitter = jitter
-        self.flip = flip
-        self.eval_batch_size = 1
+        self.root, self.val_root, self.layout = root, val_root, layout
+        self.size, self.val_pairs, self.eval_batch_size = (height, width), val_pairs, 1
+        self.jitter, self.flip = jitter, flip
 
     def open(self, split: Split) -> Source[StereoTruth]:
         options: dict[str, Any] = {"layout": self.layout, "strict": self.strict}
@@ -152,12 +109,12 @@ class StereoData(TaskData):
                 raise
             raise DataError(f"{error}; pass pairs to validate on with --data.val_root") from error
 
-    def count(self, split: Split) -> int:
-        there = len(self.source(split))
+    def available(self, split: Split) -> int:
+        there = super().available(split)
         return there if split == "train" else min(self.val_pairs, there)
 
-    def place(self, split: Split, index: int) -> int:
-        return index if split == "train" else index * len(self.source(split)) // self.count(split)
+    def place(self, split: Split, index: int) -> int:  # evenly spread in validation
+        return index * super().available(split) // self.available(split)
 
     def train_sample(self, images: Any, truth: StereoTruth) -> Sample:
         """A window of a pair, its colours changed."""
@@ -182,14 +139,10 @@ class StereoData(TaskData):
 
 def as_sample(images: tuple[Image.Image, Image.Image], truth: StereoTruth) -> Sample:
     """Tensors of one pair, without the axis of a batch; images (3, H, W) in bytes."""
-    return {
-        "image0": _bytes(images[0]),
-        "image1": _bytes(images[1]),
-        "disparity0": torch.from_numpy(truth.disparity),
-        "known0": torch.from_numpy(truth.known),
-        "occluded0": torch.from_numpy(truth.occluded),
-        "visible0": torch.from_numpy(truth.visible),
-    }
+    pixels = (np.array(image).transpose(2, 0, 1) for image in images)
+    arrays = dict(zip(IMAGES, pixels, strict=True))
+    arrays |= {f"{name}0": array for name, array in vars(truth).items()}
+    return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
 
 def cropped(sample: Sample, top: int, left: int, size: tuple[int, int]) -> Sample:
@@ -225,7 +178,3 @@ def _recoloured(image0: Tensor, image1: Tensor, strength: float) -> Batch:
         image = TF.adjust_saturation(image, colour)
         changed.append(TF.adjust_gamma(image, gamma))
     return dict(zip(IMAGES, changed, strict=True))
-
-
-def _bytes(image: Image.Image) -> Tensor:
-    return torch.from_numpy(np.array(image)).permute(2, 0, 1)

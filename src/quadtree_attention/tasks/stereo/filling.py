@@ -14,12 +14,7 @@ ROWS = 9  # of a column: a filled pixel gets the median of what was filled in th
 
 
 def fill_hidden(disparity: Array, occlusion: Array) -> Array:
-    """Disparities (H, W), those of pixels that are more likely occluded than not filled in.
-
-    Args:
-        disparity: (H, W).
-        occlusion: (H, W), probabilities.
-    """
+    """Disparities (H, W), with those filled in whose probability of occlusion (H, W) is high."""
     hidden = occlusion > OCCLUDED
     farther = from_farther_side(disparity, ~hidden)
     fills = hidden & np.isfinite(farther)  # not in rows that have no pixel to continue
@@ -32,12 +27,7 @@ def fill_hidden(disparity: Array, occlusion: Array) -> Array:
 
 
 def from_farther_side(values: Array, sure: Array) -> Array:
-    """The smaller of the nearest sure values on the left and on the right; infinite without any.
-
-    Args:
-        values: (H, W).
-        sure: (H, W) bool.
-    """
+    """The smaller of the nearest sure values (H, W) on the left and right; infinite without any."""
     width = values.shape[1]
     columns = np.arange(width)
     before = np.maximum.accumulate(np.where(sure, columns, -1), axis=1)

@@ -2,6 +2,7 @@
 """Files of disparity: PFM, PNG and NPY, whichever way they say that a pixel is not known."""
 
 import io
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,12 +13,14 @@ from PIL import Image
 from quadtree_attention import checks
 from quadtree_attention.errors import DataError, OptionError
 from quadtree_attention.files import StrPath, write_whole
-from quadtree_attention.images import Array
+from quadtree_attention.images import Array, opened, read_bytes
+from quadtree_attention.tasks.readers import reading
 
 READ = (".pfm", ".png", ".npy", ".npz")
 WRITTEN = (".npy", ".pfm", ".png")
 KITTI_SCALE = 256.0  # of 16-bit PNG
 LARGEST = 65535 / KITTI_SCALE  # pixels that a 16-bit PNG holds
+_PFM = re.compile(rb"\s*(P[fF])\s+(\d{1,9})\s+(\d{1,9})\s+(\S{1,40})(?:\r\n|\s|\Z)")  # header
 
 
 @dataclass(frozen=True)
@@ -55,7 +58,7 @@ def read_disparity(
         raise DataError(
             f"disparity is read from {', '.join(READ)}, got {path}; convert it to one of them"
         )
-    values, own = _READERS[suffix](_bytes(path), path)
+    values, own = _READERS[suffix](read_bytes(path), path)
     if scale is None and own is None:
         raise DataError(
             f"{path} is a PNG of 8 bits, whose values are disparities times a scale that it does "
@@ -106,16 +109,6 @@ def write_disparity(path: StrPath, values: Array, known: Array | None = None) ->
     write_whole(path, encode_disparity(values, Path(path).suffix.lower(), known))
 
 
-def _bytes(path: Path) -> bytes:
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror or error}; check the path") from error
-    if not content:
-        raise DataError(f"cannot read {path}: it is empty; get it again")
-    return content
-
-
 def _known(values: Array) -> DisparityMap:
     there = np.isfinite(values) & (values != 0)
     if there.any() and (values[there] < 0).all():
@@ -126,57 +119,32 @@ def _known(values: Array) -> DisparityMap:
 
 def _read_pfm(content: bytes, path: Path) -> tuple[Array, float]:
     """Values, upper row first. The size of the scale in the header is of no use: few fill it in."""
-    kind, width, height, scale, pixels = _pfm_header(content, path)
-    if kind == b"PF":
-        raise DataError(f"{path} has three channels, disparity has one; convert it")
-    count = width * height
-    if len(pixels) < 4 * count:
-        raise DataError(
-            f"{path} ends too early: {width}x{height} pixels take {4 * count} bytes, got "
-            f"{len(pixels)}; get it again"
-        )
-    order = "<f4" if scale < 0 else ">f4"
-    values = np.frombuffer(pixels, order, count).reshape(height, width)
-    return values[::-1], 1.0
-
-
-def _pfm_header(content: bytes, path: Path) -> tuple[bytes, int, int, float, bytes]:
-    """Kind, width, height, scale, and the bytes after the one that ends the header."""
-    words: list[bytes] = []
-    place = 0
-    while len(words) < 4:
-        start = place
-        while start < len(content) and content[start : start + 1].isspace():
-            start += 1
-        place = start
-        while place < len(content) and not content[place : place + 1].isspace():
-            place += 1
-        words.append(content[start:place])
-        if place - start > 40 or place >= len(content):
-            break  # no header, however far one reads
+    header = _PFM.match(content)
     try:
-        kind, width, height, scale = words[0], int(words[1]), int(words[2]), float(words[3])
-        if kind not in (b"Pf", b"PF") or min(width, height) < 1 or not np.isfinite(scale):
+        kind, *numbers = header.groups() if header else ()
+        width, height, scale = int(numbers[0]), int(numbers[1]), float(numbers[2])
+        if min(width, height) < 1 or not np.isfinite(scale):
             raise ValueError
     except (ValueError, IndexError):
         raise DataError(
             f"cannot read {path}: it does not start as a PFM file, with Pf, width, height and "
             "scale; get it again"
         ) from None
-    end = 2 if content[place : place + 2] == b"\r\n" else 1
-    return kind, width, height, scale, content[place + end :]
+    if kind == b"PF":
+        raise DataError(f"{path} has three channels, disparity has one; convert it")
+    pixels, count = content[header.end() :] if header else b"", width * height
+    if len(pixels) < 4 * count:
+        raise DataError(
+            f"{path} ends too early: {width}x{height} pixels take {4 * count} bytes, got "
+            f"{len(pixels)}; get it again"
+        )
+    values = np.frombuffer(pixels, "<f4" if scale < 0 else ">f4", count)
+    return values.reshape(height, width)[::-1], 1.0
 
 
 def _read_png(content: bytes, path: Path) -> tuple[Array, float | None]:
-    try:
-        with Image.open(io.BytesIO(content)) as image:
-            image.load()
-            mode, values = image.mode, np.asarray(image)
-    except Exception as error:  # damaged files fail in every possible way
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise DataError(
-            f"cannot decode {path}: {reason}; the file is damaged, get it again"
-        ) from error
+    with opened(content, str(path)) as image:
+        mode, values = image.mode, np.asarray(image)
     if mode.startswith("I"):
         return values, KITTI_SCALE
     if mode != "L":
@@ -188,19 +156,12 @@ def _read_png(content: bytes, path: Path) -> tuple[Array, float | None]:
 
 
 def _read_npy(content: bytes, path: Path) -> tuple[Array, float]:
-    try:
-        loaded = np.load(io.BytesIO(content), allow_pickle=False)
-        if isinstance(loaded, np.ndarray):
-            values = loaded
-        else:
-            names = loaded.files
-            values = loaded["disparity" if "disparity" in names or len(names) != 1 else names[0]]
-    except Exception as error:  # damaged files fail in every possible way
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise DataError(
-            f"cannot read {path}: {reason}; it must hold one array, or one that is called "
-            "disparity, and no Python objects"
-        ) from error
+    advice = "it must hold one array, or one that is called disparity, and no Python objects"
+    with reading(path, advice):
+        values = np.load(io.BytesIO(content), allow_pickle=False)
+        if not isinstance(values, np.ndarray):
+            names = values.files
+            values = values["disparity" if "disparity" in names or len(names) != 1 else names[0]]
     if values.ndim == 3 and values.shape[0] == 1:
         values = values[0]
     if values.ndim != 2 or values.size == 0 or values.dtype.kind not in "fiu":

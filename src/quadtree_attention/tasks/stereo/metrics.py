@@ -5,8 +5,8 @@ Pure functions on tensors or arrays of any one shape; `where` says which pixels 
 such pixel a score is NaN. A prediction that is not a number is infinitely wrong.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Iterable, Mapping
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from quadtree_attention.errors import DataError
 from quadtree_attention.images import Array
-from quadtree_attention.tasks.contract import Column, Scores, Source
+from quadtree_attention.tasks.contract import Column, Metric, Scores
 from quadtree_attention.tasks.stereo.readers import StereoTruth
 from quadtree_attention.tasks.stereo.result import OCCLUDED, Disparity
 
@@ -34,11 +34,8 @@ COLUMNS = (
 )
 
 
-class StereoMetric:
+class StereoMetric(Metric[StereoTruth, Disparity]):
     """Scores per pair, and their means over pairs; pairs without a prediction do not count."""
-
-    def __init__(self, source: Source[StereoTruth] | None, classes: None = None) -> None:
-        self.rows: list[dict[str, Any]] = []
 
     def update(self, name: str, truth: StereoTruth, found: Disparity | None) -> None:
         if found is None:
@@ -52,12 +49,6 @@ class StereoMetric:
         of_truth = truth.disparity, truth.known, truth.occluded
         row = scores(found.disparity, *of_truth, found.occlusion, visible=truth.visible)
         self.rows.append({"name": name, **row})
-
-    def state(self) -> list[dict[str, Any]]:
-        return self.rows
-
-    def merge(self, states: Sequence[list[dict[str, Any]]]) -> None:
-        self.rows = [row for rows in states for row in rows]
 
     def compute(self) -> Scores:
         numbers = [{k: v for k, v in row.items() if k != "name"} for row in self.rows]
@@ -115,7 +106,8 @@ def scores(
     *,
     visible: Values | None = None,
 ) -> dict[str, float]:
-    """All scores of one image; `_noc` is of pixels that are not occluded, `_all` of all known.
+    """All scores of one image: `epe`, `bad1`, `bad2`, `bad3`, `d1`, each with `_noc` (pixels that
+    are not occluded) and `_all` (all known pixels); `occlusion_iou` and `occlusion_iou_both`.
 
     Args:
         disparity: Predicted, in pixels.
@@ -123,12 +115,7 @@ def scores(
         known: Where the truth is known, bool.
         occluded: What is known to be hidden in the other view or outside of it, bool.
         predicted_occlusion: Probability; None leaves the scores of occlusion out.
-        visible: What is known to be visible in both views; None: all that is known and not
-            occluded.
-
-    Returns:
-        `epe`, `bad1`, `bad2`, `bad3` and `d1`, each with `_noc` and `_all`; `occlusion_iou` and
-        `occlusion_iou_both`.
+        visible: Known to be visible in both views; None: all that is known and not occluded.
     """
     known, occluded = torch.as_tensor(known), torch.as_tensor(occluded)
     seen = known & ~occluded if visible is None else torch.as_tensor(visible)
@@ -151,12 +138,8 @@ def mean_scores(images: Iterable[Mapping[str, float]]) -> dict[str, float]:
     for image in images:
         for name, value in image.items():
             gathered.setdefault(name, []).append(value)
-    return {name: _mean_of_numbers(values) for name, values in gathered.items()}
-
-
-def _mean_of_numbers(values: list[float]) -> float:
-    there = [value for value in values if not np.isnan(value)]
-    return float(np.mean(there)) if there else float("nan")
+    there = {name: [v for v in values if not np.isnan(v)] for name, values in gathered.items()}
+    return {name: float(np.mean(v)) if v else float("nan") for name, v in there.items()}
 
 
 def _errors(disparity: Values, truth: Values) -> Tensor:

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Training of a stereo network."""
 
-from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
@@ -10,7 +9,8 @@ from quadtree_attention.models.stereo import STTR
 from quadtree_attention.tasks.stereo import TASK
 from quadtree_attention.tasks.stereo.losses import stereo_losses
 from quadtree_attention.tasks.stereo.metrics import scores
-from quadtree_attention.tasks.training.module import Batch, TaskModule
+from quadtree_attention.tasks.training.data import Batch
+from quadtree_attention.tasks.training.module import TaskModule
 
 LOGGED = ("epe_all", "epe_noc", "bad3_all", "d1_all", "occlusion_iou", "occlusion_iou_both")
 TRUTH = ("disparity0", "known0", "occluded0", "visible0")
@@ -38,7 +38,6 @@ class StereoModule(TaskModule):
     task = TASK
     monitor = "val/good3"
     batch_of_lr = 8
-    bar = ("epe_all",)
     model: STTR
 
     def __init__(
@@ -71,15 +70,10 @@ class StereoModule(TaskModule):
         output = self.model(batch)
         for i in range(len(batch["image0"])):
             disparity, known, occluded, visible = (batch[name][i] for name in TRUTH)
-            found = scores(
-                output.disparity[i], disparity, known, occluded, output.occlusion[i],
-                visible=visible,
-            )  # fmt: skip
-            self._log(found)
-
-    def _log(self, found: Mapping[str, float]) -> None:
-        logged = {name: found[name] for name in LOGGED} | {"good3": 100 - found["bad3_all"]}
-        for name, value in logged.items():
-            if value == value:  # else there was no such pixel
-                on_bar = name in ("epe_all", "good3")
-                self.log_mean(f"val/{name}", value, 1, prog_bar=on_bar)
+            predicted = output.disparity[i], disparity, known, occluded, output.occlusion[i]
+            found = scores(*predicted, visible=visible)
+            logged = {name: found[name] for name in LOGGED} | {"good3": 100 - found["bad3_all"]}
+            for name, value in logged.items():
+                if value == value:  # else there was no such pixel
+                    on_bar = name in ("epe_all", "good3")
+                    self.log_mean(f"val/{name}", value, 1, prog_bar=on_bar)

@@ -37,15 +37,10 @@ LEAST_SIDE = 16  # pixels of the shorter side, below which there is nothing to c
 
 @dataclass(frozen=True)
 class Preprocess:
-    """A pair at the size it is matched at.
+    """A pair at the size it is matched at."""
 
-    Attributes:
-        size: Most pixels of the longer side.
-        max_disparity: In pixels of the images as given; None: that of the network.
-    """
-
-    size: int
-    max_disparity: float | None
+    size: int  # most pixels of the longer side
+    max_disparity: float | None  # in pixels of the images as given; None: that of the network
 
     def __call__(self, left: ImageLike, right: ImageLike) -> Prepared:
         images = to_image(left), to_image(right)

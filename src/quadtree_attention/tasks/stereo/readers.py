@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from PIL import Image
@@ -22,22 +22,12 @@ from quadtree_attention.errors import DataError, OptionError
 from quadtree_attention.files import StrPath
 from quadtree_attention.images import Array, image_size, to_image
 from quadtree_attention.tasks.contract import Source, file_identity
-from quadtree_attention.tasks.readers import summary
+from quadtree_attention.tasks.readers import reading, summary
 from quadtree_attention.tasks.stereo.formats import READ, DisparityMap, read_disparity
 
-LAYOUTS = ("auto", "folder", "scenes", "middlebury2014", "kitti2015", "kitti2012", "sceneflow")
 TORCHVISION = "torchvision:"  # and the name of one of its classes
 LOSE_WHAT_IS_HIDDEN = ("ETH3DStereo", "Middlebury2014Stereo")  # classes of torchvision
-IMAGES = (
-    ".png",
-    ".jpg",
-    ".jpeg",
-    ".webp",
-    ".bmp",
-    ".ppm",
-    ".tif",
-    ".tiff",
-)  # looked for in this order
+IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".ppm", ".tif", ".tiff")  # in this order
 VALIDATION = {"val", "validation", "test", "testing", "TEST"}  # folders of that split
 PASSES = (  # folders of Scene Flow's images; final ones where there are no clean ones
     "frames_cleanpass", "RGB_cleanpass", "image_clean",
@@ -74,40 +64,26 @@ class StereoFiles:
     scale: float | None = None  # of the disparity; None: as the format has it
 
 
-@dataclass(frozen=True)
-class Incomplete:
+Found: TypeAlias = "StereoFiles | Incomplete"
+Finder: TypeAlias = Callable[[Path, Path], list[Found] | None]
+
+
+class Incomplete(NamedTuple):
     """Something that was found but is no pair."""
 
     name: str
     reason: str
 
 
-Found: TypeAlias = StereoFiles | Incomplete
-
-
-class FileSource:
-    """Pairs whose files are listed.
-
-    Args:
-        files: Of every pair.
-        skipped: Reasons why others are not among them.
-    """
-
-    classes: Sequence[str] | None = None
+class FileSource(Source[StereoTruth]):
+    """Pairs whose files are listed, and the reasons why others are not among them."""
 
     def __init__(self, files: Sequence[StereoFiles], skipped: Sequence[str] = ()) -> None:
-        self.files = list(files)
-        self.skipped = list(skipped)
-
-    def __len__(self) -> int:
-        return len(self.files)
-
-    def name(self, index: int) -> str:
-        return self.files[index].name
+        self.files, self.skipped = list(files), list(skipped)
+        self.names = [pair.name for pair in files]
 
     def identity(self, index: int) -> list[Any]:
-        files = self.files[index]
-        return file_identity(files.left, files.right)
+        return file_identity(self.files[index].left, self.files[index].right)
 
     def images(self, index: int) -> tuple[Image.Image, Image.Image]:
         files = self.files[index]
@@ -129,7 +105,7 @@ class FileSource:
         return StereoTruth(truth.values, truth.known, occluded, visible)
 
 
-class TorchvisionSource:
+class TorchvisionSource(Source[StereoTruth]):
     """Pairs of one of torchvision's stereo data sets; nothing is downloaded.
 
     Args:
@@ -137,8 +113,6 @@ class TorchvisionSource:
         root: Folder that holds the folder of the data set, as that class wants it.
         split: For classes that have splits; "val" is their "test".
     """
-
-    classes: Sequence[str] | None = None
 
     def __init__(self, kind: str, root: Path, split: str | None = None) -> None:
         options: dict[str, Any] = {"root": root}
@@ -159,9 +133,7 @@ class TorchvisionSource:
             raise DataError(
                 f"torchvision's {kind} has no disparity of the split {split!r} in {root}"
             )
-        self.kind = kind
-        self.root = root
-        self.skipped: list[str] = []
+        self.kind, self.root = kind, root
 
     def __len__(self) -> int:
         return len(self._data)
@@ -175,9 +147,8 @@ class TorchvisionSource:
 
     def images(self, index: int) -> tuple[Image.Image, Image.Image]:
         left, right, *_ = self._read(index)
-        size = left.height, left.width
         name = f"the right image of {self.name(index)}"
-        _same_size(name, (right.height, right.width), "the left one", size)
+        _same_size(name, right.size[::-1], "the left one", left.size[::-1])
         return left.convert("RGB"), right.convert("RGB")
 
     def truth(self, index: int) -> StereoTruth:
@@ -191,19 +162,14 @@ class TorchvisionSource:
         elif mask is not None:
             known &= mask
         name = f"the disparity of {self.name(index)}"
-        _same_size(name, values.shape, "the image", (left.height, left.width))
+        _same_size(name, values.shape, "the image", left.size[::-1])
         values = np.where(known, values, np.float32(0))
         occluded |= _outside(values, known)
         return StereoTruth(values, known, occluded, known & ~occluded)
 
     def _read(self, index: int) -> Any:
-        try:
+        with reading(f"the pair {self.name(index)} in {self.root} by torchvision", "get it again"):
             return self._data[index]
-        except Exception as error:  # damaged files fail in every possible way
-            raise DataError(
-                f"torchvision cannot read the pair {self.name(index)} in {self.root}: {error}; get "
-                "it again"
-            ) from error
 
 
 def open_source(
@@ -238,24 +204,19 @@ def open_source(
         DataError: There are no pairs, or, if strict, some are not whole.
     """
     folder = Path(root)
-    if layout in [TORCHVISION + kind for kind in LOSE_WHAT_IS_HIDDEN]:
-        raise OptionError(
-            f"torchvision takes what is hidden in the other view for visible, got {layout!r}; "
-            "take the layout middlebury2014 or auto, which tell them apart"
-        )
     checks.one_of(("all", "train", "val"), split=split)
     split = None if split == "all" else split
-    if not layout.startswith(TORCHVISION) and layout not in LAYOUTS:
-        raise OptionError(
-            f"layout must be one of {', '.join(LAYOUTS)} or {TORCHVISION}NAME, got {layout!r}; "
-            "choose one"
-        )
+    if not layout.startswith(TORCHVISION):
+        checks.one_of(("auto", *_FINDERS, f"{TORCHVISION}NAME"), layout=layout)
     if not folder.is_dir():
         raise DataError(f"there is no folder {folder}; pass the one that holds the pairs")
     if layout.startswith(TORCHVISION):
         return TorchvisionSource(layout.removeprefix(TORCHVISION), folder, split)
     finders = list(_FINDERS.values()) if layout == "auto" else [_FINDERS[layout]]
-    found = _of_split(_search(folder, folder, finders), split)
+    found = _search(folder, folder, finders)
+    if split is not None:  # what lies in folders for validation, or what does not
+        held_out = (not VALIDATION.isdisjoint(Path(entry.name).parts[:-1]) for entry in found)
+        found = [e for e, val in zip(found, held_out, strict=True) if val == (split == "val")]
     pairs = [entry for entry in found if isinstance(entry, StereoFiles)]
     skipped = [entry.reason for entry in found if isinstance(entry, Incomplete)]
     if skipped and strict:
@@ -273,7 +234,7 @@ def open_source(
     return FileSource(pairs, skipped)
 
 
-def _search(place: Path, root: Path, finders: Sequence["Finder"], depth: int = 0) -> list[Found]:
+def _search(place: Path, root: Path, finders: Sequence[Finder], depth: int = 0) -> list[Found]:
     """What the finders find in a folder, or else below it."""
     for finder in finders:
         within = place.relative_to(root)
@@ -290,15 +251,6 @@ def _search(place: Path, root: Path, finders: Sequence["Finder"], depth: int = 0
     except OSError as error:
         raise DataError(f"cannot look into {place}: {error.strerror or error}") from error
     return [entry for child in children for entry in _search(child, root, finders, depth + 1)]
-
-
-def _of_split(found: list[Found], split: str | None) -> list[Found]:
-    """What lies in folders for validation, or what does not."""
-    if split is None:
-        return found
-    held_out = [not VALIDATION.isdisjoint(Path(entry.name).parts[:-1]) for entry in found]
-    wanted = split == "val"
-    return [entry for entry, val in zip(found, held_out, strict=True) if val == wanted]
 
 
 def _find_folder(place: Path, within: Path) -> list[Found] | None:
@@ -386,7 +338,6 @@ def _find_sceneflow(place: Path, within: Path) -> list[Found] | None:
     return found
 
 
-Finder: TypeAlias = Callable[[Path, Path], list[Found] | None]
 _FINDERS: dict[str, Finder] = {
     "folder": _find_folder,
     "scenes": _find_scene,
@@ -414,18 +365,12 @@ def _scale(path: Path) -> float | None:
     """`disparity_scale` of a file that tells about a folder."""
     if not path.exists():
         return None
-    try:
+    advice = "it must be an object with disparity_scale, by which stored values are divided"
+    with reading(path, advice):
         scale = json.loads(path.read_text()).get("disparity_scale")
-        if scale is None:
-            return None
-        if not 0 < float(scale) < np.inf:
+        if scale is not None and not 0 < float(scale) < np.inf:
             raise ValueError(f"disparity_scale is {scale}")
-        return float(scale)
-    except (OSError, ValueError, TypeError, AttributeError) as error:
-        raise DataError(
-            f"cannot read {path}: {error}; it must be an object with disparity_scale, by which "
-            "stored values are divided"
-        ) from error
+        return None if scale is None else float(scale)
 
 
 def _occlusion(files: StereoFiles, truth: DisparityMap) -> tuple[Array, Array]:
@@ -490,15 +435,13 @@ def _same_size(
 def _torchvision_class(kind: str) -> Any:
     from torchvision import datasets
 
-    base = datasets.Kitti2015Stereo.__base__
-    known = sorted(
-        name
-        for name in datasets.__all__
-        if isinstance(made := getattr(datasets, name), type) and issubclass(made, base)
-    )
-    if kind not in known:
+    if kind in LOSE_WHAT_IS_HIDDEN:
         raise OptionError(
-            f"layout {TORCHVISION}NAME must name one of {', '.join(known)}, got {kind!r}; "
-            "choose one"
+            f"torchvision takes what is hidden in the other view for visible, got {kind!r}; take "
+            "the layout middlebury2014 or auto, which tell them apart"
         )
-    return getattr(datasets, kind)
+    base = datasets.Kitti2015Stereo.__base__
+    made = {name: getattr(datasets, name) for name in sorted(datasets.__all__)}
+    there = [n for n, found in made.items() if isinstance(found, type) and issubclass(found, base)]
+    checks.known(kind, there, f"NAME of the layout {TORCHVISION}NAME")
+    return made[kind]

@@ -2,7 +2,7 @@
 """The disparities of a pair, and the files that hold them."""
 
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -14,8 +14,8 @@ from quadtree_attention import checks
 from quadtree_attention.errors import DataError, OptionError
 from quadtree_attention.files import StrPath, write_whole
 from quadtree_attention.images import Array
-from quadtree_attention.tasks.contract import Result, Source
-from quadtree_attention.tasks.readers import read_npz
+from quadtree_attention.tasks.contract import Codec, Result, table
+from quadtree_attention.tasks.readers import npz_bytes, read_npz
 from quadtree_attention.tasks.stereo.formats import WRITTEN, encode_disparity, read_disparity
 from quadtree_attention.viz.canvas import save_picture
 
@@ -97,12 +97,11 @@ class Disparity(Result):
             "occluded": f"{100 * self.occluded:.1f} % of the left image",
             "time": f"{self.seconds:.2f} s",
         }
-        height, width = self.disparity.shape
         if self.seen:
-            at = f"{self.seen[0][0]}x{self.seen[0][1]}"
-            same = self.seen[0] == (width, height)
-            rows["matched at"] = at if same else f"{at} (of {width}x{height})"
-        return "\n".join(f"{name:11}  {value}" for name, value in rows.items())
+            given = self.disparity.shape[::-1]
+            at, of = ("{}x{}".format(*size) for size in (self.seen[0], given))
+            rows["matched at"] = at if self.seen[0] == given else f"{at} (of {of})"
+        return table(rows)
 
 
 def spread(values: Array) -> tuple[float, float, float]:
@@ -119,32 +118,24 @@ def check_cameras(focal: float, baseline: float, offset: float = 0.0) -> None:
         raise OptionError(f"offset must be finite, got {offset}; pass that of the cameras")
 
 
-class DisparityCodec:
+class DisparityCodec(Codec[Disparity]):
     """`disparity` and `occlusion` as .npz, or disparity alone in the formats of other programs."""
 
-    suffixes: tuple[str, ...] = (".npz", *WRITTEN)
-    together = False
-
-    def __init__(
-        self, source: Source[Any] | None = None, classes: Sequence[str] | None = None
-    ) -> None: ...
+    suffixes = (".npz", *WRITTEN)
 
     def encode(self, found: Mapping[str, Disparity], suffix: str) -> bytes:
         (result,) = found.values()
         if suffix != ".npz":
             return encode_disparity(result.disparity, suffix)
-        arrays: dict[str, Any] = {"disparity": result.disparity}
+        arrays = {"disparity": result.disparity}
         if result.occlusion is not None:
             arrays["occlusion"] = result.occlusion.astype(np.float16)
-        content = io.BytesIO()
-        np.savez(content, **arrays)
-        return content.getvalue()
+        return npz_bytes(**arrays)
 
     def decode(self, path: Path) -> dict[str, Disparity]:
         disparity = read_disparity(path, truth=False).values
         stored = read_npz(path, (), ("occlusion",)) if path.suffix == ".npz" else {}
-        occlusion = stored.get("occlusion")
-        if occlusion is None:
+        if (occlusion := stored.get("occlusion")) is None:
             return {path.stem: Disparity(disparity=disparity)}
         if occlusion.shape != disparity.shape or occlusion.dtype.kind not in "fbiu":
             raise DataError(

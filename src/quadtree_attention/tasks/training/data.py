@@ -5,7 +5,7 @@ import copy
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -13,17 +13,12 @@ import pytorch_lightning as pl
 import torch
 from torch.utils.data import Dataset
 
-from quadtree_attention.checks import at_least
+from quadtree_attention.checks import at_least, known
 from quadtree_attention.errors import DataError, OptionError
 from quadtree_attention.synthetic import MixedTextures, PhotoTextures, ProceduralTextures, Textures
 from quadtree_attention.tasks.readers import summary
-from quadtree_attention.tasks.training.loader import (
-    Draw,
-    EpochSampler,
-    ResumableLoader,
-    SeededDataset,
-    seed_from,
-)
+from quadtree_attention.tasks.training import loader
+from quadtree_attention.tasks.training.loader import EpochSampler, ResumableLoader
 
 if TYPE_CHECKING:
     from quadtree_attention.tasks.contract import Source
@@ -39,7 +34,7 @@ class TaskData(pl.LightningDataModule):
     """Batches of the samples of a source, read in worker processes.
 
     Subclasses define `open`, `train_sample` and `val_sample`, and where needed `finish`, `collate`,
-    `count` and `place`. Everything random in a sample is drawn from (seed, epoch, index).
+    `available` and `place`. Everything random in a sample is drawn from (seed, epoch, index).
 
     Args:
         batch_size: Samples of a training batch on one process.
@@ -66,12 +61,9 @@ class TaskData(pl.LightningDataModule):
         super().__init__()
         at_least(1, batch_size=batch_size, limit_images=limit_images)
         at_least(0, workers=workers)
-        self.batch_size = batch_size
-        self.eval_batch_size = batch_size
+        self.batch_size = self.eval_batch_size = batch_size
         self.workers = min(8, os.cpu_count() or 1) if workers is None else workers
-        self.strict = strict
-        self.seed = seed
-        self.limit_images = limit_images
+        self.strict, self.seed, self.limit_images = strict, seed, limit_images
         self._sources: dict[Split, Source[Any]] = {}
 
     def open(self, split: Split) -> "Source[Any]":
@@ -94,20 +86,20 @@ class TaskData(pl.LightningDataModule):
         """A batch on its device as the network takes it, such as bytes turned into floats."""
         return batch
 
+    def available(self, split: Split) -> int:
+        """Samples of an epoch without `limit_images`."""
+        return len(self.source(split))
+
     def count(self, split: Split) -> int:
         """Samples of an epoch."""
-        return min(len(self.source(split)), self.limit_images or sys.maxsize)
+        return min(self.available(split), self.limit_images or sys.maxsize)
 
     def place(self, split: Split, index: int) -> int:
         """Which sample of the source the sample `index` of an epoch is; may draw."""
         return index
 
     def source(self, split: Split) -> Any:
-        """The samples of a split, opened once; what it skips is reported, classes are compared.
-
-        Raises:
-            DataError: Training and validation have different classes.
-        """
+        """The samples of a split, opened once; what it skips is reported, classes are compared."""
         if split not in self._sources:
             source = self.open(split)
             if source.skipped:
@@ -142,8 +134,7 @@ class TaskData(pl.LightningDataModule):
         self.source("val")
 
     def train_dataloader(self) -> ResumableLoader:
-        sampler = self.sampler("train")
-        if len(sampler) == 0:
+        if len(sampler := self.sampler("train")) == 0:
             raise OptionError(
                 f"{sampler.size} training {self.item}s do not fill one batch of "
                 f"{sampler.batch_size} on {sampler.world_size} processes; pass {self.more}a "
@@ -174,7 +165,7 @@ class TaskData(pl.LightningDataModule):
             options |= {"num_workers": self.workers, "persistent_workers": True}
         alone = copy.copy(self)  # workers get no trainer, and so no network
         alone.trainer, alone._sources = None, {split: source}
-        dataset = SeededDataset(sampler.size, partial(alone.read, split), self.seed)
+        dataset = loader.SeededDataset(sampler.size, partial(alone.read, split), self.seed)
         collate = partial(alone.collate, training=split == "train")
         return ResumableLoader(dataset, sampler, collate_fn=collate, **options)
 
@@ -251,16 +242,6 @@ def listed(samples: Sequence[Sample], *names: str) -> Batch:
     }
 
 
-def no_effect(source: str, **given: Any) -> None:
-    """Raises `OptionError` for an option that a source of data does not read, unless it is None."""
-    for name, value in given.items():
-        if value is not None:
-            raise OptionError(
-                f"--data.{name} has no effect with --data.source {source}, got {value!r}; leave "
-                "out one of them"
-            )
-
-
 def tell(message: str) -> None:
     print(f"quadtree: {message}", file=sys.stderr)
 
@@ -300,19 +281,15 @@ class SyntheticData(TaskData):
     ) -> None:
         super().__init__(batch_size=batch_size, workers=0, seed=seed)
         at_least(1, pairs=pairs, val_pairs=val_pairs)
-        self.folder = textures
-        self.procedural = procedural
-        self.texture_size = texture_size
-        self.size = size
-        self.pairs = pairs
-        self.val_pairs = val_pairs
+        self.size, self.pairs, self.val_pairs = size, pairs, val_pairs
+        self.folder, self.procedural, self.texture_size = textures, procedural, texture_size
         self._textures: Textures | None = None
 
     def render(self, textures: Textures, indices: list[int], *, training: bool) -> Batch:
         """The pairs with these numbers."""
         raise NotImplementedError
 
-    def count(self, split: Split) -> int:
+    def available(self, split: Split) -> int:
         return self.pairs if split == "train" else self.val_pairs
 
     def setup(self, stage: str | None = None) -> None:
@@ -348,20 +325,20 @@ class SyntheticData(TaskData):
 
     def seeded(self, *, training: bool) -> dict[str, Any]:
         """Size and seed of scenes; validation has a seed whose scenes training does not see."""
-        return {"size": self.size, "seed": seed_from(self.seed, 0 if training else 1)}
+        return {"size": self.size, "seed": loader.seed_from(self.seed, 0 if training else 1)}
 
 
+@dataclass(eq=False)
 class PairNumbers(Dataset[Batch]):
     """Numbers of pairs, new ones in every epoch of training."""
 
-    def __init__(self, count: int, *, training: bool) -> None:
-        self.count = count
-        self.training = training
+    count: int
+    training: bool
 
     def __len__(self) -> int:
         return self.count
 
-    def __getitems__(self, draws: list[Draw]) -> Batch:
+    def __getitems__(self, draws: list[loader.Draw]) -> Batch:
         epoch = self.count if self.training else 0
         numbers = [draw.epoch * epoch + draw.sample for draw in draws]
         return {"indices": torch.tensor(numbers), "training": self.training}
@@ -374,11 +351,7 @@ def as_it_is(batch: Batch) -> Batch:
 
 def options_of(kind: Any, name: str, given: dict[str, Any] | None) -> Any:
     """Options of a dataclass from a recipe, whose ranges come as lists."""
-    known = [field.name for field in fields(kind)]
-    if unknown := [key for key in given or {} if key not in known]:
-        raise OptionError(
-            f"{name} must have options out of {', '.join(known)}, got {', '.join(unknown)}; "
-            "leave out what is not among them"
-        )
+    for key in given or {}:
+        known(key, [field.name for field in fields(kind)], f"an option of {name}")
     values = {key: tuple(v) if isinstance(v, list) else v for key, v in (given or {}).items()}
     return kind(**values)

@@ -8,6 +8,7 @@ batches as one process with the batch size of all of them.
 
 import random
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -37,37 +38,22 @@ def set_seed(seed: int) -> None:
     torch.manual_seed(seed)
 
 
+@dataclass(eq=False)
 class EpochSampler(Sampler[Draw]):
     """The share of one process in the batches of an epoch.
 
-    Args:
-        size: Samples of the data set.
-        batch_size: Samples of a batch on one process.
-        seed: Decides the order of every epoch.
-        shuffle: Training: a new order every epoch, and only batches that are whole on all
-            processes. Otherwise every sample once, in order.
-        rank: This process.
-        world_size: Processes.
+    With `shuffle`, as in training, there is a new order every epoch, and only batches that are
+    whole on all processes. Otherwise every sample comes once, in order.
     """
 
-    def __init__(
-        self,
-        size: int,
-        batch_size: int,
-        *,
-        seed: int = 0,
-        shuffle: bool = False,
-        rank: int = 0,
-        world_size: int = 1,
-    ) -> None:
-        self.size = size
-        self.batch_size = batch_size
-        self.seed = seed
-        self.shuffle = shuffle
-        self.rank = rank
-        self.world_size = world_size
-        self.epoch = 0
-        self.skip_batches = 0  # of the next pass only
+    size: int  # samples of the data set
+    batch_size: int  # on one process
+    seed: int = 0  # decides the order of every epoch
+    shuffle: bool = False
+    rank: int = 0  # this process
+    world_size: int = 1
+    epoch: int = 0
+    skip_batches: int = 0  # of the next pass only
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
@@ -79,33 +65,23 @@ class EpochSampler(Sampler[Draw]):
 
     def __iter__(self) -> Iterator[Draw]:
         skipped, self.skip_batches = self.skip_batches, 0
-        mine = self._order()[skipped * self.batch_size :]
-        return iter([Draw(self.epoch, sample) for sample in mine])
-
-    def _order(self) -> list[int]:
-        if not self.shuffle:
-            return list(range(self.rank, self.size, self.world_size))
-        rng = torch.Generator().manual_seed(seed_from(self.seed, self.epoch))
-        together = self.batch_size * self.world_size
-        order = torch.randperm(self.size, generator=rng)
-        whole = order[: self.size // together * together]
-        batches = whole.view(-1, self.world_size, self.batch_size)
-        return batches[:, self.rank].flatten().tolist()
+        mine = list(range(self.rank, self.size, self.world_size))
+        if self.shuffle:
+            rng = torch.Generator().manual_seed(seed_from(self.seed, self.epoch))
+            together = self.batch_size * self.world_size
+            whole = torch.randperm(self.size, generator=rng)[: self.size // together * together]
+            batches = whole.view(-1, self.world_size, self.batch_size)
+            mine = batches[:, self.rank].flatten().tolist()
+        return iter([Draw(self.epoch, sample) for sample in mine[skipped * self.batch_size :]])
 
 
+@dataclass(eq=False)
 class SeededDataset(Dataset[Any]):
-    """Reads samples with every generator seeded from `(seed, epoch, index)`.
+    """Reads samples by index with every generator seeded from `(seed, epoch, index)`."""
 
-    Args:
-        size: Number of samples.
-        read: Sample by index.
-        seed: The run's.
-    """
-
-    def __init__(self, size: int, read: Callable[[int], Any], seed: int = 0) -> None:
-        self.size = size
-        self.read = read
-        self.seed = seed
+    size: int
+    read: Callable[[int], Any]
+    seed: int = 0  # the run's
 
     def __len__(self) -> int:
         return self.size
@@ -133,8 +109,9 @@ class ResumableLoader(DataLoader[Any]):
             for batch in super().__iter__():
                 self.given += 1
                 yield batch
-        except QuadtreeAttentionError as error:
-            raise type(error)(_own_words(error)) from error
+        except QuadtreeAttentionError as error:  # without the traceback that a worker's brings
+            kind = f"{type(error).__module__}.{type(error).__qualname__}: "
+            raise type(error)(str(error).rpartition(kind)[2].strip()) from error
 
     def state_dict(self) -> dict[str, int]:
         return {"epoch": self.sampler.epoch, "batches": self.given}
@@ -143,9 +120,3 @@ class ResumableLoader(DataLoader[Any]):
         finished = state["batches"] >= len(self)
         self.sampler.set_epoch(state["epoch"] + finished)
         self.sampler.skip_batches = 0 if finished else state["batches"]
-
-
-def _own_words(error: Exception) -> str:
-    """The message of an error, without the traceback that one of another process brings along."""
-    kind = type(error)
-    return str(error).rpartition(f"{kind.__module__}.{kind.__qualname__}: ")[2].strip()

@@ -2,7 +2,6 @@
 """The Lightning module that all tasks share: network, optimizer, schedules, logging, scores."""
 
 import math
-import sys
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
@@ -18,50 +17,34 @@ from quadtree_attention.files import file_sha256
 from quadtree_attention.models.registry import SPECS, create, names, weights_path
 from quadtree_attention.models.weights import fill
 from quadtree_attention.tasks.readers import summary
+from quadtree_attention.tasks.training.data import Batch, tell
 from quadtree_attention.tasks.training.loader import seed_from, set_seed
 
 if TYPE_CHECKING:
     from quadtree_attention.tasks.contract import Metric, Task
 
-Batch = dict[str, Any]
 CHECK_EVERY = 20  # batches; looking at the loss makes a GPU wait
 DECAY = 0.1  # what a step of the schedule multiplies the learning rate by
 
 
 def check_options(options: Mapping[str, Any] | None, **instead: str) -> None:
-    """Refuses options of a network that something else sets; `instead` says what, by option.
-
-    Raises:
-        OptionError: The options name one of them.
-    """
-    for name in options or {}:
-        if name in instead:
-            raise OptionError(
-                f"options must not name {name}, which is set by {instead[name]}; leave it out of "
-                "--model.options"
-            )
+    """Raises `OptionError` for options of a network that something else, `instead`, sets."""
+    for name in instead.keys() & (options or {}).keys():
+        raise OptionError(
+            f"options must not name {name}, which is set by {instead[name]}; leave it out of "
+            "--model.options"
+        )
 
 
-class FollowsFromStep:
-    """A schedule that follows from the step alone, so that a longer run has a longer one."""
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        pass
+def _follows_step(kind: type) -> Any:
+    """A schedule without state: it follows from the step, so a longer run has a longer one."""
+    stateless = {"state_dict": lambda _: {}, "load_state_dict": lambda *_: None}
+    return type(kind.__name__, (kind,), stateless)
 
 
-class CosineSchedule(FollowsFromStep, CosineLRScheduler):
-    """Half a cosine from the learning rate to its least."""
-
-
-class DecaySchedule(FollowsFromStep, MultiStepLRScheduler):
-    """A fraction of the learning rate from each of some steps on."""
-
-
-class PolySchedule(FollowsFromStep, PolyLRScheduler):
-    """A power of the share of the run that is left."""
+CosineSchedule, DecaySchedule, PolySchedule = map(
+    _follows_step, (CosineLRScheduler, MultiStepLRScheduler, PolyLRScheduler)
+)
 
 
 class TaskModule(pl.LightningModule):
@@ -187,8 +170,8 @@ class TaskModule(pl.LightningModule):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         # All that is drawn in a step depends on the number of its batch alone, so that a run that
         # was stopped goes on as if it had not been.
-        numbers = (self.hparams["seed"], self.current_epoch, batch_idx, self.global_rank)
-        set_seed(seed_from(*numbers))
+        seed = self.hparams["seed"]
+        set_seed(seed_from(seed, self.current_epoch, batch_idx, self.global_rank))
 
     def on_validation_epoch_start(self) -> None:
         self.metric = self.new_metric()
@@ -221,10 +204,7 @@ class TaskModule(pl.LightningModule):
     def on_train_epoch_end(self) -> None:
         if new := list(self.skipped)[self._told :]:
             self._told = len(self.skipped)
-            print(
-                f"quadtree: skipped {self._told} unusable files so far: {summary(new)}",
-                file=sys.stderr,
-            )
+            tell(f"skipped {self._told} unusable files so far: {summary(new)}")
 
     def configure_optimizers(self) -> Any:
         trainer, h = self.trainer, self.hparams
@@ -271,11 +251,8 @@ class TaskModule(pl.LightningModule):
 
     def weights(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The network's own tensors out of the state dict of this module."""
-        return {
-            name.removeprefix("model."): tensor
-            for name, tensor in state.items()
-            if name.startswith("model.")
-        }
+        own = {name: tensor for name, tensor in state.items() if name.startswith("model.")}
+        return {name.removeprefix("model."): tensor for name, tensor in own.items()}
 
     def log_mean(self, name: str, value: Tensor | float, count: int, **options: Any) -> None:
         """Logs the mean over an epoch and all processes."""

@@ -79,7 +79,7 @@ def train(
     Args:
         recipe: A file, such as `recipes/stereo/synthetic.yaml`.
         variant: Its variants, in a list or separated by commas; None: the first.
-        run_dir: Folder to write to; None: `runs/<recipe>[-variant]`.
+        run_dir: Folder to write to; None: `runs/<task>-<recipe>[-variant]`.
         resume: Continue the run in the folder, or from a checkpoint.
         overrides: Settings that replace those of the recipe, one by one:
             `data={"textures": "photos"}, trainer={"max_epochs": 2}`.
@@ -166,7 +166,7 @@ class TrainCLI(LightningCLI):
         add = partial(parser.add_argument, type=str | None, default=None)
         add("--variant", help="Variants of the recipe, separated by commas (default: its first).")
         folder = "Folder for checkpoints, history.csv and curves.png"
-        add("--run_dir", help=f"{folder} (default: runs/<recipe>[-variant]).")
+        add("--run_dir", help=f"{folder} (default: runs/<task>-<recipe>[-variant]).")
         last = f"The run's {LAST} is as new as --save_every steps."
         resume = f"Continue the run in the folder, or from a given checkpoint. {last}"
         add("--resume", nargs="?", const=LATEST, help=resume)
@@ -180,7 +180,8 @@ class TrainCLI(LightningCLI):
     def run_dir(self) -> Path:
         """Where a run writes: as asked for, or named after its last recipe."""
         if self.config.run_dir is None:
-            return Path("runs") / (self.recipes[-1].name if self.recipes else "run")
+            name = self.recipes[-1].name if self.recipes else "run"
+            return Path("runs") / f"{self.module.task.name}-{name}"
         folder = Path(self.config.run_dir)
         if folder.exists() and not folder.is_dir():
             raise OptionError(f"--run_dir must be a folder, got the file {folder}; pass another")
