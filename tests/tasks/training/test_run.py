@@ -151,7 +151,7 @@ def test_run_is_named_after_its_last_recipe(tmp_path, monkeypatch):
     write_recipe(tmp_path, "trainer: {max_epochs: 1}\n", "short.yaml")
     run_command("classify", ["--config", "tiny.yaml", "--config", "short.yaml"])
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["classify-short"]
-    assert len(rows(tmp_path / "runs" / "short")) == 1
+    assert len(rows(tmp_path / "runs" / "classify-short")) == 1
 
 
 def test_command_line_overrides_the_recipe(tmp_path):

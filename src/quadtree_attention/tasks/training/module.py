@@ -170,8 +170,8 @@ class TaskModule(pl.LightningModule):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         # All that is drawn in a step depends on the number of its batch alone, so that a run that
         # was stopped goes on as if it had not been.
-        seed = self.hparams["seed"]
-        set_seed(seed_from(seed, self.current_epoch, batch_idx, self.global_rank))
+        numbers = (self.hparams["seed"], self.current_epoch, batch_idx, self.global_rank)
+        set_seed(seed_from(*numbers))
 
     def on_validation_epoch_start(self) -> None:
         self.metric = self.new_metric()
