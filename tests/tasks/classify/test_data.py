@@ -204,8 +204,6 @@ def test_npz(tmp_path):
     ],
 )
 def test_options_that_are_not_accepted(options, expected):
-    with pytest.raises(OptionError, match=r"--data\.root has no effect with .*generated"):
-        generated(root="x")
     with pytest.raises(OptionError) as caught:
         generated(**options)
     assert str(caught.value).startswith(expected)
