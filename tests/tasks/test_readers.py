@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
+import numpy as np
 import pytest
 
-from quadtree_attention.errors import CheckpointError
-from quadtree_attention.tasks.readers import match_classes, summary
+from quadtree_attention.errors import CheckpointError, DataError
+from quadtree_attention.tasks.readers import class_names, match_classes, read_npz, summary
 
 
 def test_summary_names_the_first_and_counts_the_rest():
@@ -42,3 +43,20 @@ def test_classes_are_matched_by_name(ours, theirs, labels):
 def test_classes_that_do_not_match(ours, theirs):
     with pytest.raises(CheckpointError, match="take weights and data of the same classes"):
         match_classes(theirs, ours)
+
+
+@pytest.mark.parametrize("names", [["cat"], ["cat", "dog", "elk"], "cd"])
+def test_a_card_names_every_class(names):
+    with pytest.raises(CheckpointError, match=r"must name the 2 classes of the model, got"):
+        class_names({"classes": names}, 2, None)
+    assert class_names({"classes": ["cat", "dog"]}, 2, None) == ["cat", "dog"]
+    assert class_names({}, 2, None, first=1) == ["1", "2"]
+
+
+def test_arrays_of_npz_files_alone(tmp_path):
+    np.savez(tmp_path / "a.npz", x=np.arange(3))
+    assert read_npz(tmp_path / "a.npz", ["x"], ["y"])["x"].tolist() == [0, 1, 2]
+    np.save(tmp_path / "b.npy", np.arange(3))
+    for name, required in (("a.npz", ["y"]), ("b.npy", ["x"])):
+        with pytest.raises(DataError, match=name):
+            read_npz(tmp_path / name, required)

@@ -121,7 +121,29 @@ def test_a_pose_that_few_matches_agree_with_gets_a_caution(inliers, total, few):
     assert (pose.caution is not None) == few == (told in pose.to_text())
 
 
+def test_angle_of_a_pose():
+    cos, sin = np.cos(np.radians(30)), np.sin(np.radians(30))
+    rotation = np.array([[cos, -sin, 0], [sin, cos, 0], [0, 0, 1]])
+    assert Pose(rotation, np.array([1.0, 0, 0]), np.ones(5, bool)).degrees == pytest.approx(30)
+
+
+def test_threshold_of_opencv_is_in_pixels_of_both_cameras(monkeypatch):
+    import cv2
+
+    thresholds = []
+    find = cv2.findEssentialMat
+    monkeypatch.setattr(
+        cv2, "findEssentialMat", lambda *a, **k: thresholds.append(k["threshold"]) or find(*a, **k)
+    )
+    cameras = (400, 420, 240, 200), (560, 620, 230, 210)
+    relative_pose(*points_of_a_scene(50), *cameras, estimator="opencv", threshold=2.0)
+    assert thresholds == [pytest.approx(2.0 / 500)]
+
+
 def test_wrong_camera():
+    for camera in ((0, 400, 240, 200), (400, 0, 240, 200)):
+        with pytest.raises(ShapeError, match="must be a camera matrix"):
+            camera_matrix(camera)
     points = np.zeros((10, 2))
     with pytest.raises(ShapeError, match=r"K1 must be a camera matrix \(3, 3\)"):
         relative_pose(points, points, K0, np.eye(4))

@@ -42,3 +42,10 @@ def test_where_nothing_is_sure_the_network_is_believed():
     assert np.array_equal(fill_hidden(disparity, np.ones_like(disparity)), disparity)
     assert np.array_equal(fill_hidden(disparity, np.zeros_like(disparity)), disparity)
     assert np.isinf(from_farther_side(disparity, np.zeros_like(disparity, bool))).all()
+
+
+def test_the_first_and_the_last_column_may_be_all_that_is_sure():
+    values = np.arange(5, dtype=np.float32)[None] + 3
+    for column in (0, 4):
+        found = from_farther_side(values, np.arange(5)[None] == column)
+        assert (found == values[0, column]).all()
