@@ -147,6 +147,17 @@ def test_half_precision_holds_half_where_sums_are_not_kept():
     assert half.training_memory > full.training_memory / 2  # gradients are summed in float32
 
 
+def test_training_memory_of_dense_attention():
+    """Result, three gradients, two numbers per query; half precision sums dq in float32."""
+    sizes = {"dim": 64, "num_levels": 1, "topk": 1}
+    full, half = (
+        plan((40, 50), **sizes, dtype=dtype).dense.training_memory
+        for dtype in (torch.float32, torch.bfloat16)
+    )
+    assert full == 2000 * (4 * 64 + 2) * 4
+    assert half == 2000 * (4 * 64 * 2 + 2 * 4 + 64 * 4)
+
+
 def test_variant_a_keeps_scores_too():
     sizes = {"heads": 2, "dim": 8, "num_levels": 3, "topk": (3, 2)}
     a, b = (plan((12, 20), **sizes, variant=variant).quadtree for variant in "AB")

@@ -5,6 +5,7 @@ import warnings
 
 import pytest
 import torch
+import torch.nn.functional as F
 from PIL import Image
 
 from quadtree_attention.errors import DataError, OptionError, ShapeError
@@ -21,6 +22,15 @@ def sample(textures, index, u, v, footprint=1.0):
 @pytest.fixture
 def bank():
     return Textures(torch.randint(0, 256, (3, 3, 32, 32), dtype=torch.uint8))
+
+
+def test_between_texels_as_torch_does_it(bank):
+    """Beyond the edges, too, where the mirror image follows."""
+    image = bank.images()[2:].float() / 255
+    u, v = torch.rand(2, 500) * 96 - 32
+    grid = torch.stack([u, v], dim=-1)[None, None] / 16 - 1
+    expected = F.grid_sample(image, grid, padding_mode="reflection", align_corners=False)[0, :, 0]
+    assert torch.allclose(sample(bank, 2, u, v), expected, atol=1e-4)
 
 
 def test_texels_are_found_at_their_centres(bank):

@@ -80,6 +80,11 @@ def test_objects_drop_out_of_a_crop():
     counts = set()
     for seed in range(20):
         torch.manual_seed(seed)
+        alone = {"boxes": boxes, "labels": target["labels"]}
+        _, cropped = Augment(crop=1.0)(Image.new("RGB", (96, 72)), alone)
+        assert ((cropped["boxes"][:, 2:] - cropped["boxes"][:, :2]) >= 1).all()
+        assert len(cropped["boxes"]) == len(cropped["labels"]) < 5
+        torch.manual_seed(seed)
         _, cropped = Augment(crop=1.0)(Image.new("RGB", (96, 72)), target)
         assert cropped["masks"].flatten(1).any(1).all()
         assert len(cropped["boxes"]) == len(cropped["labels"]) == len(cropped["masks"])
