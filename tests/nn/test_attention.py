@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 import re
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 from quadtree_attention import OptionError, QuadtreeAttention, ShapeError, quadtree_attention
 
@@ -174,3 +176,24 @@ def test_bad_inputs():
         module(x, mask=mask[:, :4])
     with pytest.raises(OptionError, match="lepe=True adds the value map of x to its own cells"):
         build("backbone")(x, x)
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+@pytest.mark.parametrize("variant", ["A", "B"])
+def test_checkpointing_gives_the_same_gradients(backend, variant):
+    """Recomputed tensors can be read once only."""
+    if backend == "cpu":
+        pytest.importorskip("numba", reason="the cpu backend needs numba")
+    options = {"value_pyramid": "conv", "lepe": True} if variant == "B" else {}
+    layer = QuadtreeAttention(
+        16, num_heads=2, num_levels=3, topk=2, variant=variant, backend=backend, **options
+    )
+    grads = []
+    for run in (layer, partial(checkpoint, layer, use_reentrant=False)):
+        torch.manual_seed(1)
+        x = torch.randn(1, 9, 12, 16, requires_grad=True)
+        layer.zero_grad()
+        run(x).square().sum().backward()
+        grads.append([x.grad, *(p.grad for p in layer.parameters() if p.grad is not None)])
+    for plain, recomputed in zip(*grads, strict=True):
+        assert torch.equal(plain, recomputed)

@@ -335,12 +335,13 @@ class _Attend(torch.autograd.Function):
     def backward(ctx: Any, grad: Any, _0: Any, grad_scores: Any, *_: Any) -> tuple[Any, ...]:
         if grad is None and grad_scores is None:
             return (None,) * 12
-        q, _1, v, _2, weight, parents, scores = ctx.saved_tensors[:7]
+        saved = ctx.saved_tensors  # once: checkpoint recomputes them, and gives them once
+        q, _1, v, _2, weight, parents, scores = saved[:7]
         if grad is None:
             dtype = _result_dtype(q, ctx.options[1])
             grad = q.new_zeros(*q.shape[:3], v.shape[3], dtype=dtype)
         dq, dk, dv, dweight, dscores, dinherited = backward_pass(
-            WHAT, _attend_backward, grad, grad_scores, *ctx.saved_tensors, *ctx.options
+            WHAT, _attend_backward, grad, grad_scores, *saved, *ctx.options
         )
         return (
             dq, dk, dv, None, None if weight is None else dweight, None,

@@ -212,8 +212,9 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, *_: Any) -> tuple[Any, ...]:
         call, count = ctx.call, ctx.num_rest + 1
+        kept = ctx.saved_tensors  # once: checkpoint recomputes them, and gives them once
         if dout is None:
-            return (None,) * (1 + len(ctx.saved_tensors) - count)
+            return (None,) * (1 + len(kept) - count)
         deterministic = torch.are_deterministic_algorithms_enabled()
 
         def run(dout: Tensor, *saved: Tensor) -> tuple[Tensor, ...]:
@@ -224,11 +225,11 @@ class _Attention(torch.autograd.Function):
             )  # fmt: skip
             return tuple(grads)
 
-        *dmaps, dweights = backward_pass(WHAT, run, dout, *ctx.saved_tensors)
+        *dmaps, dweights = backward_pass(WHAT, run, dout, *kept)
         masks = [None] * sum(call.counts[3:])
-        if len(ctx.saved_tensors) == count + sum(call.counts):
+        if len(kept) == count + sum(call.counts):
             return None, *dmaps, *masks
-        return None, *dmaps, *masks, dweights.to(ctx.saved_tensors[-1].dtype)
+        return None, *dmaps, *masks, dweights.to(kept[-1].dtype)
 
 
 def _forward_flops(
