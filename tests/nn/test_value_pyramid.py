@@ -4,7 +4,7 @@
 import pytest
 import torch
 
-from quadtree_attention.nn.value_pyramid import plus_parents
+from quadtree_attention.nn.value_pyramid import norm_of_maps, plus_parents
 
 
 @pytest.mark.parametrize("grid", [(6, 8), (5, 8), (5, 7), (1, 1), (7,), (3, 4, 6)])
@@ -19,3 +19,43 @@ def test_cells_get_what_their_parents_have(grid, channels_first):
     if channels_first:  # as a convolution may leave it in memory
         x = x.movedim(-1, 1).contiguous().movedim(1, -1)
     assert torch.equal(plus_parents(x, above), expected)
+
+
+@pytest.mark.parametrize("grid", [(6, 8), (5, 7), (1, 1), (7,), (3, 4, 6)])
+def test_parents_get_the_gradients_of_their_children(grid):
+    parents = [-(-size // 2) for size in grid]
+    above = torch.zeros(2, *parents, 3, dtype=torch.float64, requires_grad=True)
+    dy = torch.randn(2, *grid, 3, dtype=torch.float64)
+    (got,) = torch.autograd.grad(plus_parents(torch.zeros_like(dy), above), above, dy)
+    padding = [side for size in reversed(grid) for side in (0, size % 2)]
+    cells = torch.nn.functional.pad(dy, [0, 0, *padding])
+    for axis, size in enumerate(parents, start=1):
+        cells = cells.unflatten(axis, (size, 2)).sum(axis + 1)
+    torch.testing.assert_close(got, cells)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("grid", [(6, 9), (1, 1), (11,), (3, 4, 5)])
+def test_the_norm_is_that_of_its_formula(grid, dtype):
+    """With and without a mask that hides nothing, values and gradients, also far from zero."""
+    x = (torch.randn(2, *grid, 16, dtype=torch.float64) + 20).to(dtype)
+    weight, bias, dy = torch.randn(16), torch.randn(16), torch.randn(x.shape, dtype=torch.float64)
+    inputs = [t.to(dtype).double().requires_grad_() for t in (x, weight, bias)]
+
+    wide, scale, shift = inputs
+    axes = tuple(range(1, x.ndim))
+    deviation = wide - wide.mean(dim=axes, keepdim=True)
+    variance = deviation.square().mean(dim=axes, keepdim=True)
+    expected = deviation / (variance + 1e-5).sqrt() * scale + shift
+    expected_grads = torch.autograd.grad(expected, inputs, dy)
+
+    tolerance = {torch.float32: 2e-4, torch.float64: 1e-10, torch.bfloat16: 4e-2}[dtype]
+    for visible in (None, torch.ones(x.shape[:-1], dtype=torch.bool)):
+        leaves = [t.detach().to(dtype).requires_grad_() for t in inputs]
+        got = norm_of_maps(leaves[0], visible, *leaves[1:], 1e-5)
+        assert got.dtype == dtype
+        grads = torch.autograd.grad(got, leaves, dy.to(dtype))
+        for a, b in zip((got, *grads), (expected, *expected_grads), strict=True):
+            torch.testing.assert_close(
+                a.double(), b, rtol=tolerance, atol=tolerance * float(b.detach().abs().max())
+            )

@@ -20,6 +20,7 @@ from quadtree_attention.ops.problem import make_problem
 from quadtree_attention.ops.tree import Tree
 from quadtree_attention.ops.tree import pyramid as tree_pyramid
 from quadtree_attention.ops.tree import to_grid as tree_to_grid
+from quadtree_attention.ops.tree import to_tree as tree_to_tree
 from tests.ops.cases import CASES, Case, check, every_case
 
 pytest.importorskip("numba", reason="the cpu backend needs numba")
@@ -195,6 +196,19 @@ def test_back_to_the_grid(grid):
     (a,), (b,) = (torch.autograd.grad(y.square().sum(), x) for y in (got, expected))
     assert torch.equal(a, b)
     torch.library.opcheck(OPS.cpu_to_grid, (x, list(grid), 3))
+
+
+@pytest.mark.parametrize("level", [0, 1, 2])
+@pytest.mark.parametrize("grid", [(11,), (6, 9), (8, 4), (3, 5, 4)])
+def test_a_level_in_tree_order(grid, level):
+    tree = Tree(grid, 3)
+    x = torch.randn(2, *tree.grid_at(level), 3, 11, requires_grad=True)
+    got, expected = cpu.to_tree(tree, x, level), tree_to_tree(tree, x, level)
+    assert torch.equal(got, expected)
+    (a,), (b,) = (torch.autograd.grad(y.square().sum(), x) for y in (got, expected))
+    assert torch.equal(a, b)
+    if level:
+        torch.library.opcheck(OPS.cpu_to_tree, (x, list(tree.grid_at(level)), level + 1))
 
 
 @VARIANTS

@@ -204,6 +204,11 @@ def pyramid(tree: Tree, x: Tensor, visible: Sequence[Tensor | None]) -> list[Ten
     return mean_pyramid(finest, tree.num_children, visible)
 
 
+def to_tree(tree: Tree, x: Tensor, level: int) -> Tensor:
+    """A level in tree order: (B, *grid_at(level), N, D) -> (B, N, T_l, D)."""
+    return tree.to_tree(x.movedim(-2, 1), level, axis=2)
+
+
 def to_grid(tree: Tree, x: Tensor) -> Tensor:
     """The finest level back on its grid: (B, N, T, D) -> (B, *grid, N, D)."""
     return tree.from_tree(x.movedim(1, 2), tree.finest, axis=1)

@@ -20,6 +20,7 @@ from quadtree_attention.ops.tree import Tree, hide
 
 Visible = Sequence[Tensor | None]  # per level (B, T_l) bool in tree order; None hides nothing
 Pyramid = Callable[[Tree, Tensor, Visible], list[Tensor]]
+ToTree = Callable[[Tree, Tensor, int], Tensor]
 ToGrid = Callable[[Tree, Tensor], Tensor]
 
 
@@ -29,6 +30,7 @@ def levelwise(
     attend_coarse: AttendCoarse,
     attend_fine: AttendFine,
     pyramid: Pyramid = plain.pyramid,
+    to_tree: ToTree = plain.to_tree,
     to_grid: ToGrid = plain.to_grid,
 ) -> Backend:
     """A backend made of functions that attend one level, on arrays in tree order.
@@ -38,6 +40,7 @@ def levelwise(
         attend_coarse: Attention of level 0.
         attend_fine: Attention of a finer level.
         pyramid: All levels of a map by masked means, see `tree.pyramid`.
+        to_tree: One level of a given pyramid, see `tree.to_tree`.
         to_grid: Back from tree order, see `tree.to_grid`.
     """
 
@@ -55,9 +58,9 @@ def levelwise(
         query_tree, key_tree = problem.query_tree, problem.key_tree
         shown_queries = query_tree.visible(query_mask, problem.batch, problem.device)
         visible = key_tree.visible(key_mask, problem.batch, problem.device)
-        qs = _levels(query_tree, q, None, shown_queries, pyramid)
-        ks = _levels(key_tree, k, key_mask, visible, pyramid)
-        vs = _levels(key_tree, v, key_mask, visible, pyramid)
+        qs = _levels(query_tree, q, None, shown_queries, pyramid, to_tree)
+        ks = _levels(key_tree, k, key_mask, visible, pyramid, to_tree)
+        vs = _levels(key_tree, v, key_mask, visible, pyramid, to_tree)
         weights = _weights(problem, level_weights)
         with_scores = with_selection or problem.variant == "A"
         levels: list[Level] = []
@@ -84,12 +87,17 @@ def levelwise(
 
 
 def _levels(
-    tree: Tree, maps: Sequence[Tensor], mask: Tensor | None, visible: Visible, pyramid: Pyramid
+    tree: Tree,
+    maps: Sequence[Tensor],
+    mask: Tensor | None,
+    visible: Visible,
+    pyramid: Pyramid,
+    to_tree: ToTree,
 ) -> list[Tensor]:
     """All levels in tree order, coarse -> fine, with zeros for what the mask hides."""
     if len(maps) < tree.num_levels or tree.num_levels == 1:
         return pyramid(tree, hide(maps[0], mask), visible)
-    levels = [tree.to_tree(x.movedim(-2, 1), i, axis=2) for i, x in enumerate(maps)]
+    levels = [to_tree(tree, x, i) for i, x in enumerate(maps)]
     if mask is None:
         return levels
     return [_hide_rows(x, shown) for x, shown in zip(levels, visible, strict=True)]

@@ -17,13 +17,13 @@ import torch
 from quadtree_attention.ops.backends.base import installed
 from quadtree_attention.ops.backends.cpu.flops import FORMULAS
 from quadtree_attention.ops.backends.cpu.operators import attend_coarse, attend_fine
-from quadtree_attention.ops.backends.cpu.pyramids import pyramid, to_grid
+from quadtree_attention.ops.backends.cpu.pyramids import pyramid, to_grid, to_tree
 from quadtree_attention.ops.backends.flop_counter import register_formulas
 from quadtree_attention.ops.backends.levelwise import levelwise
 from quadtree_attention.ops.problem import DTYPES, Problem
 from quadtree_attention.ops.tree import is_exporting
 
-__all__ = ["CPU", "attend_coarse", "attend_fine", "pyramid", "to_grid"]
+__all__ = ["CPU", "attend_coarse", "attend_fine", "pyramid", "to_grid", "to_tree"]
 
 LARGEST_INDEX = 2**31 - 1  # cells and entries of a selection are counted in int32
 NUMBA_INSTALLED = installed("numba")
@@ -59,4 +59,4 @@ def _reasons(problem: Problem) -> list[str]:
     return reasons
 
 
-CPU = levelwise("cpu", _reasons, attend_coarse, attend_fine, pyramid, to_grid)
+CPU = levelwise("cpu", _reasons, attend_coarse, attend_fine, pyramid, to_tree, to_grid)

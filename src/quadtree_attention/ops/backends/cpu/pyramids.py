@@ -28,6 +28,14 @@ def pyramid(tree: Tree, x: Tensor, visible: Sequence[Tensor | None]) -> list[Ten
     return list(reversed(apply(WHAT, _Pyramid, tree, x, *shown)))
 
 
+def to_tree(tree: Tree, x: Tensor, level: int) -> Tensor:
+    """As `tree.to_tree`."""
+    top = Tree(tree.grid_at(level), level + 1)  # of which it is the finest level
+    if not _has_kernels(top, x):
+        return plain.to_tree(tree, x, level)
+    return apply(WHAT, _ToTree, top, x)
+
+
 def to_grid(tree: Tree, x: Tensor) -> Tensor:
     """As `tree.to_grid`."""
     if not _has_kernels(tree, x):
@@ -162,15 +170,25 @@ def finest_to_grid(x: Tensor, grid: list[int], num_levels: int) -> Tensor:
     return out
 
 
-@operator(
-    "cpu_to_grid_backward",
-    lambda grad, grid, levels: _fake_levels(grad, Tree(tuple(grid), levels))[0],
-)
-def finest_to_grid_backward(grad: Tensor, grid: list[int], num_levels: int) -> Tensor:
+@operator("cpu_to_tree", lambda x, grid, levels: _fake_levels(x, Tree(tuple(grid), levels))[0])
+def grid_to_finest(x: Tensor, grid: list[int], num_levels: int) -> Tensor:
+    """A map (B, *grid, N, D) as the finest level (B, N, T, D)."""
     tree = Tree(tuple(grid), num_levels)
-    out = grad.new_empty(grad.shape[0], grad.shape[-2], tree.num_cells(tree.finest), grad.shape[-1])
-    _grid_to_tree(tree, grad, out)
+    out = x.new_empty(x.shape[0], x.shape[-2], tree.num_cells(tree.finest), x.shape[-1])
+    _grid_to_tree(tree, x, out)
     return out
+
+
+class _ToTree(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tree: Tree, x: Tensor) -> Tensor:
+        ctx.tree = tree
+        return grid_to_finest(x, list(tree.grid), tree.num_levels)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
+        grid, levels = list(ctx.tree.grid), ctx.tree.num_levels
+        return None, backward_pass(WHAT, finest_to_grid, grad, grid, levels)
 
 
 class _ToGrid(torch.autograd.Function):
@@ -181,7 +199,5 @@ class _ToGrid(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
-        def run(grad: Tensor) -> Tensor:
-            return finest_to_grid_backward(grad, list(ctx.tree.grid), ctx.tree.num_levels)
-
-        return None, backward_pass(WHAT, run, grad)
+        grid, levels = list(ctx.tree.grid), ctx.tree.num_levels
+        return None, backward_pass(WHAT, grid_to_finest, grad, grid, levels)
