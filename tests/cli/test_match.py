@@ -189,7 +189,7 @@ def test_matches_of_other_images_are_not_reused(run, fails):
         ("a.png b.png", PAIRS[:2], "--pairs needs --save OUT"),
         ("a.png b.png", [*PAIRS, "--save", "a.png"], "the folder a.png cannot be made: File exist"),
         ("a.png b.png", [*PAIRS, *CAMERAS], "--pairs excludes --K0, --K1; leave out one or the"),
-        ("a.png b.png", ["--pairs", "none.txt", *PAIRS[2:]], "cannot read none.txt: No such file"),
+        ("a.png b.png", ["--pairs", "none.txt", *PAIRS[2:]], "there is no file 'none.txt'"),
     ],
 )
 def test_files_of_pairs_that_are_refused(fails, pairs, options, words):

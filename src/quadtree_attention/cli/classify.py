@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`quadtree classify`: the classes of images."""
 
-from typing import Annotated
-
 import typer
 
+from quadtree_attention.cli.options import option
 from quadtree_attention.cli.output import command
 
 HELP = """Classify images with a trained classifier.
@@ -26,11 +25,10 @@ OPTIONS = "images weights out save size device dtype batch force json debug"
 
 
 def register(app: typer.Typer) -> None:
-    @command(app, "classify", HELP, OPTIONS)
-    def classify(
-        context: typer.Context,
-        top: Annotated[int, typer.Option(help="Classes per image.")] = 5,
-    ) -> None:
-        from quadtree_attention.cli.predict import predict_images
+    command(app, "classify", classify, HELP, OPTIONS, {"top": option(int, "Classes per image.", 5)})
 
-        predict_images(context, "classify", own=("top",))
+
+def classify(context: typer.Context) -> None:
+    from quadtree_attention.cli.predict import predict_images
+
+    predict_images(context, "classify", own=("top",))

@@ -8,10 +8,11 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
+from quadtree_attention.cli.options import INT, TEXT, argument, flag, option
 from quadtree_attention.cli.output import command, imported
 from quadtree_attention.errors import CheckpointError, OptionError
 
@@ -34,6 +35,26 @@ Examples:
   quadtree convert indoor.ckpt --save indoor.safetensors --model loftr_quadtree_indoor
 """
 LICENCE = "of the source checkpoint; see its authors"
+OWN = {
+    "checkpoint": argument(
+        Path, "CHECKPOINT", "Official .pth, .pt, .ckpt or .safetensors file.", ...
+    ),
+    "save": option(Path, "Weights to write, .safetensors.", ..., metavar="FILE"),
+    "model": option(TEXT, "Name of the model, checked.", show_default="by its tensors"),
+    "act": option(
+        TEXT,
+        "Activation of the value branches, gelu or relu.",
+        show_default="gelu with a classifier, else relu",
+    ),
+    "topk": option(INT, "Cells kept per query.", show_default="8 with a classifier, else 32"),
+    "num_classes": option(str, "auto, or 0 to leave out the classifier.", "auto"),
+    "position": option(
+        TEXT,
+        "Position encoding of a matcher, fixed, or legacy for some old ones.",
+        show_default="fixed",
+    ),
+    "force": flag("force", "Overwrite existing files."),
+}
 
 
 @dataclass(frozen=True)
@@ -74,50 +95,13 @@ class Converted:
 
 
 def register(app: typer.Typer) -> None:
-    @command(app, "convert", HELP, "json debug")
-    def convert(
-        context: typer.Context,
-        checkpoint: Annotated[
-            Path,
-            typer.Argument(
-                metavar="CHECKPOINT", help="Official .pth, .pt, .ckpt or .safetensors file."
-            ),
-        ],
-        save: Annotated[Path, typer.Option(help="Weights to write, .safetensors.", metavar="FILE")],
-        model: Annotated[
-            str | None,
-            typer.Option(help="Name of the model, checked.", show_default="by its tensors"),
-        ] = None,
-        act: Annotated[
-            str | None,
-            typer.Option(
-                help="Activation of the value branches, gelu or relu.",
-                show_default="gelu with a classifier, else relu",
-            ),
-        ] = None,
-        topk: Annotated[
-            int | None,
-            typer.Option(help="Cells kept per query.", show_default="8 with a classifier, else 32"),
-        ] = None,
-        num_classes: Annotated[
-            str, typer.Option(help="auto, or 0 to leave out the classifier.")
-        ] = "auto",
-        position: Annotated[
-            str | None,
-            typer.Option(
-                help="Position encoding of a matcher, fixed, or legacy for some old ones.",
-                show_default="fixed",
-            ),
-        ] = None,
-        force: Annotated[bool, typer.Option("--force", help="Overwrite existing files.")] = False,
-    ) -> None:
-        request = Request(checkpoint, save, model, act, topk, num_classes, position, force)
-        run(request, as_json=context.params["json"])
+    command(app, "convert", run, HELP, "json debug", OWN)
 
 
-def run(request: Request, *, as_json: bool) -> None:
+def run(context: typer.Context) -> None:
     from quadtree_attention.models.weights import check_target, read_checkpoint, save_weights
 
+    request = Request(**{name: context.params[name] for name in OWN})
     imported()
     # Before the slow part: what would stop the writing at its end.
     check_target(request.save, overwrite=request.force)
@@ -128,25 +112,18 @@ def run(request: Request, *, as_json: bool) -> None:
     card = save_weights(
         request.save, converted.tensors, _card(converted, request), overwrite=request.force
     )
-    print(json.dumps(card, indent=2) if as_json else as_text(converted, request))
+    print(json.dumps(card, indent=2) if context.params["json"] else as_text(converted, request))
 
 
 def convert(state: "Mapping[str, Tensor]", request: Request) -> Converted:
     """The official tensors as those of our model, all checked against it."""
-    from quadtree_attention.models.convert import (
-        check_fit,
-        convert_backbone,
-        infer_name,
-        infer_options,
-        is_official_backbone,
-        split_backbone,
-    )
+    from quadtree_attention.models import convert as converter
     from quadtree_attention.models.matcher_convert import is_official_matcher
     from quadtree_attention.models.registry import create
 
     if is_official_matcher(state):
         return _convert_matcher(state, request)
-    if not is_official_backbone(state):
+    if not converter.is_official_backbone(state):
         raise CheckpointError(
             f"{request.checkpoint} has no tensors of an official backbone, such as "
             f"patch_embed1.proj.weight, nor of a matcher; it has {', '.join([*state][:3])} and so "
@@ -154,10 +131,10 @@ def convert(state: "Mapping[str, Tensor]", request: Request) -> Converted:
             "checkpoint"
         )
     _check_without(request, "position", "a matcher", "a backbone")
-    backbone, left_out = split_backbone(state)
-    tensors = convert_backbone(backbone)
-    name = infer_name(tensors) if request.model is None else request.model
-    options = infer_options(tensors)
+    backbone, left_out = converter.split_backbone(state)
+    tensors = converter.convert_backbone(backbone)
+    name = converter.infer_name(tensors) if request.model is None else request.model
+    options = converter.infer_options(tensors)
     has_classifier = options["num_classes"] > 0
     given = _given(request)
     options |= given
@@ -166,7 +143,7 @@ def convert(state: "Mapping[str, Tensor]", request: Request) -> Converted:
         tensors = {key: x for key, x in tensors.items() if not key.startswith("head.")}
     # Without what is only assumed, so that another variant is told by its tensors.
     model = create(name, device="meta", **{**given, "num_classes": options["num_classes"]})
-    check_fit(model, tensors)
+    converter.check_fit(model, tensors)
     return Converted(name, options, tensors, _parameters(model), left_out, has_classifier)
 
 

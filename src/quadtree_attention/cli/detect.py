@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`quadtree detect`: objects in images."""
 
-from typing import Annotated
-
 import typer
 
+from quadtree_attention.cli.options import option
 from quadtree_attention.cli.output import command
 
 HELP = """Find objects in images with a trained detector.
@@ -25,15 +24,15 @@ Examples:
 """
 
 OPTIONS = "images weights out save size shorter_side device dtype batch force json debug"
+OWN = {"threshold": option(float, "Least score, 0 to 1.", 0.5)}
 
 
 def register(app: typer.Typer) -> None:
-    @command(app, "detect", HELP, OPTIONS)
-    def detect(
-        context: typer.Context,
-        threshold: Annotated[float, typer.Option(help="Least score, 0 to 1.")] = 0.5,
-    ) -> None:
-        from quadtree_attention.cli.predict import predict_images
+    command(app, "detect", detect, HELP, OPTIONS, OWN)
 
-        own = ("threshold", "shorter_side")
-        predict_images(context, "detect", own=own, picture="detections")
+
+def detect(context: typer.Context) -> None:
+    from quadtree_attention.cli.predict import predict_images
+
+    own = ("threshold", "shorter_side")
+    predict_images(context, "detect", own=own, picture="detections")

@@ -3,11 +3,12 @@
 
 import json as jsonlib
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Annotated, Any
+from functools import partial
+from typing import Any
 
 import typer
 
+from quadtree_attention.cli.options import FILE, WEIGHTS, Option, option
 from quadtree_attention.cli.output import command, exclusive, imported, say, say_json, tell
 from quadtree_attention.errors import OptionError
 
@@ -90,32 +91,51 @@ Examples:
   quadtree evaluate segment best.safetensors --data camvid11 --window 320 --save sliding --json
   quadtree evaluate segment --predictions sliding --data camvid11
 """
-OPTIONS = (
-    "WEIGHTS data predictions save report size device dtype batch workers strict force json debug"
-)
+OPTIONS = "data predictions save report size device dtype batch workers strict force json debug"
 RUNNING = ("weights", "save", "size", "device", "dtype", "batch", "workers", "force")
 
 
-def _evaluate(
-    context: typer.Context,
-    task: str,
-    *,
-    own: Sequence[str] = (),
-    reader: Sequence[str] = (),
-    thresholds: Sequence[str] = (),
-) -> None:
-    """Evaluates a task with the options of a command.
+OF_PAIRS = "Shorter side of the images that homographies are measured in; 0: as given."
+COMMANDS: dict[str, tuple[str, str, dict[str, Option]]] = {  # help, shared options, own options
+    "classify": (CLASSIFY, "split", {}),
+    "match": (
+        MATCH,
+        "threshold",
+        {
+            "images": option(
+                FILE, "Folder of the images.", metavar="DIR", show_default="that of PAIRS"
+            ),
+            "pose_pixels": option(float, "Threshold of the estimators of poses, in pixels.", 0.5),
+            "epipolar": option(
+                float, "Largest squared epipolar distance of a correct match; outdoors 1e-4.", 5e-4
+            ),
+            "side": option(int, OF_PAIRS, 480),
+        },
+    ),
+    "stereo": (
+        STEREO,
+        "max_disparity",
+        {
+            "layout": option(str, "Of ROOT: auto, folder, scenes, kitti2015, ...", "auto"),
+            "split": option(str, "train, val, or all.", "all"),
+        },
+    ),
+    "detect": (DETECT, "split shorter_side", {}),
+    "segment": (SEGMENT, "split shorter_side window stride", {}),
+}
+READER = ("images", "layout")  # options of `open_source`
+THRESHOLDS = ("pose_pixels", "epipolar", "side")  # options of the metric
+PREDICTOR = ("threshold", "max_disparity", "shorter_side", "window", "stride")
 
-    Args:
-        context: Has the options.
-        task: Name of the task.
-        own: Options of the predictor that are the task's own.
-        reader: Options of `open_source`.
-        thresholds: Options of the metric.
-    """
+
+def _evaluate(task: str, context: typer.Context) -> None:
+    """Evaluates a task with the options of a command."""
     o = context.params
-    running = [*RUNNING, *own]
-    exclusive(context, "predictions", *(name for name in running if name in o))
+
+    def of(names: Sequence[str]) -> dict[str, Any]:
+        return {name: o[name] for name in names if name in o}
+
+    exclusive(context, "predictions", *of([*RUNNING, *PREDICTOR]))
     data = o["data"]
     if data is None and task == "classify":
         data = o["predictions"]
@@ -130,20 +150,15 @@ def _evaluate(
     imported()
     if o["report"] is not None:
         check_writable(o["report"], *(path for path in (data, o["predictions"]) if path))
-    options: dict[str, Any] = {}
-    if o["predictions"] is None:
-        names = ["weights", "save", "batch", "workers", "force", "size", "device", "dtype", *own]
-        options = {name: o[name] for name in names if name in o}
     scores = evaluate(
         task,
-        options.pop("weights", None),
         data=data,
         split=o.get("split", "val"),
         predictions=o["predictions"],
         strict=o["strict"],
-        reader={name: o[name] for name in reader},
-        thresholds={name: o[name] for name in thresholds},
-        **options,
+        reader=of(READER),
+        thresholds=of(THRESHOLDS),
+        **of([*RUNNING, *PREDICTOR] if o["predictions"] is None else ()),
     )
     if scores.skipped:
         tell(f"skipped {len(scores.skipped)}: {summary(scores.skipped)}")
@@ -161,52 +176,6 @@ def _evaluate(
 def register(app: typer.Typer) -> None:
     group = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
     app.add_typer(group, name="evaluate", help=HELP)
-
-    @command(group, "classify", CLASSIFY, f"{OPTIONS} split")
-    def classify(context: typer.Context) -> None:
-        _evaluate(context, "classify")
-
-    @command(group, "match", MATCH, f"{OPTIONS} threshold")
-    def match(
-        context: typer.Context,
-        images: Annotated[
-            Path | None,
-            typer.Option(metavar="DIR", help="Folder of the images.", show_default="that of PAIRS"),
-        ] = None,
-        pose_pixels: Annotated[
-            float, typer.Option(help="Threshold of the estimators of poses, in pixels.")
-        ] = 0.5,
-        epipolar: Annotated[
-            float,
-            typer.Option(
-                help="Largest squared epipolar distance of a correct match; outdoors 1e-4."
-            ),
-        ] = 5e-4,
-        side: Annotated[
-            int,
-            typer.Option(
-                help="Shorter side of the images that homographies are measured in; 0: as given."
-            ),
-        ] = 480,
-    ) -> None:
-        thresholds = ("pose_pixels", "epipolar", "side")
-        own = ("threshold",)
-        _evaluate(context, "match", own=own, reader=("images",), thresholds=thresholds)
-
-    @command(group, "stereo", STEREO, f"{OPTIONS} max_disparity")
-    def stereo(
-        context: typer.Context,
-        layout: Annotated[
-            str, typer.Option(help="Of ROOT: auto, folder, scenes, kitti2015, sceneflow, ...")
-        ] = "auto",
-        split: Annotated[str, typer.Option(help="train, val, or all.")] = "all",
-    ) -> None:
-        _evaluate(context, "stereo", own=("max_disparity",), reader=("layout",))
-
-    @command(group, "detect", DETECT, f"{OPTIONS} split shorter_side")
-    def detect(context: typer.Context) -> None:
-        _evaluate(context, "detect", own=("shorter_side",))
-
-    @command(group, "segment", SEGMENT, f"{OPTIONS} split shorter_side window stride")
-    def segment(context: typer.Context) -> None:
-        _evaluate(context, "segment", own=("shorter_side", "window", "stride"))
+    for task, (text, shared, own) in COMMANDS.items():
+        own = {**own, "weights": WEIGHTS}
+        command(group, task, partial(_evaluate, task), text, f"{OPTIONS} {shared}", own)

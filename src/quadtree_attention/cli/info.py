@@ -5,15 +5,16 @@ import json
 import os
 import platform
 import re
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from quadtree_attention import __version__
+from quadtree_attention.cli.options import INT, TEXT, flag, option
 from quadtree_attention.cli.output import command, imported
 from quadtree_attention.errors import DTypeError, OptionError
 
@@ -38,110 +39,58 @@ Examples:
 """
 
 
-@dataclass(frozen=True)
-class Question:
-    """The call that is asked about, as it was typed."""
-
-    grid: str
-    key_grid: str | None
-    heads: int
-    dim: int
-    value_dim: int | None
-    levels: int
-    topk: str
-    variant: str
-    dtype: str
-    device: str
-    batch: int
-
-    def arguments(self) -> dict[str, Any]:
-        """The arguments of `plan`; what it checks itself is left to it."""
-        import torch
-
-        auto = "cuda" if torch.cuda.is_available() else "cpu"
-        return {
-            "grid": parse_grid("--grid", self.grid),
-            "key_grid": None if self.key_grid is None else parse_grid("--key-grid", self.key_grid),
-            "heads": self.heads,
-            "dim": self.dim,
-            "value_dim": self.value_dim,
-            "num_levels": self.levels,
-            "topk": parse_topk(self.topk),
-            "variant": self.variant,
-            "dtype": parse_dtype(self.dtype),
-            "device": auto if self.device == "auto" else self.device,
-            "batch": self.batch,
-        }
-
-
-@dataclass(frozen=True)
-class Report:
-    """All that is printed, in the order of the JSON."""
-
-    versions: dict[str, str | None]
-    devices: dict[str, Any]
-    environment: dict[str, str | None]
-    problem: str
-    backends: dict[str, list[str]]
-    plan: "Plan | None"
-    times_measured_on: str | None
+OWN = {
+    "grid": option(str, "Query map: 200x336, 4096 or 8x24x40.", "60x80"),
+    "key_grid": option(TEXT, "Key map.", show_default="as --grid"),
+    "heads": option(int, "Attention heads.", 8),
+    "dim": option(int, "Width of queries and keys, per head.", 32),
+    "value_dim": option(INT, "Width of values, per head.", show_default="as --dim"),
+    "levels": option(int, "Levels of the pyramids.", 3),
+    "topk": option(str, "Cells kept per query: 32, or one per level that selects: 32,16.", "16"),
+    "variant": option(str, "A or B.", "B"),
+    "dtype": option(str, "float32, float64, float16 or bfloat16.", "float32"),
+    "batch": option(int, "Maps per call.", 1),
+    "plan": flag("plan", "Also print what the call costs, next to dense attention."),
+}
 
 
 def register(app: typer.Typer) -> None:
-    @command(app, "info", HELP, "device json debug")
-    def info(
-        context: typer.Context,
-        grid: Annotated[str, typer.Option(help="Query map: 200x336, 4096 or 8x24x40.")] = "60x80",
-        key_grid: Annotated[
-            str | None, typer.Option(help="Key map.", show_default="as --grid")
-        ] = None,
-        heads: Annotated[int, typer.Option(help="Attention heads.")] = 8,
-        dim: Annotated[int, typer.Option(help="Width of queries and keys, per head.")] = 32,
-        value_dim: Annotated[
-            int | None, typer.Option(help="Width of values, per head.", show_default="as --dim")
-        ] = None,
-        levels: Annotated[int, typer.Option(help="Levels of the pyramids.")] = 3,
-        topk: Annotated[
-            str,
-            typer.Option(help="Cells kept per query: 32, or one per level that selects: 32,16."),
-        ] = "16",
-        variant: Annotated[str, typer.Option(help="A or B.")] = "B",
-        dtype: Annotated[
-            str, typer.Option(help="float32, float64, float16 or bfloat16.")
-        ] = "float32",
-        batch: Annotated[int, typer.Option(help="Maps per call.")] = 1,
-        plan: Annotated[
-            bool,
-            typer.Option("--plan", help="Also print what the call costs, next to dense attention."),
-        ] = False,
-    ) -> None:
-        o = context.params
-        asked = Question(**{field.name: o[field.name] for field in fields(Question)})
-        show(asked, with_plan=plan, as_json=o["json"])
+    command(app, "info", info, HELP, "device json debug", OWN)
 
 
-def show(question: Question, *, with_plan: bool, as_json: bool) -> None:
-    report = make_report(question, with_plan=with_plan)
-    print(json.dumps(asdict(report), indent=2) if as_json else as_text(report))
+def info(context: typer.Context) -> None:
+    report, as_json = make_report(context.params), context.params["json"]
+    print(json.dumps(report, indent=2, default=asdict) if as_json else as_text(report))
 
 
-def make_report(question: Question, *, with_plan: bool) -> Report:
+def make_report(o: Mapping[str, Any]) -> dict[str, Any]:
+    """All that is printed, in the order of the JSON; what `plan` checks is left to it."""
+    import torch
+
     from quadtree_attention.ops.backends import ENVIRONMENT_VARIABLE
     from quadtree_attention.ops.cost import SPEEDS
     from quadtree_attention.ops.plan import describe_problem, plan
 
     imported()
-    arguments = question.arguments()
+    auto = "cuda" if torch.cuda.is_available() else "cpu"
+    arguments = {name: o[name] for name in ("heads", "dim", "value_dim", "variant", "batch")} | {
+        "grid": parse_grid("--grid", o["grid"]),
+        "key_grid": None if o["key_grid"] is None else parse_grid("--key-grid", o["key_grid"]),
+        "num_levels": o["levels"],
+        "topk": parse_topk(o["topk"]),
+        "dtype": parse_dtype(o["dtype"]),
+        "device": auto if o["device"] == "auto" else o["device"],
+    }
     problem = describe_problem(**arguments)
-    return Report(
-        versions=_versions(),
-        devices={"cpu": _cpu(), "cuda": _cuda_devices()},
-        environment={ENVIRONMENT_VARIABLE: os.environ.get(ENVIRONMENT_VARIABLE)},
-        problem=str(problem),
-        backends=_backends(problem),
-        plan=plan(**arguments) if with_plan else None,
-        times_measured_on=SPEEDS[problem.device.type].machine if with_plan else None,
-    )
+    return {
+        "versions": _versions(),
+        "devices": {"cpu": _cpu(), "cuda": _cuda_devices()},
+        "environment": {ENVIRONMENT_VARIABLE: os.environ.get(ENVIRONMENT_VARIABLE)},
+        "problem": str(problem),
+        "backends": _backends(problem),
+        "plan": plan(**arguments) if o["plan"] else None,
+        "times_measured_on": SPEEDS[problem.device.type].machine if o["plan"] else None,
+    }
 
 
 def parse_grid(option: str, text: str) -> tuple[int, ...]:
@@ -195,19 +144,12 @@ def _installed_version(package: str) -> str | None:
 def _cpu() -> dict[str, Any]:
     import torch
 
-    return {
-        "name": _cpu_name(),
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-    }
-
-
-def _cpu_name() -> str:
     try:
         names = re.findall(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(), re.M)
     except OSError:  # not Linux
         names = []
-    return names[0].strip() if names else platform.processor() or platform.machine()
+    name = names[0].strip() if names else platform.processor() or platform.machine()
+    return {"name": name, "cores": os.cpu_count(), "threads": torch.get_num_threads()}
 
 
 def _cuda_devices() -> list[dict[str, Any]]:
@@ -236,19 +178,20 @@ def _backends(problem: "Problem") -> dict[str, list[str]]:
     return {name: missing + reasons for name, reasons in explain_backends(problem).items()}
 
 
-def as_text(report: Report) -> str:
+def as_text(report: Mapping[str, Any]) -> str:
+    versions = [[name, value or "not installed"] for name, value in report["versions"].items()]
     parts = [
-        "versions\n" + _lines(report.versions),
-        "devices\n" + _devices_text(report.devices),
-        f"backends for {report.problem}\n" + _backends_text(report),
+        "versions\n" + _table(versions),
+        "devices\n" + _devices_text(report["devices"]),
+        f"backends for {report['problem']}\n" + _backends_text(report),
     ]
-    if report.plan is not None:
-        parts.append("plan\n" + _plan_text(report.plan, str(report.times_measured_on)))
+    if (plan := report["plan"]) is not None:
+        parts.append(
+            f"plan\n{_levels_text(plan.levels)}\n\n{_costs_text(plan)}\n\n"
+            f"  Times are estimates for {report['times_measured_on']}; compare them with each "
+            f"other only.\n  {plan.advice}"
+        )
     return "\n\n".join(parts)
-
-
-def _lines(values: dict[str, str | None]) -> str:
-    return _table([[name, value or "not installed"] for name, value in values.items()])
 
 
 def _devices_text(devices: dict[str, Any]) -> str:
@@ -265,28 +208,14 @@ def _devices_text(devices: dict[str, Any]) -> str:
     return _table(rows)
 
 
-def _backends_text(report: Report) -> str:
-    first = next((name for name, reasons in report.backends.items() if not reasons), None)
+def _backends_text(report: Mapping[str, Any]) -> str:
+    first = next((name for name, reasons in report["backends"].items() if not reasons), None)
     rows = []
-    for name, reasons in report.backends.items():
+    for name, reasons in report["backends"].items():
         taken = " and is what auto takes" if name == first else ""
         rows.append([name, f"cannot: {'; '.join(reasons)}" if reasons else f"can run it{taken}"])
-    lines = [_table(rows)]
-    for name, value in report.environment.items():
-        if value:
-            lines.append(f"  {name}={value} replaces auto")
-    return "\n".join(lines)
-
-
-def _plan_text(plan: "Plan", machine: str) -> str:
-    return "\n\n".join(
-        [
-            _levels_text(plan.levels),
-            _costs_text(plan),
-            f"  Times are estimates for {machine}; compare them with each other only.\n"
-            f"  {plan.advice}",
-        ]
-    )
+    set_by = [(name, value) for name, value in report["environment"].items() if value]
+    return "\n".join([_table(rows), *(f"  {n}={value} replaces auto" for n, value in set_by)])
 
 
 def _levels_text(levels: "Sequence[LevelPlan]") -> str:
@@ -301,8 +230,8 @@ def _levels_text(levels: "Sequence[LevelPlan]") -> str:
 
 def _costs_text(plan: "Plan") -> str:
     ours, dense = plan.quadtree, plan.dense
-    rows = [["", "quadtree", "dense"]]
-    rows += [
+    rows = [
+        ["", "quadtree", "dense"],
         ["FLOPs, forward", _si(ours.flops), _si(dense.flops)],
         ["FLOPs, forward + backward", _si(ours.training_flops), _si(dense.training_flops)],
         ["bytes moved, forward", _bytes(ours.bytes_moved), _bytes(dense.bytes_moved)],

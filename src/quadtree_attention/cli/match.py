@@ -2,11 +2,12 @@
 """`quadtree match`: corresponding points of two images, or of many pairs."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from quadtree_attention import checks
+from quadtree_attention.cli.options import FILE, INT, TEXT, argument, option
 from quadtree_attention.cli.output import command, exclusive, say, say_json, tell, written
 from quadtree_attention.errors import OptionError
 from quadtree_attention.tasks.contract import table
@@ -44,52 +45,33 @@ ONLY_MANY = ("images", "force", "batch")
 OPTIONS = "weights out size threshold device dtype batch force json debug"
 
 
+OWN = {
+    "image0": argument(TEXT, "A", "An image."),
+    "image1": argument(TEXT, "B", "Another one."),
+    "save": option(FILE, "Matches to write, .npz; a folder for --pairs.", metavar="PATH"),
+    "top": option(INT, "Keep the N best.", None, "--max", metavar="N"),
+    "camera0": option(TEXT, "Camera of A.", None, "--K0", metavar="K"),
+    "camera1": option(TEXT, "Camera of B.", None, "--K1", metavar="K"),
+    "pairs": option(FILE, "File of pairs.", metavar="FILE"),
+    "images": option(FILE, "Folder of their images.", metavar="DIR", show_default="that of FILE"),
+}
+
+
 def register(app: typer.Typer) -> None:
-    @command(app, "match", HELP, OPTIONS)
-    def match(
-        context: typer.Context,
-        image0: Annotated[
-            str | None, typer.Argument(metavar="A", help="An image.", show_default=False)
-        ] = None,
-        image1: Annotated[
-            str | None, typer.Argument(metavar="B", help="Another one.", show_default=False)
-        ] = None,
-        save: Annotated[
-            Path | None,
-            typer.Option(
-                help="Matches to write, .npz; a folder for --pairs.",
-                metavar="PATH",
-                show_default=False,
-            ),
-        ] = None,
-        top: Annotated[
-            int | None, typer.Option("--max", help="Keep the N best.", metavar="N")
-        ] = None,
-        camera0: Annotated[
-            str | None, typer.Option("--K0", help="Camera of A.", metavar="K", show_default=False)
-        ] = None,
-        camera1: Annotated[
-            str | None, typer.Option("--K1", help="Camera of B.", metavar="K", show_default=False)
-        ] = None,
-        pairs: Annotated[
-            Path | None, typer.Option(help="File of pairs.", metavar="FILE", show_default=False)
-        ] = None,
-        images: Annotated[
-            Path | None,
-            typer.Option(
-                help="Folder of their images.", metavar="DIR", show_default="that of FILE"
-            ),
-        ] = None,
-    ) -> None:
-        checks.at_least(1, max=top)
-        exclusive(context, "pairs", *ONLY_TWO)
-        if pairs is not None:
-            _match_many(context)
-            return
-        for option in ONLY_MANY:
-            if context.params[option]:
-                raise OptionError(f"--{option} is for --pairs FILE; leave it out")
-        _match_two(context)
+    command(app, "match", match, HELP, OPTIONS, OWN)
+
+
+def match(context: typer.Context) -> None:
+    o = context.params
+    checks.at_least(1, max=o["top"])
+    exclusive(context, "pairs", *ONLY_TWO)
+    if o["pairs"] is not None:
+        _match_many(context)
+        return
+    for name in ONLY_MANY:
+        if o[name]:
+            raise OptionError(f"--{name} is for --pairs FILE; leave it out")
+    _match_two(context)
 
 
 def _match_two(context: typer.Context) -> None:

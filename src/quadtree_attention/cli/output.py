@@ -5,65 +5,59 @@ Exit codes: 0; 1 if some items failed, one line each; 2 for a mistake of the use
 cannot be written; 130 if interrupted.
 """
 
-import functools
 import inspect
 import json
 import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 import typer
 
-from quadtree_attention.cli.options import OPTIONS, WEIGHTS_ARGUMENT
+from quadtree_attention.cli.options import OPTIONS, Option
 from quadtree_attention.errors import OptionError, QuadtreeAttentionError
 
 FAILED, MISTAKE, INTERRUPTED = 1, 2, 130
-F = TypeVar("F", bound=Callable[..., None])
 
 
 def command(
-    app: typer.Typer, name: str, text: str, options: str = "", **settings: Any
-) -> Callable[[F], F]:
-    """Registers a function as a command whose errors end it with one line.
+    app: typer.Typer,
+    name: str,
+    run: Callable[[typer.Context], None],
+    text: str | None,
+    options: str = "",
+    own: Mapping[str, Option] | None = None,
+    **settings: Any,
+) -> None:
+    """Adds a command whose errors end it with one line.
 
     Args:
         app: Where to.
         name: Of the command.
-        text: Its help.
-        options: Names in `OPTIONS` that it has beside the parameters of the function, which come
-            first. The function finds their values in `context.params`.
+        run: Finds the values of all options in `context.params`.
+        text: Help.
+        options: Names in `OPTIONS` that the command has after its own.
+        own: Options of the command alone, by name.
         **settings: Those of typer.
     """
+    declared = {"context": (typer.Context, ...), **(own or {})}
+    declared |= {option: OPTIONS[option] for option in options.split()}
 
-    def register(function: F) -> F:
-        own = dict(inspect.signature(function, eval_str=True).parameters)
+    def checked(context: typer.Context, **values: Any) -> None:
+        with errors_on_one_line(debug=values.get("debug", False)):
+            run(context)
 
-        @functools.wraps(function)
-        def run(**values: Any) -> None:
-            with errors_on_one_line(debug=values.get("debug", False)):
-                function(**{name: values[name] for name in own})
-
-        shared = {}
-        for option in options.split():
-            kind, default = WEIGHTS_ARGUMENT if option == "WEIGHTS" else OPTIONS[option]
-            default = inspect.Parameter.empty if default is ... else default
-            key = option.lower()
-            shared[key] = inspect.Parameter(
-                key, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind
-            )
-        keyword = inspect.Parameter.KEYWORD_ONLY
-        all_of_them = {k: p.replace(kind=keyword) for k, p in own.items()} | shared
-        run.__signature__ = inspect.Signature(list(all_of_them.values()))  # type: ignore[attr-defined]
-        run.__annotations__ = {k: p.annotation for k, p in all_of_them.items()}
-        del run.__wrapped__  # whose signature lacks the shared options
-        app.command(name, help=text, **settings)(run)
-        return function
-
-    return register
+    keyword, empty = inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.empty
+    parameters = [
+        inspect.Parameter(key, keyword, annotation=kind, default=empty if value is ... else value)
+        for key, (kind, value) in declared.items()
+    ]
+    checked.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    checked.__annotations__ = {key: kind for key, (kind, _) in declared.items()}
+    app.command(name, help=text, **settings)(checked)
 
 
 @contextmanager

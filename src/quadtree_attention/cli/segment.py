@@ -30,11 +30,11 @@ OPTIONS = (
 
 
 def register(app: typer.Typer) -> None:
-    @command(app, "segment", HELP, OPTIONS)
-    def segment(
-        context: typer.Context,
-    ) -> None:
-        from quadtree_attention.cli.predict import predict_images
+    command(app, "segment", segment, HELP, OPTIONS)
 
-        own = ("shorter_side", "window", "stride")
-        predict_images(context, "segment", own=own, picture="segments")
+
+def segment(context: typer.Context) -> None:
+    from quadtree_attention.cli.predict import predict_images
+
+    own = ("shorter_side", "window", "stride")
+    predict_images(context, "segment", own=own, picture="segments")

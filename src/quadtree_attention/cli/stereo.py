@@ -4,11 +4,12 @@
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from quadtree_attention import checks
+from quadtree_attention.cli.options import FILE, FLOAT, argument, option
 from quadtree_attention.cli.output import command, is_given, say, say_json, tell, written
 from quadtree_attention.errors import DataError, OptionError
 from quadtree_attention.tasks.contract import table
@@ -41,57 +42,46 @@ Examples:
 PICTURE = Path("disparity.png")
 FORMATS = ("npz", "npy", "pfm", "png")  # of the files of two folders
 ONLY_ONE = ("out", "occlusion", "depth", "focal", "baseline", "offset")
-ONLY_MANY = ("format", "force", "batch")
+ONLY_MANY = ("file_format", "force", "batch")
 NAMED = 5  # images without a partner that are named
 
 OPTIONS = "weights out size max_disparity device dtype batch force json debug"
 
 
+OWN = {
+    "left": argument(str, "LEFT", "Left image, or a folder.", ...),
+    "right": argument(str, "RIGHT", "Right image, or a folder.", ...),
+    "save": option(
+        FILE,
+        "Disparities to write, .npz, .npy, .pfm or .png; a folder for two folders.",
+        metavar="PATH",
+    ),
+    "occlusion": option(FILE, "Picture of occluded pixels."),
+    "depth": option(FILE, "Depth to write, .npy."),
+    "focal": option(FLOAT, "Focal length in pixels."),
+    "baseline": option(FLOAT, "Distance of the cameras."),
+    "offset": option(float, "Added to disparities for depth (doffs of Middlebury).", 0.0),
+    "file_format": option(str, "Of the files of folders: npz, npy, pfm or png.", "npz", "--format"),
+}
+
+
 def register(app: typer.Typer) -> None:
-    @command(app, "stereo", HELP, OPTIONS)
-    def stereo(
-        context: typer.Context,
-        left: Annotated[str, typer.Argument(metavar="LEFT", help="Left image, or a folder.")],
-        right: Annotated[str, typer.Argument(metavar="RIGHT", help="Right image, or a folder.")],
-        save: Annotated[
-            Path | None,
-            typer.Option(
-                help="Disparities to write, .npz, .npy, .pfm or .png; a folder for two folders.",
-                metavar="PATH",
-                show_default=False,
-            ),
-        ] = None,
-        occlusion: Annotated[
-            Path | None, typer.Option(help="Picture of occluded pixels.", show_default=False)
-        ] = None,
-        depth: Annotated[
-            Path | None, typer.Option(help="Depth to write, .npy.", show_default=False)
-        ] = None,
-        focal: Annotated[
-            float | None, typer.Option(help="Focal length in pixels.", show_default=False)
-        ] = None,
-        baseline: Annotated[
-            float | None, typer.Option(help="Distance of the cameras.", show_default=False)
-        ] = None,
-        offset: Annotated[
-            float, typer.Option(help="Added to disparities for depth (doffs of Middlebury).")
-        ] = 0.0,
-        file_format: Annotated[
-            str, typer.Option("--format", help="Of the files of folders: npz, npy, pfm or png.")
-        ] = "npz",
-    ) -> None:
-        folders = [Path(name).is_dir() for name in (left, right)]
-        if any(folders) and not all(folders):
-            raise OptionError(
-                f"LEFT and RIGHT must be two images or two folders, got {left!r} and {right!r}; "
-                "pass two of a kind"
-            )
-        unused, kind = (ONLY_ONE, "two folders") if all(folders) else (ONLY_MANY, "one pair")
-        names = {"format": "file_format"}
-        if given := [n for n in unused if is_given(context, names.get(n, n))]:
-            flags = ", ".join(f"--{name}" for name in given)
-            raise OptionError(f"{flags} has no effect for {kind}; leave it out")
-        (_find_many if all(folders) else _find_one)(context)
+    command(app, "stereo", stereo, HELP, OPTIONS, OWN)
+
+
+def stereo(context: typer.Context) -> None:
+    left, right = context.params["left"], context.params["right"]
+    folders = [Path(name).is_dir() for name in (left, right)]
+    if any(folders) and not all(folders):
+        raise OptionError(
+            f"LEFT and RIGHT must be two images or two folders, got {left!r} and {right!r}; "
+            "pass two of a kind"
+        )
+    unused, kind = (ONLY_ONE, "two folders") if all(folders) else (ONLY_MANY, "one pair")
+    if given := [name for name in unused if is_given(context, name)]:
+        flags = ", ".join(f"--{name.removeprefix('file_')}" for name in given)
+        raise OptionError(f"{flags} has no effect for {kind}; leave it out")
+    (_find_many if all(folders) else _find_one)(context)
 
 
 def _find_one(context: typer.Context) -> None:
@@ -129,9 +119,8 @@ def _find_one(context: typer.Context) -> None:
     files = [str(path) for path in (out, save, occlusion, depth) if path is not None]
     about = {} if cameras is None else _depth(found, cameras)
     if o["json"]:
-        say_json(
-            {"left": inputs[0], "right": inputs[1], **found.to_dict(), **about, "written": files}
-        )
+        given = {"left": inputs[0], "right": inputs[1]}
+        say_json({**given, **found.to_dict(), **about, "written": files})
         return
     rows = {"device": str(predictor.device), "written": written(files)}
     if about:

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`quadtree train`: training from recipes."""
 
-from typing import Annotated
-
 import typer
 
+from quadtree_attention.cli.options import argument
 from quadtree_attention.cli.output import command, imported
 from quadtree_attention.tasks.contract import NAMES
 
@@ -25,21 +24,23 @@ Examples:
 
 
 def register(app: typer.Typer) -> None:
-    @command(
+    command(
         app,
         "train",
+        train,
         HELP,
+        own={"task": argument(str, "TASK", f"{', '.join(NAMES)}.", "")},
         context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
         add_help_option=False,  # the options of a task are listed by the task
     )
-    def train(
-        context: typer.Context,
-        task: Annotated[str, typer.Argument(metavar="TASK", help=f"{', '.join(NAMES)}.")] = "",
-    ) -> None:
-        if not task or task in ("--help", "-h"):
-            print(context.get_help())
-            raise typer.Exit(0 if task else 2)
-        from quadtree_attention.tasks.training.run import run_command
 
-        imported()
-        run_command(task, context.args)
+
+def train(context: typer.Context) -> None:
+    task = context.params["task"]
+    if not task or task in ("--help", "-h"):
+        print(context.get_help())
+        raise typer.Exit(0 if task else 2)
+    from quadtree_attention.tasks.training.run import run_command
+
+    imported()
+    run_command(task, context.args)

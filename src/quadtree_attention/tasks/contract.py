@@ -313,7 +313,7 @@ class Scores:
         missing: Names of samples without a prediction.
         settings: What the predictions were made with; None if unknown.
         listed: Most rows that `to_text` prints, the first ones; `to_dict` has all of them.
-        groups: First parts of names in `mean` and `facts`; `to_text` prints such a group as a row.
+        groups: First parts of names in `mean`; `to_text` prints what begins so as a row of a table.
     """
 
     task: str
@@ -347,20 +347,17 @@ class Scores:
         in_table = {column.key for column in self.columns} if rows else set()
         tables: dict[tuple[str, ...], list[dict[str, Any]]] = {}  # groups by what they have
         for group in self.groups:
-            start = f"{group}_"
-            values = {k: v for k, v in {**self.mean, **self.facts}.items() if k.startswith(start)}
-            row = {key.removeprefix(start): value for key, value in values.items()}
+            values = {k: v for k, v in self.mean.items() if k.startswith(f"{group}_")}
+            row = {key.removeprefix(f"{group}_"): value for key, value in values.items()}
             tables.setdefault(tuple(row), []).append({"": group.replace("_", " by "), **row})
             in_table |= set(values)
-        facts = {key: value for key, value in self.facts.items() if key not in in_table}
         above = [name for name in self.mean if name not in in_table]
-        width = max((len(name) for name in [*facts, *above]), default=0)
-        lines = [f"{name:{width}}  {value}" for name, value in facts.items()]
+        width = max((len(name) for name in [*self.facts, *above]), default=0)
+        lines = [f"{name:{width}}  {value}" for name, value in self.facts.items()]
         lines += [f"{name:{width}}  {Column(name, name).text(self.mean)}" for name in above]
         for names, group_rows in tables.items():
-            counts = {k for k in names if isinstance(group_rows[0][k], int)}
-            columns = [Column(k, k, None if k in counts else 2) for k in names]
-            lines += ["", *_table([Column("", "", None), *columns], group_rows)]
+            columns = [Column("", "", None), *(Column(name, name) for name in names)]
+            lines += ["", *_table(columns, group_rows)]
         if rows:
             if set(self.mean) & {column.key for column in self.columns}:
                 rows.append({self.columns[0].key: "mean", **self.mean})
