@@ -23,11 +23,15 @@ from benchmarks.result import PASSES
 from benchmarks.speed import Work, cases
 from benchmarks.speed.counts import is_attention
 from quadtree_attention import models, use_backend
+from quadtree_attention.models import registry
 from quadtree_attention.tasks.stereo.losses import stereo_losses
 
 PRECISIONS = {"float32": None, "bfloat16 autocast": torch.bfloat16}
-NETWORKS = {
-    f"{name}-{stride}": {"attention": attention, "stride": stride}
+# The same convolutional parts and position around every attention; `models.create("sttr")` as it is
+# has those of STTR, see `count_of`
+OURS = {"layout": "hourglass", "position": "rotation"}
+NETWORKS: dict[str, dict[str, Any]] = {
+    f"{name}-{stride}": {**OURS, "attention": attention, "stride": stride}
     for stride in (3, 2)
     for name, attention in (("explicit", "full"), ("full", "full"), ("quadtree", "quadtree_b"))
 }
@@ -59,11 +63,16 @@ def values(work: Work) -> dict[str, int]:
 @cache
 def count(network: str, width: int, height: int) -> dict[str, int]:
     """Parameters and multiply-accumulates of one pair, forward; shapes only are computed."""
+    return count_of("sttr", width, height, **NETWORKS[network])
+
+
+def count_of(name: str, width: int, height: int, **options: Any) -> dict[str, int]:
+    """As `count`, of any stereo network by its name and options."""
     # all rows at once: nothing is held in memory
-    options: dict[str, Any] = {**NETWORKS[network], "max_entries": sys.maxsize}
-    if options["attention"] != "full":  # the reference has no formula
+    options = {"max_entries": sys.maxsize, **options}
+    if registry.preset(name, options)["attention"] != "full":  # the reference has no formula
         options["backend"] = "cpu"
-    model = models.create("sttr", **options).eval()
+    model = models.create(name, **options).eval()
     with FakeTensorMode(allow_non_fake_inputs=True):
         views = {f"image{i}": torch.zeros(1, 3, height, width) for i in range(2)}
         # As plain matrix products, full attention is counted whatever kernel would run it.

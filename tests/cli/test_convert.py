@@ -16,8 +16,10 @@ from quadtree_attention.files import file_sha256
 from quadtree_attention.models.convert import convert_backbone
 from quadtree_attention.models.matcher_convert import convert_matcher
 from quadtree_attention.models.registry import complete, load
+from quadtree_attention.models.stereo_convert import convert_stereo
 from quadtree_attention.models.weights import read_card, read_checkpoint
 from tests.conftest import Golden, golden_files, golden_path
+from tests.models.sttr_names import official_state
 from tests.models.test_backbone import golden_image, load_official, recipe_state
 from tests.support import commands
 from tests.support.commands import invoke, printed, row
@@ -368,3 +370,25 @@ def test_matchers_and_options_that_do_not_fit(loftr, change, options, words):
     change(state)
     torch.save({"state_dict": state}, "official.pth")
     assert words in refused(*OUT, *options)
+
+
+# ---- stereo
+
+
+def test_sttr():
+    state = official_state()
+    torch.save({"epoch": 15, "state_dict": state}, "sceneflow_pretrained_model.pth.tar")
+    text = printed("convert", "sceneflow_pretrained_model.pth.tar", "--save", "sttr.safetensors")
+    assert row(text, "parameters").startswith("2,513,811 in ")
+    count = sum("running" in name or "tracked" in name for name in state)
+    assert row(text, "left out") == f"{count} tensors of backbone, tokenizer"
+    assert "StereoMatcher.from_pretrained('sttr.safetensors')(left, right)" in text
+    assert holds("sttr.safetensors", convert_stereo(state)[0])
+    card = read_card("sttr.safetensors")
+    assert (card["model"], card["task"]) == ("sttr", "stereo")
+    model = load("sttr.safetensors", task="stereo").eval()
+    view = torch.rand(1, 3, 32, 48)
+    with torch.no_grad():
+        assert model({"image0": view, "image1": view}).disparity.isfinite().all()
+    told = refused("sceneflow_pretrained_model.pth.tar", "--save", "x.safetensors", "--topk", "8")
+    assert "--topk is for quadtree attention" in told and "holds STTR, got 8; leave it out" in told

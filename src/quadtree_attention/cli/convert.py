@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 HELP = """Convert an official checkpoint into weights for this package.
 
 Reads classification, detection and segmentation checkpoints, also whole detectors and segmenters,
-of which it takes the backbone, and matchers: LoFTR and its quadtree form. Code in the file is never
-run, and every tensor of the backbone or matcher is accounted for. Writes SAVE.safetensors, and
-beside it SAVE.json, its card.
+of which it takes the backbone, matchers: LoFTR and its quadtree form, and stereo networks: STTR.
+Code in the file is never run, and every tensor of the backbone, matcher or stereo network is
+accounted for. Writes SAVE.safetensors, and beside it SAVE.json, its card.
 
 \b
 Examples:
@@ -33,6 +33,7 @@ Examples:
   quadtree convert mine.pth --save mine.safetensors --model quadtree_b_b2 --act gelu --topk 16
   quadtree convert quadtree_b2.pth --save b2_features.safetensors --num-classes 0 --force
   quadtree convert indoor.ckpt --save indoor.safetensors --model loftr_quadtree_indoor
+  quadtree convert sceneflow_pretrained_model.pth.tar --save sttr.safetensors
 """
 LICENCE = "of the source checkpoint; see its authors"
 OWN = {
@@ -120,15 +121,18 @@ def convert(state: "Mapping[str, Tensor]", request: Request) -> Converted:
     from quadtree_attention.models import convert as converter
     from quadtree_attention.models.matcher_convert import is_official_matcher
     from quadtree_attention.models.registry import create
+    from quadtree_attention.models.stereo_convert import is_official_stereo
 
     if is_official_matcher(state):
         return _convert_matcher(state, request)
+    if is_official_stereo(state):
+        return _convert_stereo(state, request)
     if not converter.is_official_backbone(state):
         raise CheckpointError(
             f"{request.checkpoint} has no tensors of an official backbone, such as "
-            f"patch_embed1.proj.weight, nor of a matcher; it has {', '.join([*state][:3])} and so "
-            f"on, {len(state)} in all; give a classification, detection, segmentation or matching "
-            "checkpoint"
+            f"patch_embed1.proj.weight, nor of a matcher or STTR; it has "
+            f"{', '.join([*state][:3])} and so on, {len(state)} in all; give a classification, "
+            "detection, segmentation, matching or stereo checkpoint"
         )
     _check_without(request, "position", "a matcher", "a backbone")
     backbone, left_out = converter.split_backbone(state)
@@ -163,6 +167,21 @@ def _convert_matcher(state: "Mapping[str, Tensor]", request: Request) -> Convert
     model = create(name, device="meta", **options)
     check_fit(model, tensors)
     return Converted(name, options, tensors, _parameters(model), [], task="match")
+
+
+def _convert_stereo(state: "Mapping[str, Tensor]", request: Request) -> Converted:
+    from quadtree_attention.models.convert import check_fit
+    from quadtree_attention.models.registry import create, current_name
+    from quadtree_attention.models.stereo_convert import convert_stereo
+
+    for option, of in (("act", "a backbone"), ("num_classes", "a backbone"),
+                       ("topk", "quadtree attention"), ("position", "a matcher")):  # fmt: skip
+        _check_without(request, option, of, "STTR")
+    tensors, left_out = convert_stereo(state)
+    name = current_name(request.model or "sttr")
+    model = create(name, device="meta")
+    check_fit(model, tensors)
+    return Converted(name, {}, tensors, _parameters(model), left_out, task="stereo")
 
 
 def _matcher_name(tensors: "Mapping[str, Tensor]") -> str:
@@ -227,7 +246,10 @@ def as_text(converted: Converted, request: Request) -> str:
         "model": converted.model + known,
         "parameters": f"{converted.parameters:,} in {len(converted.tensors)} tensors",
     }
-    rows |= _backbone_rows(converted, request) if converted.task is None else _matcher_rows(request)
+    if converted.task is None:
+        rows |= _backbone_rows(converted, request)
+    elif converted.task == "match":
+        rows |= _matcher_rows(request)
     rows["left out"] = _left_out(converted.left_out)
     rows["written"] = f"{request.save} and {request.save.with_suffix('.json').name}"
     lines = [f"{name:11}  {value}" for name, value in rows.items()]
@@ -272,6 +294,11 @@ def _usage(converted: Converted, output: Path) -> list[str]:
         return [
             "from quadtree_attention.tasks import Matcher",
             f"matches = Matcher.from_pretrained({str(output)!r})(image0, image1)",
+        ]
+    if converted.task == "stereo":
+        return [
+            "from quadtree_attention.tasks import StereoMatcher",
+            f"found = StereoMatcher.from_pretrained({str(output)!r})(left, right)",
         ]
     result = "logits = model(images)"
     if not converted.kwargs["num_classes"]:

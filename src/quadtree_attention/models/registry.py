@@ -78,8 +78,8 @@ _LOFTR: dict[str, dict[str, Any]] = {
     },
 }
 _STTR: dict[str, dict[str, Any]] = {
-    "sttr": {"attention": "full", "stride": 3},
-    "sttr_quadtree": {"attention": "quadtree_b"},
+    "sttr": {"attention": "full", "layout": "sttr", "position": "sine", "stride": 3},
+    "sttr_quadtree": {"attention": "quadtree_b", "layout": "sttr_half"},
     "sttr_quadtree_small": {
         "attention": "quadtree_b",
         "dims": (32, 64, 96, 128),

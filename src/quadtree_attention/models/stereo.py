@@ -7,7 +7,8 @@ to cells of the right one, or to none; the place of the partner is the disparity
 occlusion. Last, convolutions refine both at full resolution, knowing the left image.
 
 View 0 is left. A left pixel (x, y) is seen at (x - d, y) on the right, its disparity d is never
-negative. With a feature stride s, cell (i, j) of a map is at the pixel (s * i, s * j).
+negative. With a feature stride s, cell (i, j) of a map is at the pixel (s * i, s * j); in the
+layout "sttr", which is the published network, s // 2 is added to both.
 
 Example:
     >>> import torch
@@ -21,19 +22,27 @@ Example:
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quadtree_attention import checks
 from quadtree_attention.errors import OptionError
-from quadtree_attention.models.parts.assignment import RowAssignment
+from quadtree_attention.models.parts.assignment import Read, RowAssignment
 from quadtree_attention.models.parts.inputs import check_same, pair_of
 from quadtree_attention.models.parts.row_attention import RowAttentionKind, RowTransformer
 from quadtree_attention.models.parts.stereo_features import ContextAdjustment, Hourglass, resampled
+from quadtree_attention.models.parts.sttr_attention import RelativeTransformer
+from quadtree_attention.models.parts.sttr_features import STTRAdjustment, STTRFeatures, as_adjusted
 
-LEAST_SIDE, CNN_STRIDE, STRIDES = 16, 2, (2, 3, 4)
+Layout = Literal["hourglass", "sttr", "sttr_half"]
+Position = Literal["rotation", "sine"]
+LEAST_SIDE, STRIDES = 16, (2, 3, 4)
+CNN_STRIDES: dict[Layout, int] = {"hourglass": 2, "sttr": 1, "sttr_half": 2}
+DIMS = {"hourglass": (64, 96, 128, 160), "sttr": (32, 64, 128, 128)}
+MEAN, DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of images, in STTR's layouts
 
 
 @dataclass(frozen=True)
@@ -69,7 +78,16 @@ class STTR(nn.Module):
     non-negative disparities up to `max_disparity` only.
 
     Args:
-        dims: Channels of the CNN at 1/2, 1/4, 1/8 and 1/16.
+        layout: The convolutional parts. "hourglass": a dense decoder that ends at 1/2, group norms,
+            and a refinement of dilated convolutions. "sttr": as published, with a decoder that ends
+            at full resolution, of which every `stride`-th cell is taken, batch norms, and a
+            refinement four times as wide inside. "sttr_half": the same, but for a decoder that ends
+            at 1/2.
+        position: "rotation" turns queries and keys. "sine" adds two terms to the scores of full
+            attention, as published; the assignment then reads the scores of the last cross
+            attention.
+        dims: Channels of the CNN at 1/2, 1/4, 1/8 and 1/16; None means (64, 96, 128, 160), or
+            (32, 64, 128, 128) in STTR's layouts.
         dim: Channels of the transformer.
         num_layers: Layers of the transformer, each a self and a cross attention.
         num_heads: Heads.
@@ -91,7 +109,9 @@ class STTR(nn.Module):
     def __init__(
         self,
         *,
-        dims: Sequence[int] = (64, 96, 128, 160),
+        layout: Layout = "hourglass",
+        position: Position = "rotation",
+        dims: Sequence[int] | None = None,
         dim: int = 128,
         num_layers: int = 6,
         num_heads: int = 8,
@@ -111,6 +131,8 @@ class STTR(nn.Module):
     ) -> None:
         super().__init__()
         checks.one_of(STRIDES, stride=stride)
+        checks.one_of(get_args(Layout), layout=layout)
+        checks.one_of(get_args(Position), position=position)
         given = {"num_levels": num_levels, "topk": topk, "backend": backend}
         options = {name: value for name, value in given.items() if value is not None}
         if attention == "full" and options:
@@ -118,20 +140,45 @@ class STTR(nn.Module):
                 f"attention 'full' accepts no options of quadtree attention, got "
                 f"{', '.join(options)}; leave them out"
             )
+        if position == "sine" and (attention != "full" or mlp_ratio):
+            raise OptionError(
+                f"position 'sine' is for attention 'full' without MLPs, got {attention=}, "
+                f"{mlp_ratio=}; pass position='rotation', or leave them out"
+            )
         dd = {"device": device, "dtype": dtype}
+        self.layout: Layout = layout
         self.stride = stride
+        self.offset = stride // 2 if layout == "sttr" else 0
         self.max_disparity = max_disparity
-        self.features = Hourglass(3, dims, dim, stride=CNN_STRIDE, **dd)
-        self.transformer = RowTransformer(
+        self.features: nn.Module
+        self.refinement: nn.Module
+        self.transformer: RowTransformer | RelativeTransformer
+        if layout == "hourglass":
+            dims = DIMS["hourglass"] if dims is None else dims
+            self.features = Hourglass(3, dims, dim, stride=CNN_STRIDES[layout], **dd)
+        else:
+            dims = DIMS["sttr"] if dims is None else dims
+            self.features = STTRFeatures(dims, dim, stride=CNN_STRIDES[layout], **dd)
+        if position == "sine":
+            self.transformer = RelativeTransformer(dim, num_layers, num_heads, step=stride, **dd)
+        else:
+            self.transformer = RowTransformer(
+                dim,
+                num_layers,
+                num_heads,
+                mlp_ratio=mlp_ratio,
+                options={"attention": attention, **options},
+                **dd,
+            )
+        self.assignment = RowAssignment(
             dim,
-            num_layers,
-            num_heads,
-            mlp_ratio=mlp_ratio,
-            options={"attention": attention, **options},
+            iterations=iterations,
+            max_entries=max_entries,
+            project=layout == "hourglass" and position == "rotation",
             **dd,
         )
-        self.assignment = RowAssignment(dim, iterations=iterations, max_entries=max_entries, **dd)
-        self.refinement = ContextAdjustment(refine_dim, context, **dd)
+        adjustment = ContextAdjustment if layout == "hourglass" else STTRAdjustment
+        self.refinement = adjustment(refine_dim, context, **dd)
         for module in (self.features, self.refinement):
             module.to(memory_format=torch.channels_last)
 
@@ -151,39 +198,66 @@ class STTR(nn.Module):
         """
         image0, image1 = pair_of(data, channels=3, least=LEAST_SIDE)
         check_same("shape", tuple(image0.shape), tuple(image1.shape))
-        size = image0.shape[2:]
-        features0, features1 = self._encode(image0, image1)
+        size = (image0.shape[2], image0.shape[3])
         truth = None if true_disparity is None else self.at_cells(true_disparity) / self.stride
         limit = self.max_disparity if max_disparity is None else max_disparity
         most = None if limit is None else limit / self.stride
-        read = self.assignment(features0, features1, truth, most)
+        left, right = self._normalised(image0), self._normalised(image1)
+        read = self._assigned(left, right, truth, most)
         raw_disparity, raw_occlusion = read.disparity * self.stride, 1 - read.matched
-        coarse = torch.stack([raw_disparity, raw_occlusion], dim=1)
+        seen = (raw_disparity, raw_occlusion)
+        if self.layout != "hourglass":
+            seen = as_adjusted(raw_disparity, read.matched)
         # No gradient from the refinement to the assignment, which has its own targets
-        upsampled = resampled(coarse.detach(), (size[0], size[1]), 1 / self.stride)
-        disparity, logits = self.refinement(_normalised(image0), *upsampled.unbind(dim=1))
+        coarse = torch.stack(seen, dim=1).detach()
+        if self.offset:  # cells lie in the middle of their pixels
+            upsampled = F.interpolate(coarse, size, mode="nearest")
+        else:
+            upsampled = resampled(coarse, size, 1 / self.stride)
+        disparity, logits = self.refinement(left, *upsampled.unbind(dim=1))
         return StereoOutput(
             disparity, logits, raw_disparity, raw_occlusion, read.log_true, read.log_none
         )
 
     def at_cells(self, of_pixels: Tensor) -> Tensor:
         """(B, H, W) -> (B, h, w): what the pixels have that cells are at."""
-        return of_pixels[:, :: self.stride, :: self.stride]
+        return of_pixels[:, self.offset :: self.stride, self.offset :: self.stride]
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         """Recomputes layers of the transformer in the backward pass instead of keeping them."""
         self.transformer.grad_checkpointing = enable
 
-    def _encode(self, image0: Tensor, image1: Tensor) -> tuple[Tensor, Tensor]:
-        """Features (B, h, w, C) of both views."""
-        x = self.features(_normalised(torch.cat([image0, image1])))
-        if self.stride != CNN_STRIDE:
-            cells = [-(-side // self.stride) for side in image0.shape[2:]]
-            x = resampled(x, (cells[0], cells[1]), self.stride / CNN_STRIDE)
-        both = self.transformer(x.movedim(1, -1).contiguous())
-        return both[: len(image0)], both[len(image0) :]
+    def _assigned(
+        self, left: Tensor, right: Tensor, truth: Tensor | None, most: float | None
+    ) -> Read:
+        """What the assignment says of normalised views; truth and limit are in cells."""
+        x = self._cells(left, right).movedim(1, -1).contiguous()
+        if isinstance(self.transformer, RelativeTransformer):
+            return self.assignment.of_scores(self.transformer(x), truth, most)
+        both = self.transformer(x)
+        return self.assignment(both[: len(left)], both[len(left) :], truth, most)
 
+    def _cells(self, left: Tensor, right: Tensor) -> Tensor:
+        """Features (2B, C, h, w) of both views, left ones first."""
+        if self.layout == "hourglass" or self.training or len(left) == 1:
+            x = self.features(torch.cat([left, right]))
+        else:  # the statistics of batch norms are those of a pair, as where STTR is evaluated
+            pairs = zip(left.split(1), right.split(1), strict=True)
+            maps = [self.features(torch.cat(pair)) for pair in pairs]
+            x = torch.stack(maps, dim=1).flatten(0, 1)
+        stride = CNN_STRIDES[self.layout]
+        if stride == 1:
+            return x[:, :, self.offset :: self.stride, self.offset :: self.stride]
+        if self.stride != stride:
+            cells = [-(-side // self.stride) for side in left.shape[2:]]
+            x = resampled(x, (cells[0], cells[1]), self.stride / stride)
+        return x
 
-def _normalised(images: Tensor) -> Tensor:
-    """Images in [0, 1] to a mean of about 0 and a deviation of about 1."""
-    return ((images - 0.45) / 0.25).contiguous(memory_format=torch.channels_last)
+    def _normalised(self, images: Tensor) -> Tensor:
+        """Images in [0, 1] to a mean of about 0 and a deviation of about 1."""
+        if self.layout == "hourglass":
+            images = (images - 0.45) / 0.25
+        else:
+            mean, deviation = (images.new_tensor(x)[:, None, None] for x in (MEAN, DEVIATION))
+            images = (images - mean) / deviation
+        return images.contiguous(memory_format=torch.channels_last)

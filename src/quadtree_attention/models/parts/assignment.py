@@ -47,16 +47,23 @@ class RowAssignment(nn.Module):
         iterations: Of Sinkhorn.
         max_entries: Entries of all matrices that are made at a time; temporary results take a few
             times as much. None means 2**25, or 2**20 on a CPU.
+        project: Have a linear layer before the scores; without one they are products of features.
     """
 
     def __init__(
-        self, dim: int, *, iterations: int = 10, max_entries: int | None = None, **dd: Any
+        self,
+        dim: int,
+        *,
+        iterations: int = 10,
+        max_entries: int | None = None,
+        project: bool = True,
+        **dd: Any,
     ) -> None:
         super().__init__()
         checks.at_least(1, iterations=iterations)
         self.iterations = iterations
         self.max_entries = max_entries
-        self.proj = nn.Linear(dim, dim, **dd)
+        self.proj: nn.Module = nn.Linear(dim, dim, **dd) if project else nn.Identity()
         self.bin_score = nn.Parameter(torch.zeros((), **dd))
 
     def forward(
@@ -74,18 +81,36 @@ class RowAssignment(nn.Module):
             truth: True disparity (B, H, W) in cells, where there is one.
             max_disparity: In cells; None is the width.
         """
-        batch, height, width, dim = features0.shape
-        wanted = features0.new_zeros(batch, height, width) if truth is None else truth
-        rows0, rows1 = (self.proj(x).flatten(0, 1) * dim**-0.25 for x in (features0, features1))
+        scale = features0.shape[-1] ** -0.25
+        rows0, rows1 = (self.proj(x).flatten(0, 1) * scale for x in (features0, features1))
+        return self._in_parts(rows0, rows1, features0, truth, max_disparity)
+
+    def of_scores(
+        self, scores: Tensor, truth: Tensor | None = None, max_disparity: float | None = None
+    ) -> Read:
+        """As `forward`, of scores (B, H, W, W) that are known already."""
+        return self._in_parts(scores.flatten(0, 1), None, scores, truth, max_disparity)
+
+    def _in_parts(
+        self,
+        rows0: Tensor,
+        rows1: Tensor | None,
+        like: Tensor,
+        truth: Tensor | None,
+        max_disparity: float | None,
+    ) -> Read:
+        batch, height, width = like.shape[:3]
+        wanted = like.new_zeros(batch, height, width) if truth is None else truth
         wanted = wanted.flatten(0, 1)
         entries = self.max_entries
         if entries is None:
-            entries = CPU_ENTRIES if features0.device.type == "cpu" else ENTRIES
+            entries = CPU_ENTRIES if like.device.type == "cpu" else ENTRIES
         step = max(1, entries // width**2)
         parts = []
         for start in range(0, batch * height, step):
             part = slice(start, start + step)
-            arguments = (rows0[part], rows1[part], wanted[part], self.bin_score, max_disparity)
+            others = None if rows1 is None else rows1[part]
+            arguments = (rows0[part], others, wanted[part], self.bin_score, max_disparity)
             if torch.is_grad_enabled():  # made again for the gradient, or all of them would be held
                 parts.append(checkpoint(self._read, *arguments, use_reentrant=False))
             else:
@@ -96,14 +121,16 @@ class RowAssignment(nn.Module):
     def _read(
         self,
         rows0: Tensor,
-        rows1: Tensor,
+        rows1: Tensor | None,
         truth: Tensor,
         bin_score: Tensor,
         max_disparity: float | None,
     ) -> Read:
         with torch.autocast(rows0.device.type, enabled=False):
             wide = torch.promote_types(rows0.dtype, torch.float32)
-            scores = rows0.to(wide) @ rows1.to(wide).mT  # (R, W, W)
+            scores = rows0.to(wide)
+            if rows1 is not None:
+                scores = scores @ rows1.to(wide).mT  # (R, W, W)
             allowed = possible(scores.shape[-1], max_disparity, device=scores.device)
             scores = scores.masked_fill(~allowed, HIDDEN)
             bins = bin_score.to(wide)

@@ -38,12 +38,7 @@ class Hourglass(nn.Module):
         **dd: Any,
     ) -> None:
         super().__init__()
-        if len(dims) != 4 or any(dim < GROUP or dim % GROUP for dim in dims):
-            places = ", ".join(f"1/{stride << level}" for level in range(4))
-            raise OptionError(
-                f"{option} must be four numbers of channels, at {places}, all multiples of "
-                f"{GROUP}, got {tuple(dims)}; pass such"
-            )
+        check_dims(dims, stride=stride, option=option)
         self.stem = ConvNorm(dim_in, dims[0], 5, stride=stride, **dd)
         self.stages = nn.ModuleList(
             nn.Sequential(Residual(below, dim, step, **dd), Residual(dim, dim, 1, **dd))
@@ -234,6 +229,16 @@ class Decode(nn.Module):
         up = F.interpolate(self.up(x), skip.shape[2:], mode="bilinear")
         both = torch.cat([up, skip], dim=1)
         return self.second(torch.cat([both, self.first(both)], dim=1))
+
+
+def check_dims(dims: Sequence[int], *, stride: int, option: str) -> None:
+    """Raises `OptionError` unless they are channels of four maps, the first at the stride."""
+    if len(dims) != 4 or any(dim < GROUP or dim % GROUP for dim in dims):
+        places = ", ".join(f"1/{stride << level}" for level in range(4))
+        raise OptionError(
+            f"{option} must be four numbers of channels, at {places}, all multiples of "
+            f"{GROUP}, got {tuple(dims)}; pass such"
+        )
 
 
 def resampled(x: Tensor, size: tuple[int, int], ratio: float) -> Tensor:
