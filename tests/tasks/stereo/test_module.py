@@ -70,6 +70,7 @@ def test_it_learns():
     batch = data.on_after_batch_transfer(numbers, 0)
     model = registry.create(
         "sttr_quadtree",
+        layout="hourglass",
         dims=(8, 16, 16, 16),
         dim=16,
         num_heads=2,
