@@ -174,9 +174,9 @@ def _convert_stereo(state: "Mapping[str, Tensor]", request: Request) -> Converte
     from quadtree_attention.models.registry import create, current_name
     from quadtree_attention.models.stereo_convert import convert_stereo
 
-    for option, of in (("act", "a backbone"), ("num_classes", "a backbone"),
+    for given, of in (("act", "a backbone"), ("num_classes", "a backbone"),
                        ("topk", "quadtree attention"), ("position", "a matcher")):  # fmt: skip
-        _check_without(request, option, of, "STTR")
+        _check_without(request, given, of, "STTR")
     tensors, left_out = convert_stereo(state)
     name = current_name(request.model or "sttr")
     model = create(name, device="meta")
