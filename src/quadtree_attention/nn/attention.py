@@ -19,7 +19,7 @@ from quadtree_attention.nn.value_pyramid import (
     visible_levels,
 )
 from quadtree_attention.ops.attend import attend
-from quadtree_attention.ops.backends import choose
+from quadtree_attention.ops.backends import Backend, choose
 from quadtree_attention.ops.problem import (
     Problem,
     Variant,
@@ -171,24 +171,51 @@ class QuadtreeAttention(nn.Module):
         if self.value_pyramid != "mean" or self.lepe:  # plain means are left to the backend
             shown = visible_levels(problem.key_tree, context_mask)
             values = self._value_levels(v, problem.key_tree, shown, backend.name)
+        out = self.attend(
+            q, k, [self._heads(x) for x in values], mask, context_mask, problem, backend
+        ).flatten(-2)
+        return self.proj(self._plus_position(out, values, shown) if self.lepe else out)
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Sequence[Tensor],
+        mask: Tensor | None,
+        context_mask: Tensor | None,
+        problem: Problem,
+        backend: Backend,
+    ) -> Tensor:
+        """Return the messages (B, *grid, N, D).
+
+        Every call of the attention goes through this method; `inspect.record` replaces it.
+
+        Args:
+            q: Queries (B, *grid, N, D).
+            k: Keys (B, *key_grid, N, D).
+            v: Values (B, *key_grid, N, D), or one map per level, coarse -> fine.
+            mask: Visible cells of the queries (B, *grid).
+            context_mask: Visible cells of the keys (B, *key_grid).
+            problem: Sizes and options of the call.
+            backend: The backend that was chosen for it.
+        """
         out, _ = attend(
             backend,
             problem,
             [q],
             [k],
-            [self._heads(x) for x in values],
+            v,
             query_mask=mask,
             key_mask=context_mask,
             level_weights=self.level_logits,
             with_selection=False,
         )
-        out = out.flatten(-2)
-        return self.proj(self._plus_position(out, values, shown) if self.lepe else out)
+        return out
 
     def _at_once(self, x: Tensor, context: Tensor | None) -> Tensor | None:
         """The same without masks by one operator; None where it cannot be taken."""
         maps = [x] if context is None else [x, context]
-        if needs_grad(*maps) or is_everything_watched():
+        if needs_grad(*maps) or is_everything_watched() or "attend" in self.__dict__:
             return None
         parameters = self._parameters_if_untouched()
         if parameters is None:

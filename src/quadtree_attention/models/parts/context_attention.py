@@ -16,12 +16,13 @@ from quadtree_attention.errors import OptionError
 from quadtree_attention.models.parts.masks import extent
 from quadtree_attention.nn.attention import QuadtreeAttention
 from quadtree_attention.nn.baselines import check_attention
+from quadtree_attention.nn.baselines.base import tokens
 from quadtree_attention.ops.problem import Variant
 from quadtree_attention.ops.tree import accumulation_dtype, hide
 
 
 class ContextAttention(nn.Module):
-    """What the rivals of quadtree attention share. Subclasses define `attend`.
+    """What the rivals of quadtree attention share. Subclasses define `attend_tokens`.
 
     Args:
         dim: Channels; a multiple of `num_heads`.
@@ -52,17 +53,28 @@ class ContextAttention(nn.Module):
             context, context_mask = x, mask
         keys, visible = self.keys(context, context_mask)
         q, k, v = (
-            tokens.flatten(1, -2).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
-            for tokens in (self.q_proj(x), self.k_proj(keys), self.v_proj(keys))
-        )  # (B, N, T, D)
-        out = self.attend(q, k, v, None if visible is None else visible.flatten(1))
-        return self.proj(out.transpose(1, 2).reshape(x.shape))
+            cells.unflatten(-1, (self.num_heads, -1))
+            for cells in (self.q_proj(x), self.k_proj(keys), self.v_proj(keys))
+        )  # (B, *grid, N, D)
+        return self.proj(self.attend(q, k, v, visible).reshape(x.shape))
 
     def keys(self, context: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """What keys and values are made of, and which of it is visible."""
         return hide(context, mask), mask
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> Tensor:
+        """Return the messages (B, T, N, D); `inspect.record` replaces this method.
+
+        Args:
+            q: Queries (B, *grid, N, D).
+            k: Keys (B, *key_grid, N, D).
+            v: Values, likewise.
+            visible: Which keys are visible (B, *key_grid); None: all.
+        """
+        shown = None if visible is None else visible.flatten(1)
+        return self.attend_tokens(tokens(q), tokens(k), tokens(v), shown).transpose(1, 2)
+
+    def attend_tokens(self, q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> Tensor:
         """(B, N, T, D) to (B, N, S, D), of which (B, S) are visible -> (B, N, T, D)"""
         raise NotImplementedError
 
@@ -73,7 +85,7 @@ class ContextAttention(nn.Module):
 class LinearAttention(ContextAttention):
     """Attention with the kernel `phi(q) phi(k)`, `phi = elu + 1`; sums are kept in float32."""
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> Tensor:
+    def attend_tokens(self, q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> Tensor:
         wide = accumulation_dtype(q.dtype)
         with torch.autocast(q.device.type, enabled=False):
             queries, keys = F.elu(q.to(wide)) + 1, F.elu(k.to(wide)) + 1
@@ -87,7 +99,7 @@ class LinearAttention(ContextAttention):
 class FullAttention(ContextAttention):
     """Every cell attends to every cell."""
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> Tensor:
+    def attend_tokens(self, q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> Tensor:
         if visible is None:
             return F.scaled_dot_product_attention(q, k, v)
         # Softmax over nothing is undefined: a query that sees nothing sees all, and gets 0.

@@ -84,9 +84,10 @@ class RowAttention(nn.Module):
             tokens.unflatten(-1, (self.num_heads, -1))
             for tokens in (self.q_proj(rows), self.k_proj(others), self.v_proj(others))
         )  # (R, W, N, D)
-        return self.proj(self._attend(turned(q), turned(k), v).flatten(-2))
+        return self.proj(self.attend(turned(q), turned(k), v).flatten(-2))
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """(R, W, N, D), keys and values (R, W1, N, D) -> (R, W, N, D); for `inspect.record`."""
         if self.attention == "full":
             q, k, v = (tokens.transpose(1, 2) for tokens in (q, k, v))  # (rows, N, W, D)
             return F.scaled_dot_product_attention(q, k, v).transpose(1, 2)

@@ -13,7 +13,9 @@ from quadtree_attention.ops.problem import check_mask
 
 
 class MapAttention(nn.Module):
-    """What the baselines share. Subclasses define `attend`.
+    """What the baselines share. Subclasses define `attended`.
+
+    All scores are computed in one method, `attend(q, k, v, ...)`, which `inspect.record` replaces.
 
     Args:
         dim: Channels; a multiple of `num_heads`.
@@ -49,7 +51,7 @@ class MapAttention(nn.Module):
         self.proj = nn.Linear(dim, dim, device=device, dtype=dtype)
         self.proj_drop = nn.Dropout(proj_drop)
 
-    def attend(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def attended(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """(B, H, W, C) -> the attended values and the value map, both (B, H, W, C)."""
         raise NotImplementedError
 
@@ -81,7 +83,7 @@ class MapAttention(nn.Module):
         return self._whole(x) if mask is None else self._by_size(x, _sizes(mask))
 
     def _whole(self, x: Tensor) -> Tensor:
-        out, v = self.attend(x)
+        out, v = self.attended(x)
         if self.lepe is not None:
             out = out + self.lepe(v)
         return self.proj_drop(self.proj(out))
@@ -102,17 +104,24 @@ class MapAttention(nn.Module):
         return f"dim={self.dim}, num_heads={self.num_heads}"
 
     def split_heads(self, x: Tensor) -> Tensor:
-        """(B, *cells, C) -> (B, N, T, D)"""
-        heads = x.unflatten(-1, (self.num_heads, self.dim // self.num_heads))
-        return heads.flatten(1, -3).transpose(1, 2)
+        """(B, *cells, C) -> (B, *cells, N, D)"""
+        return x.unflatten(-1, (self.num_heads, self.dim // self.num_heads))
 
-    def merge_heads(self, x: Tensor, like: Tensor) -> Tensor:
-        """(B, N, T, D) -> (B, H, W, C), the shape of `like`."""
-        return x.transpose(1, 2).reshape(like.shape)
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Return the attended values (B, *cells, C).
 
-    def sdpa(self, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None) -> Tensor:
+        Args:
+            q: Queries (B, *cells, N, D).
+            k: Keys (B, *key_cells, N, D).
+            v: Values, likewise.
+            bias: Added to the scores, or which keys a query sees (B, N, T, S).
+        """
         dropout = self.attn_drop.p if self.training else 0.0
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=attn_mask, dropout_p=dropout)
+        queries, keys, values = (tokens(x) for x in (q, k, v))
+        out = F.scaled_dot_product_attention(
+            queries, keys, values, attn_mask=bias, dropout_p=dropout
+        )
+        return out.transpose(1, 2).reshape(*q.shape[:-2], self.dim)
 
 
 class QKVAttention(MapAttention):
@@ -130,6 +139,11 @@ class QKVAttention(MapAttention):
     ) -> None:
         super().__init__(dim, num_heads, device=device, dtype=dtype, **options)
         self.qkv = nn.Linear(dim, 3 * dim, bias=qkv_bias, device=device, dtype=dtype)
+
+
+def tokens(x: Tensor) -> Tensor:
+    """(B, *cells, N, D) -> (B, N, T, D)"""
+    return x.flatten(1, -3).transpose(1, 2)
 
 
 def _sizes(mask: Tensor) -> list[tuple[int, int]]:

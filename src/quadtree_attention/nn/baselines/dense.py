@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quadtree_attention.nn.baselines.base import QKVAttention, check_at_least
+from quadtree_attention.nn.baselines.base import QKVAttention, check_at_least, tokens
 from quadtree_attention.ops.tree import accumulation_dtype
 
 
@@ -23,10 +23,9 @@ class FullAttention(QKVAttention):
         proj_drop: Dropout after the output projection.
     """
 
-    def attend(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def attended(self, x: Tensor) -> tuple[Tensor, Tensor]:
         q, k, v = self.qkv(x).chunk(3, dim=-1)
-        out = self.sdpa(self.split_heads(q), self.split_heads(k), self.split_heads(v))
-        return self.merge_heads(out, like=x), v
+        return self.attend(self.split_heads(q), self.split_heads(k), self.split_heads(v)), v
 
 
 class TopKAttention(QKVAttention):
@@ -47,12 +46,11 @@ class TopKAttention(QKVAttention):
         super().__init__(dim, num_heads, **options)
         self.topk = topk
 
-    def attend(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def attended(self, x: Tensor) -> tuple[Tensor, Tensor]:
         q, k, v = self.qkv(x).chunk(3, dim=-1)
         queries, keys = self.split_heads(q), self.split_heads(k)
-        kept = self._selected(queries, keys)
-        out = self.sdpa(queries, keys, self.split_heads(v), attn_mask=kept)
-        return self.merge_heads(out, like=x), v
+        kept = self._selected(tokens(queries), tokens(keys))
+        return self.attend(queries, keys, self.split_heads(v), kept), v
 
     @torch.no_grad()
     def _selected(self, q: Tensor, k: Tensor) -> Tensor:
@@ -93,15 +91,18 @@ class LinearAttention(QKVAttention):
         dd = {"device": device, "dtype": dtype}
         super().__init__(dim, num_heads, qkv_bias=qkv_bias, lepe=lepe, proj_drop=proj_drop, **dd)
 
-    def attend(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def attended(self, x: Tensor) -> tuple[Tensor, Tensor]:
         q, k, v = self.qkv(x).chunk(3, dim=-1)
+        return self.attend(self.split_heads(q), self.split_heads(k), self.split_heads(v)), v
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> Tensor:
         wide = accumulation_dtype(q.dtype)
-        with torch.autocast(x.device.type, enabled=False):
-            queries = F.elu(self.split_heads(q).to(wide)) + 1
-            keys = F.elu(self.split_heads(k).to(wide)) + 1
-            values = keys.transpose(-2, -1) @ self.split_heads(v).to(wide)  # (B, N, D, D)
+        with torch.autocast(q.device.type, enabled=False):
+            queries = F.elu(tokens(q).to(wide)) + 1
+            keys = F.elu(tokens(k).to(wide)) + 1
+            values = keys.transpose(-2, -1) @ tokens(v).to(wide)  # (B, N, D, D)
             total = keys.sum(dim=-2).unsqueeze(-1)  # (B, N, D, 1)
             # where all features of a query have underflowed to 0, so has the numerator
             norm = (queries @ total).clamp(min=torch.finfo(wide).tiny)
             out = queries @ values / norm
-        return self.merge_heads(out.to(q.dtype), like=x), v
+        return out.to(q.dtype).transpose(1, 2).reshape(*q.shape[:-2], self.dim)

@@ -39,14 +39,14 @@ class _ReducedAttention(MapAttention):
         """(B, H, W, C) -> (B, h, w, C)"""
         raise NotImplementedError
 
-    def attend(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def attended(self, x: Tensor) -> tuple[Tensor, Tensor]:
         reduced = self.reduce(x)
         k, v = self.kv(reduced).chunk(2, dim=-1)
-        out = self.sdpa(self.split_heads(self.q(x)), self.split_heads(k), self.split_heads(v))
+        out = self.attend(self.split_heads(self.q(x)), self.split_heads(k), self.split_heads(v))
         if self.lepe is not None and reduced is not x:
             bias = None if self.kv.bias is None else self.kv.bias[self.dim :]
             v = F.linear(x, self.kv.weight[self.dim :], bias)
-        return self.merge_heads(out, like=x), v
+        return out, v
 
 
 class SpatialReductionAttention(_ReducedAttention):

@@ -56,7 +56,7 @@ class WindowAttention(QKVAttention):
     def init_own_weights(self) -> None:
         nn.init.trunc_normal_(self.relative_position_bias_table, std=0.02)
 
-    def attend(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def attended(self, x: Tensor) -> tuple[Tensor, Tensor]:
         batch, *grid, _ = x.shape
         window = [min(self.window_size, size) for size in grid]
         counts = [-(-size // side) for size, side in zip(grid, window, strict=True)]
@@ -73,9 +73,7 @@ class WindowAttention(QKVAttention):
         if any(shift) or any(padding):
             seen = self._seen(grid, window, padding, shift, x.device)[:, None]  # (windows, 1, T, T)
             bias = bias.masked_fill(~seen, -torch.inf).repeat(batch, 1, 1, 1)
-        out = self.sdpa(q, k, v, attn_mask=bias.expand(q.shape[0], -1, -1, -1))
-
-        out = out.transpose(1, 2).flatten(2)  # (B * windows, T, C)
+        out = self.attend(q, k, v, bias.expand(q.shape[0], -1, -1, -1))  # (B * windows, T, C)
         out = _paste(out, window, counts)
         if any(shift):
             out = out.roll(shift, dims=(1, 2))
@@ -181,7 +179,7 @@ class FocalAttention(QKVAttention):
         nn.init.trunc_normal_(self.fine_bias, std=0.02)
         nn.init.trunc_normal_(self.pooled_bias, std=0.02)
 
-    def attend(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def attended(self, x: Tensor) -> tuple[Tensor, Tensor]:
         batch, height, width, _ = x.shape
         side = self.window_size
         counts = [-(-height // side), -(-width // side)]
@@ -213,8 +211,8 @@ class FocalAttention(QKVAttention):
         seen = torch.cat([fine_here, coarse_here], dim=1).squeeze(-1) > 0  # (windows, keys)
         bias = self._bias()[None].to(k.dtype)  # (1, N, T, keys)
         bias = bias.masked_fill(~seen[:, None, None], -torch.inf).repeat(batch, 1, 1, 1)
-        out = self.sdpa(self.split_heads(q), self.split_heads(k), self.split_heads(v), bias)
-        out = _paste(out.transpose(1, 2).flatten(2), [side, side], counts)
+        out = self.attend(self.split_heads(q), self.split_heads(k), self.split_heads(v), bias)
+        out = _paste(out, [side, side], counts)
         return out[:, :height, :width], qkv[..., 2 * self.dim :]
 
     def _pooled(self, cells: Tensor, share: Tensor) -> Tensor:
