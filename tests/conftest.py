@@ -3,11 +3,8 @@
 
 import json
 import os
-import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +12,7 @@ import torch
 
 from quadtree_attention import use_backend
 from tests.interpreter import Interpreter
+from tests.support.poison import poisoned
 
 ROOT = Path(__file__).parents[1]
 GOLDEN = (ROOT / "tests" / "golden", ROOT.parent / "shared" / "golden")  # a selection, and all
@@ -65,30 +63,6 @@ def golden_files(*patterns: str) -> list[object]:
 def golden_path(name: str) -> Path:
     """A golden file by its path in `tests/golden` or `../shared/golden`."""
     return next(path for place in GOLDEN if (path := place / name).exists())
-
-
-def _largest(dtype: torch.dtype) -> int:
-    return 1 if dtype == torch.bool else torch.iinfo(dtype).max
-
-
-@contextmanager
-def poisoned() -> Iterator[None]:
-    """Memory our package leaves unwritten shows up as NaN instead of as plausible numbers."""
-
-    def poison(make: Any) -> Any:
-        def make_poisoned(*args: Any, **kwargs: Any) -> torch.Tensor:
-            x = make(*args, **kwargs)
-            caller = sys._getframe(1).f_globals.get("__name__", "")
-            if caller.startswith("quadtree_attention") and not x.is_meta:
-                x.fill_(torch.nan if x.is_floating_point() else _largest(x.dtype))
-            return x
-
-        return make_poisoned
-
-    with pytest.MonkeyPatch.context() as patch:
-        for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
-            patch.setattr(owner, name, poison(getattr(owner, name)))
-        yield
 
 
 @pytest.fixture(autouse=True)

@@ -56,7 +56,7 @@ def serve() -> None:
     """Answers every call with None or the error it raised, until there are no more."""
     import torch
 
-    from tests.conftest import poisoned
+    from tests.support.poison import poisoned
 
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what checks print
