@@ -49,6 +49,7 @@ matcher does.
 Examples:
   quadtree evaluate match --data pairs.txt --images photos
   quadtree evaluate match --data graf.txt --images graf --predictions OUT --json
+  quadtree evaluate match --data scannet_test_pairs_with_gt.txt --images scannet --pose-size 640x480
   quadtree evaluate match --data outdoor.txt --predictions OUT --epipolar 1e-4 --report scores.json
 """
 STEREO = """Measure the errors of disparities on pairs with ground truth.
@@ -106,6 +107,12 @@ COMMANDS: dict[str, tuple[str, str, dict[str, Option]]] = {  # help, shared opti
                 FILE, "Folder of the images.", metavar="DIR", show_default="that of PAIRS"
             ),
             "pose_pixels": option(float, "Threshold of the estimators of poses, in pixels.", 0.5),
+            "pose_size": option(
+                str,
+                "Size of the images that have these pixels.",
+                metavar="WxH",
+                show_default="as given",
+            ),
             "epipolar": option(
                 float, "Largest squared epipolar distance of a correct match; outdoors 1e-4.", 5e-4
             ),
@@ -124,7 +131,7 @@ COMMANDS: dict[str, tuple[str, str, dict[str, Option]]] = {  # help, shared opti
     "segment": (SEGMENT, "split shorter_side window stride", {}),
 }
 READER = ("images", "layout")  # options of `open_source`
-THRESHOLDS = ("pose_pixels", "epipolar", "side")  # options of the metric
+THRESHOLDS = ("pose_pixels", "pose_size", "epipolar", "side")  # options of the metric
 PREDICTOR = ("threshold", "max_disparity", "shorter_side", "window", "stride")
 
 

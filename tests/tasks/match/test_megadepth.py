@@ -73,6 +73,8 @@ def test_landscape_and_portrait_are_padded_to_a_square(batch, pairs):
             assert not values[~batch[f"mask{i}"]].any() and values[batch[f"mask{i}"]].any()
     # every third pixel of the photograph has the centre of one of the small image
     assert torch.equal(batch["depth0"][0, :96], pairs[1].depth0[0, 1::3, 1::3])
+    # poses are measured in pixels of the photographs, three of which make one here
+    assert batch["pixels0"].tolist() == batch["pixels1"].tolist() == [[3.0, 3.0]] * 2
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
@@ -131,6 +133,7 @@ def test_a_training_run(root, tmp_path):
 def test_overlap_decides_what_is_used(root):
     assert len(ready(root).source("train").scenes[0]) == 2
     assert len(ready(root, min_overlap=0.3).source("train").scenes[0]) == 1
+    assert len(ready(root, max_overlap=0.3).source("train").scenes[0]) == 1
     assert len(ready(root).source("val").scenes[0]) == 2  # all of the official ones
 
 

@@ -26,7 +26,7 @@ from quadtree_attention.tasks.match.metrics import (
     transform,
     unturned,
 )
-from quadtree_attention.tasks.match.pose import homography
+from quadtree_attention.tasks.match.pose import homography, relative_pose
 from quadtree_attention.tasks.match.readers import PairLine
 from quadtree_attention.tasks.match.result import Matches
 from tests.tasks.match.geometry import K0, K1, POSE, points_of_a_scene, rotation
@@ -221,6 +221,40 @@ def test_settings_of_poses_act(tmp_path):
     loose = scores_of(tmp_path, pose_line(), pose_pixels=10.0)
     for ours, others in zip(errors_of(loose.rows[0]), errors_of(usual.rows[0]), strict=True):
         assert ours != others
+
+
+def test_poses_are_measured_at_a_size_of_their_own(tmp_path, monkeypatch):
+    """ScanNet's images of 1296x968, whose published scores are for 640x480."""
+    calls = []
+
+    def spy(points0, points1, K0, K1, **options):
+        calls.append((points0, points1, K0, K1, options["threshold"]))
+        return relative_pose(points0, points1, K0, K1, **options)
+
+    monkeypatch.setattr("quadtree_attention.tasks.match.pose.relative_pose", spy)
+    large = np.diag([1296 / 640, 968 / 480, 1.0])  # from pixels of 640x480
+    points0, points1 = points_of_a_scene(200)
+    points1 = points1 + np.random.default_rng(3).normal(0, 1.0, points1.shape)
+    save(tmp_path, "b0__b1", *(points * np.diag(large)[:2] for points in (points0, points1)))
+    for name in ("b0.png", "b1.png"):
+        Image.new("L", (1296, 968)).save(tmp_path / name)
+    line = f"b0.png b1.png 0 0 {words(large @ K0, large @ K1, POSE)}"
+    given = scores_of(tmp_path, line)
+    scores = scores_of(tmp_path, line, pose_size="640x480")
+    assert [call[4] for call in calls] == [0.5] * 4
+    for call in calls[2:]:
+        for array, expected in zip(call, (points0, points1, K0, K1), strict=False):
+            np.testing.assert_allclose(array, expected, rtol=1e-12, atol=1e-9)
+    # as if the images had that size; in larger pixels fewer matches are within half of one
+    save(tmp_path, "a0__a1", points0, points1)
+    small = scores_of(tmp_path, pose_line())
+    assert errors_of(scores.rows[0]) == pytest.approx(errors_of(small.rows[0]), rel=1e-5)
+    assert errors_of(scores.rows[0]) != pytest.approx(errors_of(given.rows[0]), rel=1e-2)
+    assert scores.mean["pose_precision"] == pytest.approx(given.mean["pose_precision"])
+    assert scores.facts["pose_size"] == [640, 480] and "pose_size" not in given.facts
+    for wrong in ("640", "0x480", "640*480"):
+        with pytest.raises(OptionError, match="pose_size must be WIDTHxHEIGHT"):
+            MatchMetric(pose_size=wrong)
 
 
 def test_points_of_turned_images(tmp_path):

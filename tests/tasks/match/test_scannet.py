@@ -12,7 +12,8 @@ pytest.importorskip("pytorch_lightning", reason="training needs the extra 'train
 pytest.importorskip("poselib", reason="estimators need the extra 'models'")
 
 from quadtree_attention.errors import DataError, OptionError
-from quadtree_attention.tasks.match.module import views
+from quadtree_attention.tasks.match.metrics import MatchMetric
+from quadtree_attention.tasks.match.module import add_poses, views
 from quadtree_attention.tasks.match.scannet import ScanNetData
 from quadtree_attention.tasks.match.truth import true_matches, view_from_flow
 from quadtree_attention.tasks.training.run import run_command as train
@@ -148,21 +149,64 @@ def test_overlap_and_lists_decide_what_is_used(root):
         ready(root, min_overlap=0.95)
 
 
-def test_official_pairs_are_validated_on(root, pairs):
+def test_overlap_has_an_upper_limit(stored):
+    """Of the overlaps 0.9, 0.6, 0.5, 0.3, 0.7 and 0.8, those above 0.4 and up to 0.8."""
+    data = ready(stored, min_overlap=0.4, max_overlap=0.8)
+    kept = [len(scene) for split in ("train", "val") for scene in data.source(split).scenes]
+    assert kept == [1, 1, 2]
+
+
+@pytest.mark.parametrize(("count", "used"), [(1, [0]), (2, [0, 1]), (3, [0, 1, 2]), (9, [0, 1, 2])])
+def test_some_of_the_scenes(root, count, used):
+    """Evenly spread; the pairs to validate on stay."""
+    write_official(root)
+    scenes = ready(root, val_scenes=0, scenes=count).source("train").scenes
+    assert [scene.pairs[0, 0] for scene in scenes] == used
+
+
+def write_official(root):
+    """A list of two pairs, as that of the 1,500."""
+    index = root / "scannet_test_1500"
+    index.mkdir()
+    shutil.copy(root / "scannet_indices" / "intrinsics.npz", index)
+    np.savez(index / "test.npz", name=np.array([[1, 2, 0, 7], [2, 2, 7, 0]]))
+    for name in ("scene0001_02", "scene0002_02"):
+        shutil.copytree(root / "train" / name, root / "test" / name)
+
+
+def test_official_pairs_are_validated_on_in_their_order(root, pairs):
     with pytest.raises(
         DataError, match=r"no folder .*scannet_test_1500; .* pass --data\.val_scenes"
     ):
         ready(root, val_scenes=0)
-    index = root / "scannet_test_1500"
-    index.mkdir()
-    shutil.copy(root / "scannet_indices" / "intrinsics.npz", index)
-    np.savez(index / "test.npz", name=np.array([[1, 2, 0, 7]]))
-    (root / "train" / "scene0001_02").rename(root / "moved")
-    (root / "test").mkdir()
-    (root / "moved").rename(root / "test" / "scene0001_02")
-    data = ready(root, val_scenes=0)
+    write_official(root)
+    data = ready(root, val_scenes=0, batch_size=2)
+    assert data.available("val") == 2
     (batch,) = batch_of(data, data.val_dataloader())
-    torch.testing.assert_close(batch["T_0to1"], pairs[1].T_0to1, atol=1e-5, rtol=0)
+    expected = torch.cat([pairs[1].T_0to1, torch.linalg.inv(pairs[2].T_0to1)])
+    torch.testing.assert_close(batch["T_0to1"], expected, atol=1e-5, rtol=0)
+
+
+def test_poses_are_measured_in_pixels_of_640x480(stored, monkeypatch):
+    """What the model sees has a fifth of them: 128x96."""
+    data = ready(stored, batch_size=2)
+    (batch,) = batch_of(data, data.val_dataloader())
+    assert batch["pixels0"].tolist() == batch["pixels1"].tolist() == [[5.0, 5.0]] * 2
+    calls = []
+
+    def spy(points0, points1, K0, K1, **options):
+        calls.append((points0, points1, K0, K1, options["estimator"], options["threshold"]))
+
+    monkeypatch.setattr("quadtree_attention.tasks.match.pose.relative_pose", spy)
+    points = torch.tensor([[10.0, 20.0]])
+    found = {"keypoints0": points, "keypoints1": points + 1, "confidence": torch.ones(1)}
+    add_poses(MatchMetric(), found | {"batch_indexes": torch.ones(1).long()}, batch)
+    assert [call[4:] for call in calls] == [("opencv", 0.5), ("poselib", 0.5)]
+    for points0, points1, K0, K1, *_ in calls:
+        assert points0.tolist() == [[50.0, 100.0]] and points1.tolist() == [[55.0, 105.0]]
+        for K, seen in ((K0, batch["K0"][1]), (K1, batch["K1"][1])):
+            expected = seen.double().numpy() * [[5.0], [5.0], [1.0]]
+            assert np.array_equal(K, expected)
 
 
 def test_sizes_follow_the_options(stored, pairs):
@@ -183,7 +227,7 @@ def test_a_training_run(root, tmp_path, capsys):
     train("match", [*options, "--data.root", str(root)])
     (row,) = csv.DictReader((tmp_path / "run" / "history.csv").open())
     assert float(row["train/coarse"]) > 0 and float(row["train/fine"]) > 0
-    assert {"val/auc10", "val/matches"} <= set(row)
+    assert {"val/auc10", "val/opencv_auc10", "val/matches"} <= set(row)
     assert (tmp_path / "run" / "best.safetensors").exists()
     told = capsys.readouterr().err
     assert (
@@ -229,8 +273,12 @@ def test_broken_files(root, kind):
 def test_what_is_refused_before_any_work(tmp_path, stored):
     with pytest.raises(OptionError, match=r"ScanNet needs the folder .* pass --data\.root"):
         ScanNetData()
-    with pytest.raises(OptionError, match="min_overlap must be from 0 to below 1, got 1"):
+    with pytest.raises(OptionError, match="min_overlap must be from 0 to below max_overlap"):
         ScanNetData(root="x", min_overlap=1)
+    with pytest.raises(OptionError, match=r"got min_overlap=0\.5 and max_overlap=0\.5"):
+        ScanNetData(root="x", min_overlap=0.5, max_overlap=0.5)
+    with pytest.raises(OptionError, match="scenes must be at least 1, got 0"):
+        ScanNetData(root="x", scenes=0)
     with pytest.raises(OptionError, match="pairs_per_scene must be at least 1, got 0"):
         ScanNetData(root="x", pairs_per_scene=0)
     with pytest.raises(DataError, match="there is no folder nowhere; pass the one of ScanNet"):

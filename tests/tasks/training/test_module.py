@@ -16,11 +16,13 @@ class Tiny(TaskModule):
     task = SimpleNamespace(name="classify")
     monitor = "val/top1"
     batch_of_lr = 4
-    schedules = ("cosine", "step", "poly")
+    schedules = ("cosine", "step", "poly", "onecycle")
+    heads = ("head.",)
 
     def __init__(
         self, lr=0.1, min_lr=0.0, warmup_epochs=0, weight_decay=0.0, seed=0, schedule="cosine",
-        decay_epochs=(2, 3), power=0.5, grad_checkpointing=False,
+        decay_epochs=(2, 3), power=0.5, grad_checkpointing=False, decay=0.1, warmup_start=None,
+        no_decay="vectors", head_lr=1.0,
     ):  # fmt: skip
         super().__init__()
         self.save_hyperparameters()
@@ -87,7 +89,11 @@ def test_build_keeps_what_the_card_needs():
         ({"min_lr": -1e-3}, "min_lr must be at least 0, got -0.001"),
         ({"warmup_epochs": -1}, "warmup_epochs must be at least 0, got -1"),
         ({"weight_decay": -0.1}, "weight_decay must be at least 0, got -0.1"),
-        ({"schedule": "setp"}, "schedule must be one of cosine, step, poly, got 'setp'"),
+        ({"schedule": "setp"}, "schedule must be one of cosine, step, poly, onecycle, got 'setp'"),
+        ({"no_decay": "biases"}, "no_decay must be one of vectors, norms, nothing, got 'biases'"),
+        ({"head_lr": 0}, "head_lr must be above 0, got 0"),
+        ({"decay": 0}, "decay must be above 0, got 0"),
+        ({"warmup_start": 2}, r"warmup_start must be in \[0, 1\], got 2"),
         ({"decay_epochs": (3, 2)}, r"decay_epochs must be above 0 and rise, got \[3, 2\]"),
     ],
 )
@@ -117,6 +123,84 @@ def test_schedules(schedule, expected):
         rates.append(optimizer.param_groups[0]["lr"])
     assert rates == pytest.approx(expected, rel=1e-5)
     assert scheduler.state_dict() == {}  # it follows from the step
+
+
+def optimizer_of(module, samples=8, epochs=4):
+    """Optimizer and scheduler of a run of 10 steps per epoch."""
+    data = SimpleNamespace(batch_size=samples, batches_per_epoch=10)
+    module._trainer = SimpleNamespace(
+        datamodule=data, world_size=1, accumulate_grad_batches=1, limit_train_batches=1.0,
+        max_epochs=epochs, max_steps=-1,
+    )  # fmt: skip
+    (optimizer,), (entry,) = module.configure_optimizers()
+    return optimizer, entry["scheduler"]
+
+
+def rates(optimizer, scheduler, *steps):
+    found = []
+    for step in steps:
+        scheduler.step_update(step)
+        found.append([group["lr"] for group in optimizer.param_groups])
+    return found
+
+
+def test_one_cycle():
+    """As PyTorch's: lr / 25 at first, up along a cosine for 3 of 10 epochs, down to min_lr."""
+    module = Tiny(schedule="onecycle", warmup_epochs=3, warmup_start=0.04, min_lr=1e-6)
+    optimizer, scheduler = optimizer_of(module, samples=4, epochs=10)
+    other = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])
+    theirs = torch.optim.lr_scheduler.OneCycleLR(
+        other, 0.1, 100, pct_start=0.3, final_div_factor=0.004 / 1e-6, cycle_momentum=False
+    )
+    expected = []
+    for _ in range(100):
+        expected.append(other.param_groups[0]["lr"])
+        other.step()
+        theirs.step()
+    found = [rate for rate, *_ in rates(optimizer, scheduler, *range(100))]
+    assert found == pytest.approx(expected)
+    assert (found[0], found[29], found[99]) == pytest.approx((0.004, 0.1, 1e-6))
+    assert rates(optimizer, scheduler, 0)[0][0] == pytest.approx(0.004)  # it follows from the step
+    assert rates(optimizer, scheduler, 100)[0][0] == pytest.approx(1e-6)
+    assert scheduler.state_dict() == {}
+
+
+def test_factor_of_steps_and_start_of_warm_up():
+    module = Tiny(schedule="step", decay=0.5, warmup_epochs=1, warmup_start=0.1)
+    optimizer, scheduler = optimizer_of(module, samples=4)
+    found = [rate for rate, *_ in rates(optimizer, scheduler, 0, 5, 10, 20, 30)]
+    assert found == pytest.approx([0.01, 0.055, 0.1, 0.05, 0.025])
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "step", "poly", "onecycle"])
+def test_the_head_learns_faster(schedule):
+    module = Tiny(schedule=schedule, head_lr=10.0, warmup_epochs=1, no_decay="nothing")
+    optimizer, scheduler = optimizer_of(module)
+    sizes = [len(group["params"]) for group in optimizer.param_groups]
+    head = [p for name, p in module.model.named_parameters() if name.startswith("head.")]
+    assert sizes == [len(list(module.model.parameters())) - len(head), len(head)] and head
+    for step in (0, 5, 10, 25, 39):
+        scheduler.step_update(step)
+        body, head_group = optimizer.param_groups
+        assert head_group["lr"] == pytest.approx(10 * body["lr"]) and body["lr"] > 0
+
+
+@pytest.mark.parametrize("no_decay", ["vectors", "norms", "nothing"])
+def test_parameters_without_decay(no_decay):
+    module = Tiny(weight_decay=0.05, no_decay=no_decay)
+    optimizer, _ = optimizer_of(module)
+    names = {id(parameter): name for name, parameter in module.model.named_parameters()}
+    decay = {
+        names[id(parameter)]: group["weight_decay"]
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    }
+    assert decay.keys() == set(names.values())
+    kinds = ("patch_embed.norm.weight", "patch_embed.proj.bias", "patch_embed.proj.weight")
+    expected = {"vectors": [0, 0, 0.05], "norms": [0, 0.05, 0.05], "nothing": [0.05] * 3}
+    assert [decay[name] for name in kinds] == expected[no_decay]
+    levels = [decay[name] for name in decay if name.endswith("level_logits")]
+    assert levels and set(levels) == {0 if no_decay == "vectors" else 0.05}
 
 
 def validated(module, world=1, sanity=False, seen=()):

@@ -15,7 +15,7 @@ from quadtree_attention.tasks.detect.metrics import DetectMetric
 from quadtree_attention.tasks.detect.predictor import detections
 from quadtree_attention.tasks.detect.readers import Truth
 from quadtree_attention.tasks.training.data import Batch
-from quadtree_attention.tasks.training.module import TaskModule, check_options
+from quadtree_attention.tasks.training.module import NoDecay, TaskModule, check_options
 
 Schedule = Literal["step", "cosine"]
 LOGGED = ("ap", "ap50", "ap75")
@@ -38,7 +38,10 @@ class DetectModule(TaskModule):
         lr: Learning rate at a batch of 16 images on all processes together; scaled linearly.
         min_lr: Where the cosine ends, at that batch size too.
         warmup_epochs: Epochs in which the learning rate rises to `lr`; 0.07 is 500 steps on COCO.
-        weight_decay: Of AdamW; norms, biases and level weights have none.
+        warmup_start: Share of `lr` that warm-up begins with; None: a learning rate of 1e-6.
+        weight_decay: Of AdamW.
+        no_decay: Parameters without it: "vectors" (norms, biases and level weights), "norms", or
+            "nothing".
         schedule: "step" (a tenth of the learning rate from each of `decay_epochs` on) or "cosine".
         decay_epochs: Where the steps are.
         grad_checkpointing: Recompute blocks of the backbone in backward to save memory.
@@ -61,7 +64,9 @@ class DetectModule(TaskModule):
         lr: float = 1e-4,
         min_lr: float = 1e-6,
         warmup_epochs: float = 0.07,
+        warmup_start: float | None = None,
         weight_decay: float = 1e-4,
+        no_decay: NoDecay = "vectors",
         schedule: Schedule = "step",
         decay_epochs: Sequence[float] = (8, 11),
         grad_checkpointing: bool = False,

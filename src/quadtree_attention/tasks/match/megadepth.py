@@ -14,6 +14,8 @@ What a folder must hold::
 An npz file has `image_paths` and `depth_paths` (N,), `intrinsics` (N, 3, 3), `poses` (N, 4, 4) from
 the world to the cameras, and `pair_infos`: of every pair ((i, j), overlap, ...). These are arrays
 of objects, which `npz.py` reads without running code. Photographs that are not used have None.
+
+Poses are measured in pixels of the photographs as they are stored.
 """
 
 import importlib
@@ -66,17 +68,18 @@ class MegaDepthData(posed.PosedData):
             "image": F.pad(posed.resized_image(image, *size), pad),
             "depth": F.pad(posed.resized_depth(depth, *size), pad),
             "mask": F.pad(torch.ones(height, width, dtype=torch.bool), pad),
+            "pixels": posed.pixels(size, image.size),
         }
         return view, posed.resized_camera(K, image.size, size)
 
     def training_scenes(self) -> list["MegaDepthScene"]:
-        return self._read_scenes("scene_info_0.1_0.7", "train_list.txt", self.min_overlap)
+        return self._read_scenes("scene_info_0.1_0.7", "train_list.txt", self.overlap)
 
     def official_scenes(self) -> list["MegaDepthScene"]:
         return self._read_scenes("scene_info_val_1500", "val_list.txt", None)
 
     def _read_scenes(
-        self, folder: str, listed: str, min_overlap: float | None
+        self, folder: str, listed: str, overlap: tuple[float, float] | None
     ) -> list["MegaDepthScene"]:
         index = posed.folder_of(
             self.root, ("index", "megadepth_indices"), "LoFTR's indices of MegaDepth"
@@ -84,21 +87,21 @@ class MegaDepthData(posed.PosedData):
         files = posed.scene_files(index / folder, index / "trainvaltest_list" / listed)
         import_h5py()
         photographs = self.root / "train" if (self.root / "train").is_dir() else self.root
-        return [MegaDepthScene(file, photographs, min_overlap) for file in files]
+        return [MegaDepthScene(file, photographs, overlap) for file in files]
 
 
 class MegaDepthScene(posed.Scene):
     """Pairs of photographs of one index file, whose paths are relative to `root`.
 
-    Pairs have an overlap above `min_overlap`; None: all are used.
+    Pairs have an overlap above one limit and up to the other; None: all are used.
     """
 
-    def __init__(self, path: Path, root: Path, min_overlap: float | None) -> None:
+    def __init__(self, path: Path, root: Path, overlap: tuple[float, float] | None) -> None:
         arrays = read_npz(path, KEYS)
         self.path, self.root = path, root
         self.image_paths, self.depth_paths = (strings(arrays[name]) for name in KEYS[:2])
         self.intrinsics, self.poses = arrays["intrinsics"], arrays["poses"]
-        self.pairs = _pairs(arrays["pair_infos"], min_overlap, path)
+        self.pairs = _pairs(arrays["pair_infos"], overlap, path)
         every = self.image_paths, self.depth_paths, self.intrinsics, self.poses
         counts = {len(array) for array in every}
         fit = not len(self.pairs) or 0 <= self.pairs.min() <= self.pairs.max() < max(counts)
@@ -150,12 +153,9 @@ def import_h5py() -> Any:
         return importlib.import_module("h5py")
 
 
-def _pairs(infos: Array, min_overlap: float | None, path: Path) -> Array:
+def _pairs(infos: Array, limits: tuple[float, float] | None, path: Path) -> Array:
     """(N, 2) numbers of photographs."""
+    low, high = (-np.inf, np.inf) if limits is None else limits
     with reading(path, "pair_infos must be ((i, j), overlap, ...) each; get the file again"):
-        kept = [
-            (int(i), int(j))
-            for (i, j), overlap, *_ in infos
-            if min_overlap is None or float(overlap) > min_overlap
-        ]
+        kept = [(int(i), int(j)) for (i, j), overlap, *_ in infos if low < float(overlap) <= high]
     return np.array(kept, np.int64).reshape(-1, 2)

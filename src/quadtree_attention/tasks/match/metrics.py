@@ -23,6 +23,7 @@ from typing import Any, Literal
 import numpy as np
 
 from quadtree_attention.checks import above, at_least
+from quadtree_attention.errors import OptionError
 from quadtree_attention.images import Array
 from quadtree_attention.tasks.contract import Column, Metric, Scores, Source
 from quadtree_attention.tasks.match import pose
@@ -54,7 +55,9 @@ class MatchMetric(Metric[PairLine, Matches]):
     Args:
         source: Not used.
         classes: Not used: matches have none.
-        pose_pixels: Threshold of both estimators for poses, in pixels of the images as given.
+        pose_pixels: Threshold of both estimators for poses, in pixels of images of `pose_size`.
+        pose_size: "WIDTHxHEIGHT" of these; None: the images as given. Published scores of ScanNet,
+            whose images have 1296x968 pixels, are for "640x480".
         epipolar: Matches of a pose pair are correct below this symmetric squared distance from
             their epipolar lines, in normalised coordinates: 5e-4 is usual indoors, 1e-4 outdoors.
         side: Homographies are measured as if image 1 had a shorter side of this many pixels: their
@@ -72,6 +75,7 @@ class MatchMetric(Metric[PairLine, Matches]):
         classes: Sequence[str] | None = None,
         *,
         pose_pixels: float = pose.PIXELS,
+        pose_size: str | None = None,
         epipolar: float = EPIPOLAR_THRESHOLD,
         side: int = SIDE,
         estimators: Sequence[Estimator] = pose.ESTIMATORS[::-1],
@@ -80,6 +84,7 @@ class MatchMetric(Metric[PairLine, Matches]):
         above(0, pose_pixels=pose_pixels, epipolar=epipolar)
         at_least(0, side=side)
         self.pose_pixels, self.epipolar, self.side = pose_pixels, epipolar, side
+        self.pose_size = None if pose_size is None else _size_of(pose_size)
         self.estimators = tuple(estimators)
 
     def update(self, name: str, truth: PairLine, found: Matches | None) -> None:
@@ -125,6 +130,8 @@ class MatchMetric(Metric[PairLine, Matches]):
             mean[f"{kind}_matches"] = fmean(row["matches"] for row in rows)
             mean[f"{kind}_precision"] = fmean(row["precision"] for row in rows)
         facts |= {"pose_pixels": self.pose_pixels, "epipolar": self.epipolar, "side": self.side}
+        if self.pose_size is not None:
+            facts["pose_size"] = list(self.pose_size)
         return Scores("match", mean, self.rows, COLUMNS, facts, groups=groups)
 
     def _score_pose(
@@ -137,6 +144,10 @@ class MatchMetric(Metric[PairLine, Matches]):
             points0 = unturned(points0, pair.rotation0, sizes[0])
             points1 = unturned(points1, pair.rotation1, sizes[1])
         cameras = pair.K0, pair.K1
+        if self.pose_size is not None:
+            size0, size1 = (np.divide(self.pose_size, size) for size in pair.sizes())
+            points0, points1 = points0 * size0, points1 * size1
+            cameras = _scaled(pair.K0, size0), _scaled(pair.K1, size1)
         errors: dict[Estimator, float] = {}
         for name in self.estimators:
             found = pose.relative_pose(
@@ -161,6 +172,18 @@ class MatchMetric(Metric[PairLine, Matches]):
             errors[name] = corner_error(found and found.matrix, pair.H_0to1, *size0) * scale
         away = np.linalg.norm(transform(points0, pair.H_0to1) - points1, axis=1) * scale
         return precision(away, CORRECT_PIXELS), errors
+
+
+def _size_of(text: str) -> tuple[int, int]:
+    width, _, height = text.partition("x")
+    if not (width.isdecimal() and height.isdecimal() and int(width) and int(height)):
+        raise OptionError(f"pose_size must be WIDTHxHEIGHT in pixels, got {text!r}; pass 640x480")
+    return int(width), int(height)
+
+
+def _scaled(K: Array, scale: Array) -> Array:
+    """The camera of pixels that are multiplied by `scale`, along x and y."""
+    return K * np.array([*scale, 1.0])[:, None]
 
 
 def auc(errors: Sequence[float], thresholds: Sequence[float]) -> list[float]:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Training of a matcher."""
 
-from collections.abc import Mapping
-from typing import Any, cast
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, cast, get_args
 
 import torch
 from torch import Tensor
@@ -24,8 +24,9 @@ from quadtree_attention.tasks.match.truth import (
     view_from_flow,
 )
 from quadtree_attention.tasks.training.data import Batch, tell
-from quadtree_attention.tasks.training.module import TaskModule
+from quadtree_attention.tasks.training.module import NoDecay, TaskModule
 
+Schedule = Literal["cosine", "step"]
 CORRECT_PIXELS = 3.0  # a match this near to the truth is right
 
 
@@ -33,8 +34,9 @@ class MatchModule(TaskModule):
     """A matcher, trained on pairs of images whose pixels are known to correspond.
 
     The best epoch is that of the highest F-score of matches, which needs nothing but the network:
-    the same epoch is the best one wherever a run is made. Poses (`val/auc5`, `val/auc10` and
-    `val/auc20`) are estimated where opencv and poselib are installed.
+    the same epoch is the best one wherever a run is made. Poses are estimated where opencv and
+    poselib are installed: `val/auc5`, `val/auc10` and `val/auc20` by poselib, `val/opencv_auc5` and
+    so on by OpenCV's RANSAC, as published scores are.
 
     Args:
         model: Name of a matcher: loftr, loftr_lite, or loftr_quadtree_indoor, _outdoor or
@@ -43,15 +45,24 @@ class MatchModule(TaskModule):
         lr: Learning rate at a batch of 16 pairs on all processes together; scaled linearly.
         min_lr: Where the cosine ends, at that batch size too.
         warmup_epochs: Epochs in which the learning rate rises to `lr`.
+        warmup_start: Share of `lr` that warm-up begins with; None: a learning rate of 1e-6.
+        schedule: "cosine", or "step" (the learning rate times `decay` from each of `decay_epochs`
+            on).
+        decay_epochs: Where the steps are.
+        decay: Factor of a step.
         weight_decay: Of AdamW.
+        no_decay: Parameters without it: "vectors" (norms, biases and level weights), "norms", or
+            "nothing".
         fine_weight: Weight of the fine loss.
         fine_matches: Matches per pair that the fine stage learns from.
+        least_true: True ones among them, at least; None: a fourth.
         seed: Decides weights and which matches the fine stage sees.
     """
 
     task = TASK
     monitor = "val/fscore"
     batch_of_lr = 16
+    schedules = get_args(Schedule)
     bar = ("auc10",)
 
     model: LoFTR
@@ -63,9 +74,15 @@ class MatchModule(TaskModule):
         lr: float = 2e-3,
         min_lr: float = 1e-6,
         warmup_epochs: float = 1,
+        warmup_start: float | None = None,
+        schedule: Schedule = "cosine",
+        decay_epochs: Sequence[float] = (),
+        decay: float = 0.5,
         weight_decay: float = 0.05,
+        no_decay: NoDecay = "vectors",
         fine_weight: float = 1.0,
         fine_matches: int = 512,
+        least_true: int | None = None,
         seed: int = 0,
     ) -> None:
         super().__init__()
@@ -91,8 +108,10 @@ class MatchModule(TaskModule):
     def _fine_loss(
         self, features: Features, predicted: CoarseMatches, truth: CoarseMatches, view0: View
     ) -> Tensor:
-        count = self.hparams["fine_matches"] * len(features.coarse0)
-        matches = matches_for_training(predicted, truth, count=count, least_true=count // 4)
+        h, pairs = self.hparams, len(features.coarse0)
+        count, least = h["fine_matches"] * pairs, h["least_true"]
+        least = count // 4 if least is None else min(count, least * pairs)
+        matches = matches_for_training(predicted, truth, count=count, least_true=least)
         fine = self.model.fine(features, matches)
         cells = view0.at_cells(COARSE_STRIDE)
         at = matches.batch_indexes, matches.cells0
@@ -117,12 +136,13 @@ class MatchModule(TaskModule):
             add_poses(self.metric, found, batch)
 
     def new_metric(self) -> MatchMetric | None:
-        return None if self.no_poses else MatchMetric(estimators=("poselib",))
+        return None if self.no_poses else MatchMetric()
 
     def scores(self, metric: Any) -> Mapping[str, float]:
-        """The areas of poses: `auc5`, `auc10` and `auc20`."""
-        name, mean = "pose_poselib_", cast(MatchMetric, metric).compute().mean
-        return {key.removeprefix(name): mean[key] or 0.0 for key in mean if f"{name}auc" in key}
+        """The areas of poses: `auc5`, `auc10` and `auc20`, and those of OpenCV."""
+        mean = cast(MatchMetric, metric).compute().mean
+        short = {key: key.removeprefix("pose_").removeprefix("poselib_") for key in mean}
+        return {name: mean[key] or 0.0 for key, name in short.items() if "_auc" in key}
 
 
 def images(batch: Batch) -> dict[str, Tensor]:
@@ -179,10 +199,18 @@ def why_no_poses() -> str | None:
 
 
 def add_poses(metric: Any, found: dict[str, Tensor], batch: Batch) -> None:
-    """Adds the pairs of a batch with their cameras and motions to a metric."""
-    arrays = [found[name].double().cpu().numpy() for name in ARRAYS]
+    """Adds the pairs of a batch with their cameras and motions to a metric.
+
+    Where the batch has `pixels0` and `pixels1` (B, 2), pixels are scaled by these first.
+    """
+    names = ("K0", "K1", "T_0to1", *(name for name in ("pixels0", "pixels1") if name in batch))
+    arrays = {name: found[name].double().cpu().numpy() for name in ARRAYS}
     pair = found["batch_indexes"].cpu().numpy()
-    cameras = (batch[name].double().cpu().numpy() for name in ("K0", "K1", "T_0to1"))
-    for i, (K0, K1, T) in enumerate(zip(*cameras, strict=True)):
+    cameras = (batch[name].double().cpu().numpy() for name in names)
+    for i, (K0, K1, T, *pixels) in enumerate(zip(*cameras, strict=True)):
+        own = {name: array[pair == i] for name, array in arrays.items()}
+        if pixels:
+            K0, K1 = (K * [[x], [y], [1]] for K, (x, y) in zip((K0, K1), pixels, strict=True))
+            own |= {f"keypoints{v}": own[f"keypoints{v}"] * pixels[v] for v in range(2)}
         truth = PairLine(0, "", "", K0=K0, K1=K1, T_0to1=T, name=str(i))
-        metric.update(truth.name, truth, Matches(*(array[pair == i] for array in arrays)))
+        metric.update(truth.name, truth, Matches(**own))

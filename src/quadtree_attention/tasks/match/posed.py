@@ -81,6 +81,8 @@ class PosedData(TaskData):
         batch_size: Pairs of a batch on one process.
         pairs_per_scene: Pairs drawn from each scene in an epoch.
         min_overlap: Training pairs have a larger overlap.
+        max_overlap: Training pairs have at most this overlap.
+        scenes: Training scenes to use, evenly spread over those there are; None: all.
         val_pairs: Most pairs to validate on, evenly spread over those there are.
         val_scenes: Training scenes, the last ones, to validate on; 0: the official pairs.
         **common: Those of `TaskData`.
@@ -97,6 +99,8 @@ class PosedData(TaskData):
         batch_size: int = 1,
         pairs_per_scene: int = 100,
         min_overlap: float = 0.0,
+        max_overlap: float = 1.0,
+        scenes: int | None = None,
         val_pairs: int = 1500,
         val_scenes: int = 0,
         **common: Any,
@@ -106,13 +110,15 @@ class PosedData(TaskData):
             raise OptionError(
                 f"{self.title} needs the folder that holds it, got none; pass --data.root FOLDER"
             )
-        at_least(1, pairs_per_scene=pairs_per_scene, val_pairs=val_pairs)
+        at_least(1, pairs_per_scene=pairs_per_scene, val_pairs=val_pairs, scenes=scenes)
         at_least(0, val_scenes=val_scenes)
-        if not 0 <= min_overlap < 1:
+        if not 0 <= min_overlap < max_overlap <= 1:
             raise OptionError(
-                f"min_overlap must be from 0 to below 1, got {min_overlap}; pass such"
+                "min_overlap must be from 0 to below max_overlap, and that at most 1, got "
+                f"{min_overlap=} and {max_overlap=}; pass such"
             )
-        self.root, self.min_overlap, self.pairs_per_scene = Path(root), min_overlap, pairs_per_scene
+        self.root, self.pairs_per_scene, self.scenes = Path(root), pairs_per_scene, scenes
+        self.overlap = min_overlap, max_overlap
         self.val_pairs, self.val_scenes = val_pairs, val_scenes
 
     def training_scenes(self) -> Sequence[Scene]:
@@ -124,7 +130,11 @@ class PosedData(TaskData):
         raise NotImplementedError
 
     def view(self, image: Image.Image, depth: Array, K: Array) -> tuple[Sample, Array]:
-        """`image`, `depth` and, if padded, `mask` of a photograph for the model; its camera."""
+        """`image`, `depth` and, if padded, `mask` of a photograph for the model; its camera.
+
+        `pixels` (2,) is the width and height, of what thresholds of poses are measured in, of a
+        pixel that the model sees.
+        """
         raise NotImplementedError
 
     def open(self, split: Split) -> Any:
@@ -133,10 +143,12 @@ class PosedData(TaskData):
                 f"there is no folder {self.root}; pass the one of {self.title} to --data.root"
             )
         scenes = [scene for scene in self.training_scenes() if len(scene)]
+        if self.scenes is not None and self.scenes < len(scenes):
+            scenes = [scenes[i * len(scenes) // self.scenes] for i in range(self.scenes)]
         if len(scenes) <= self.val_scenes:
             raise DataError(
                 f"{len(scenes)} training scenes of {self.root} have pairs with an overlap above "
-                f"{self.min_overlap}, {self.val_scenes} are held out for validation; pass a lower "
+                f"{self.overlap[0]}, {self.val_scenes} are held out for validation; pass a lower "
                 "--data.min_overlap or --data.val_scenes"
             )
         kept = len(scenes) - self.val_scenes
@@ -164,7 +176,7 @@ class PosedData(TaskData):
         return source.starts[number] + int(torch.randint(len(source.scenes[number]), ()))
 
     def val_sample(self, images: Sequence[Image.Image], truth: PosedTruth) -> Sample:
-        """`image0`, `depth0`, `K0`, the same of 1, `T_0to1`, `T_1to0`, and masks if padded."""
+        """`image0`, `depth0`, `K0`, `pixels0`, `mask0` if padded; same of 1; `T_0to1`, `T_1to0`."""
         arrays = {"T_0to1": truth.T_0to1, "T_1to0": truth.T_1to0}
         sample: Sample = {}
         for i, given in enumerate(zip(images, truth.depths, truth.cameras, strict=True)):
@@ -231,6 +243,11 @@ def resized_camera(K: Array, old: tuple[int, int], new: tuple[int, int]) -> Arra
     moved = K * scale[:, None]
     moved[:2, 2] += (scale[:2] - 1) / 2
     return moved
+
+
+def pixels(seen: tuple[int, int], measured: tuple[int, int]) -> Tensor:
+    """Width and height (2,) of a seen pixel, in pixels of an image of the size `measured`."""
+    return torch.tensor(measured) / torch.tensor(seen)
 
 
 def posed_truth(

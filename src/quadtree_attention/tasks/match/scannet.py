@@ -12,9 +12,12 @@ What a folder must hold::
         color/<frame>.jpg             any size
         depth/<frame>.png             16 bits, in millimetres; 0: unknown
         pose/<frame>.txt              4x4, from the camera to the world
-    <root>/scannet_test_1500/         pairs to validate on, unless val_scenes is given
-        intrinsics.npz, test.npz      as above, without scores
+    <root>/scannet_test_1500/         the 1,500 pairs to validate on, unless val_scenes is given
+        intrinsics.npz                as above
+        test.npz                      name (1500, 4), as above, without scores
     <root>/test/scene0707_00/         their frames
+
+Poses are measured in pixels of images of 640x480, whatever size the model sees.
 """
 
 from dataclasses import dataclass
@@ -34,6 +37,7 @@ from quadtree_attention.tasks.readers import reading
 from quadtree_attention.tasks.training.data import Sample
 
 MILLIMETRES = 1000
+MEASURED = (640, 480)  # width and height that published thresholds of poses are for
 
 
 class ScanNetData(posed.PosedData):
@@ -44,7 +48,7 @@ class ScanNetData(posed.PosedData):
         height: Of what the model sees.
         width: Of what the model sees.
         pairs_per_scene: Pairs drawn from each scene in an epoch.
-        min_overlap: Training pairs have a larger overlap.
+        min_overlap: Training pairs have a larger overlap; in the paper 0.4 to 0.8.
         **common: As for `PosedData`; `root` has `scannet_indices`, `train`, `scannet_test_1500` and
             `test`.
     """
@@ -67,6 +71,7 @@ class ScanNetData(posed.PosedData):
     def view(self, image: Image.Image, depth: Array, K: Array) -> tuple[Sample, Array]:
         view = {"image": posed.resized_image(image, *self.size)}
         view["depth"] = posed.resized_depth(depth, *self.size)
+        view["pixels"] = posed.pixels(self.size, MEASURED)
         return view, posed.resized_camera(K, (depth.shape[1], depth.shape[0]), self.size)
 
     def training_scenes(self) -> list["ScanNetScene"]:
@@ -75,7 +80,7 @@ class ScanNetData(posed.PosedData):
         data = index / "scene_data"
         files = posed.scene_files(data / "train", data / "train_list" / "scannet_all.txt")
         cameras = read_npz(index / "intrinsics.npz")
-        return [ScanNetScene(read_pairs(f, self.min_overlap), frames, cameras) for f in files]
+        return [ScanNetScene(read_pairs(f, self.overlap), frames, cameras) for f in files]
 
     def official_scenes(self) -> list["ScanNetScene"]:
         index = folder_of(self.root, ("scannet_test_1500",), "the pairs to validate on")
@@ -115,9 +120,9 @@ class ScanNetScene(posed.Scene):
         return self.frames / f"scene{scene:04d}_{part:02d}", frame0, frame1
 
 
-def read_pairs(path: Path, min_overlap: float | None) -> Array:
-    """The pairs (N, 4) of an index whose overlap is above the least; all of them for None."""
-    wanted = ("name",) if min_overlap is None else ("name", "score")
+def read_pairs(path: Path, overlap: tuple[float, float] | None) -> Array:
+    """The pairs (N, 4) of an index with an overlap above one limit and up to the other, or all."""
+    wanted = ("name",) if overlap is None else ("name", "score")
     arrays = read_npz(path, wanted)
     pairs = arrays["name"]
     if pairs.ndim != 2 or pairs.shape[1] != 4 or pairs.dtype.kind not in "iu":
@@ -125,11 +130,12 @@ def read_pairs(path: Path, min_overlap: float | None) -> Array:
             f"name of {path} must be (N, 4) whole numbers, got {pairs.shape} of {pairs.dtype}; "
             "get the file again"
         )
-    if min_overlap is None:
+    if overlap is None:
         return pairs
     if arrays["score"].shape != pairs.shape[:1]:
         raise DataError(f"{path} has not one score for each name; get the file again")
-    return pairs[arrays["score"] > min_overlap]
+    low, high = overlap
+    return pairs[(arrays["score"] > low) & (arrays["score"] <= high)]
 
 
 def read_depth(path: Path) -> Array:

@@ -14,7 +14,7 @@ from quadtree_attention.tasks.segment import TASK
 from quadtree_attention.tasks.segment.augment import normalised
 from quadtree_attention.tasks.segment.metrics import IGNORE, SegmentMetric
 from quadtree_attention.tasks.training.data import Batch
-from quadtree_attention.tasks.training.module import TaskModule, check_options
+from quadtree_attention.tasks.training.module import NoDecay, TaskModule, check_options
 
 Schedule = Literal["poly", "cosine"]
 
@@ -33,7 +33,10 @@ class SegmentModule(TaskModule):
         schedule: "poly", or "cosine".
         power: Of the polynomial.
         warmup_epochs: Epochs in which the learning rate rises to `lr`.
-        weight_decay: Of AdamW; norms, biases and level weights have none.
+        weight_decay: Of AdamW.
+        no_decay: Parameters without it: "vectors" (norms, biases and level weights), "norms" (but
+            for those of the head), or "nothing".
+        head_lr: Factor of the learning rate of the head, the layers after the feature pyramid.
         drop_path: Stochastic depth of the last block of the backbone.
         grad_checkpointing: Recompute blocks in backward to save memory.
         compile: Compile the model with `torch.compile`.
@@ -44,6 +47,7 @@ class SegmentModule(TaskModule):
     monitor = "val/miou"
     batch_of_lr = 16
     schedules = ("poly", "cosine")
+    heads = ("levels.", "classifier.")
     links: ClassVar = {"data.classes": ("model.num_classes", len)}
 
     def __init__(
@@ -58,6 +62,8 @@ class SegmentModule(TaskModule):
         power: float = 0.9,
         warmup_epochs: float = 0,
         weight_decay: float = 1e-4,
+        no_decay: NoDecay = "vectors",
+        head_lr: float = 1.0,
         drop_path: float = 0.1,
         grad_checkpointing: bool = False,
         compile: bool = False,  # noqa: A002 (what users call it)

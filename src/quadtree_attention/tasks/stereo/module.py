@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Training of a stereo network."""
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Literal, get_args
 
 from torch import Tensor
 
@@ -10,8 +11,9 @@ from quadtree_attention.tasks.stereo import TASK
 from quadtree_attention.tasks.stereo.losses import stereo_losses
 from quadtree_attention.tasks.stereo.metrics import scores
 from quadtree_attention.tasks.training.data import Batch
-from quadtree_attention.tasks.training.module import TaskModule
+from quadtree_attention.tasks.training.module import NoDecay, TaskModule
 
+Schedule = Literal["cosine", "onecycle", "step"]
 LOGGED = ("epe_all", "epe_noc", "bad3_all", "d1_all", "occlusion_iou", "occlusion_iou_both")
 TRUTH = ("disparity0", "known0", "occluded0", "visible0")
 
@@ -27,9 +29,17 @@ class StereoModule(TaskModule):
         weights: Weights to start from, of such a network: a file, or "default" for those of the
             package.
         lr: Learning rate at a batch of 8 pairs on all processes together; scaled linearly.
-        min_lr: Where the cosine ends, at that batch size too.
+        min_lr: Where cosine and onecycle end, at that batch size too.
         warmup_epochs: Epochs in which the learning rate rises to `lr`.
+        warmup_start: Share of `lr` that warm-up begins with; None: a learning rate of 1e-6.
+        schedule: "cosine", "onecycle" (PyTorch's OneCycleLR), or "step" (the learning rate times
+            `decay` from each of `decay_epochs` on).
+        decay_epochs: Where the steps are.
+        decay: Factor of a step.
         weight_decay: Of AdamW.
+        no_decay: Parameters without it: "vectors" (norms, biases and level weights), "norms", or
+            "nothing".
+        head_lr: Factor of the learning rate of assignment and refinement.
         grad_checkpointing: Take less memory and more time.
         compile: Compile the convolutional parts with `torch.compile`.
         seed: Decides weights.
@@ -38,6 +48,8 @@ class StereoModule(TaskModule):
     task = TASK
     monitor = "val/good3"
     batch_of_lr = 8
+    schedules = get_args(Schedule)
+    heads = ("assignment.", "refinement.")
     model: STTR
 
     def __init__(
@@ -48,7 +60,13 @@ class StereoModule(TaskModule):
         lr: float = 6e-4,
         min_lr: float = 1e-6,
         warmup_epochs: float = 1,
+        warmup_start: float | None = None,
+        schedule: Schedule = "cosine",
+        decay_epochs: Sequence[float] = (),
+        decay: float = 0.1,
         weight_decay: float = 1e-4,
+        no_decay: NoDecay = "vectors",
+        head_lr: float = 1.0,
         grad_checkpointing: bool = False,
         compile: bool = False,  # noqa: A002 (what users call it)
         seed: int = 0,

@@ -3,15 +3,16 @@
 
 import math
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast, get_args
 
 import pytorch_lightning as pl
 import torch
 from timm.optim import create_optimizer_v2
 from timm.scheduler import CosineLRScheduler, MultiStepLRScheduler, PolyLRScheduler
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import OneCycleLR
 
-from quadtree_attention.checks import above, at_least, one_of
+from quadtree_attention.checks import above, at_least, between, one_of
 from quadtree_attention.errors import DataError, OptionError
 from quadtree_attention.files import file_sha256
 from quadtree_attention.models.registry import SPECS, create, names, weights_path
@@ -24,7 +25,10 @@ if TYPE_CHECKING:
     from quadtree_attention.tasks.contract import Metric, Task
 
 CHECK_EVERY = 20  # batches; looking at the loss makes a GPU wait
-DECAY = 0.1  # what a step of the schedule multiplies the learning rate by
+DECAY = 0.1  # factor of the learning rate at each of `decay_epochs`, unless `decay` says another
+WARMUP_START = 1e-6  # learning rate that warm-up begins with, unless `warmup_start` says another
+# Parameters without weight decay; vectors are norms, biases and level weights
+NoDecay = Literal["vectors", "norms", "nothing"]
 
 
 def check_options(options: Mapping[str, Any] | None, **instead: str) -> None:
@@ -42,8 +46,20 @@ def _follows_step(kind: type) -> Any:
     return type(kind.__name__, (kind,), stateless)
 
 
-CosineSchedule, DecaySchedule, PolySchedule = map(
-    _follows_step, (CosineLRScheduler, MultiStepLRScheduler, PolyLRScheduler)
+class OneCycle(OneCycleLR):
+    """PyTorch's OneCycleLR, stepped as timm's schedulers are; AdamW's momentum stays."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, steps: int, **options: Any) -> None:
+        highest = [group["lr"] * group.get("lr_scale", 1.0) for group in optimizer.param_groups]
+        super().__init__(optimizer, highest, steps, cycle_momentum=False, **options)
+
+    def step_update(self, step: int) -> None:
+        self.last_epoch = min(step, self.total_steps - 1) - 1
+        self.step()
+
+
+CosineSchedule, DecaySchedule, PolySchedule, OneCycleSchedule = map(
+    _follows_step, (CosineLRScheduler, MultiStepLRScheduler, PolyLRScheduler, OneCycle)
 )
 
 
@@ -52,13 +68,16 @@ class TaskModule(pl.LightningModule):
 
     Subclasses save their arguments as hyper-parameters, among them `seed`, `lr`, `min_lr`,
     `warmup_epochs` and `weight_decay`, then call `build`, and define `losses` and `validate`. Those
-    that score with a `Metric` define `new_metric` and `scores`, too.
+    that score with a `Metric` define `new_metric` and `scores`, too. Further hyper-parameters that
+    a subclass may have: `schedule`, `decay_epochs` and `decay` (steps), `power` (poly),
+    `warmup_start`, `no_decay` and `head_lr`.
     """
 
     task: ClassVar["Task"]
     monitor: ClassVar[str]  # the metric whose highest value marks the best epoch
     batch_of_lr: ClassVar[int]  # samples of a batch, on all processes, that `lr` is meant for
     schedules: ClassVar[tuple[str, ...]] = ("cosine",)  # values of the hyper-parameter `schedule`
+    heads: ClassVar[tuple[str, ...]] = ()  # starts of the names of parameters that `head_lr` is for
     bar: ClassVar[tuple[str, ...]] = ()  # scores on the progress bar beside `monitor`
     # From a property of the data to an argument of the module, and what is made of it on the way
     links: ClassVar[dict[str, tuple[str, Callable[[Any], Any]]]] = {}
@@ -99,6 +118,9 @@ class TaskModule(pl.LightningModule):
         at_least(0, min_lr=h["min_lr"], warmup_epochs=h["warmup_epochs"])
         at_least(0, weight_decay=h["weight_decay"])
         one_of(self.schedules, schedule=h.get("schedule"))
+        one_of(get_args(NoDecay), no_decay=h.get("no_decay"))
+        above(0, decay=h.get("decay"), head_lr=h.get("head_lr"))
+        between(0, 1, warmup_start=h.get("warmup_start"))
         decays = list(h.get("decay_epochs", ()))
         if decays != sorted(decays) or any(epoch <= 0 for epoch in decays):
             raise OptionError(f"decay_epochs must be above 0 and rise, got {decays}; pass such")
@@ -211,21 +233,45 @@ class TaskModule(pl.LightningModule):
         data = cast(Any, trainer).datamodule
         samples = data.batch_size * trainer.world_size * trainer.accumulate_grad_batches
         scale = samples / self.batch_of_lr
+        plain = h.get("no_decay", "vectors") == "vectors" and h.get("head_lr", 1) == 1
         optimizer = create_optimizer_v2(
-            self.model, opt="adamw", lr=h["lr"] * scale, weight_decay=h["weight_decay"]
+            self.model,
+            opt="adamw",
+            lr=h["lr"] * scale,
+            weight_decay=h["weight_decay"],
+            param_group_fn=None if plain else self.parameter_groups,
         )
         steps, epochs = run_length(trainer, data.batches_per_epoch)
+        start = h.get("warmup_start")
         scheduler = self.schedule(
             optimizer,
             steps,
             steps / epochs,
             min_lr=h["min_lr"] * scale,
             warmup_t=min(steps, round(h["warmup_epochs"] * steps / epochs)),
-            warmup_lr_init=1e-6 * scale,
+            warmup_lr_init=(WARMUP_START if start is None else start * h["lr"]) * scale,
             warmup_prefix=False,
             t_in_epochs=False,
         )
         return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+    def parameter_groups(self, model: nn.Module) -> list[dict[str, Any]]:
+        """Parameters by weight decay and factor of the learning rate, for `no_decay`, `head_lr`."""
+        h = self.hparams
+        kept: set[str] = getattr(model, "no_weight_decay", set)()
+        groups: dict[tuple[float, float], list[nn.Parameter]] = {}
+        for name, parameter in model.named_parameters():
+            free = {
+                "vectors": parameter.ndim <= 1 or name in kept,
+                "norms": "norm" in name,
+                "nothing": False,
+            }[h.get("no_decay", "vectors")]
+            factor = h.get("head_lr", 1) if name.startswith(self.heads) else 1
+            groups.setdefault((0.0 if free else h["weight_decay"], factor), []).append(parameter)
+        return [
+            {"params": parameters, "weight_decay": decay, "lr_scale": factor}
+            for (decay, factor), parameters in groups.items()
+        ]
 
     def schedule(
         self,
@@ -241,7 +287,16 @@ class TaskModule(pl.LightningModule):
         if h.get("schedule") == "step":
             # timm's scheduler decays one step before the one it is told
             decays = [round(epoch * steps_per_epoch) + 1 for epoch in h["decay_epochs"]]
-            return DecaySchedule(optimizer, decays, decay_rate=DECAY, **warmup)
+            return DecaySchedule(optimizer, decays, decay_rate=h.get("decay", DECAY), **warmup)
+        if h.get("schedule") == "onecycle":
+            highest, start = optimizer.param_groups[0]["lr"], max(warmup["warmup_lr_init"], 1e-12)
+            return OneCycleSchedule(
+                optimizer,
+                steps,
+                pct_start=warmup["warmup_t"] / steps,
+                div_factor=highest / start,
+                final_div_factor=start / max(min_lr, 1e-12),
+            )
         if h.get("schedule") == "poly":
             return PolySchedule(optimizer, steps, power=h["power"], lr_min=min_lr, **warmup)
         return CosineSchedule(optimizer, t_initial=steps, lr_min=min_lr, **warmup)
