@@ -20,7 +20,7 @@ from typing import Any, get_args
 import torch
 
 from quadtree_attention import BackendUnsupportedError
-from quadtree_attention.ops.problem import Variant
+from quadtree_attention.ops.attention.problem import Variant
 from tests.support.against_reference import Case, check
 from tests.support.poison import poisoned
 

@@ -21,8 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 timm = pytest.importorskip("timm")
 
-from quadtree_attention.ops.flops import attention_flops  # noqa: E402
-from quadtree_attention.ops.tree import Tree  # noqa: E402
+from quadtree_attention.ops.attention.tree import Tree  # noqa: E402
+from quadtree_attention.ops.planning.flops import attention_flops  # noqa: E402
 from tests.benchmarks.conftest import command, read, refused  # noqa: E402
 from tests.conftest import ROOT  # noqa: E402
 

@@ -14,8 +14,8 @@ from quadtree_attention import (
     use_backend,
 )
 from quadtree_attention.ops import backends
+from quadtree_attention.ops.attention.problem import make_problem
 from quadtree_attention.ops.backends import REFERENCE, choose, explain_backends
-from quadtree_attention.ops.problem import make_problem
 
 PROBLEM = make_problem(*torch.randn(3, 1, 4, 6, 2, 8).unbind(), num_levels=2, topk=3)
 

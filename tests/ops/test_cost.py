@@ -9,9 +9,9 @@ import torch
 from benchmarks.result import read_all
 from benchmarks.speed.ops import KNOWN, Case
 from quadtree_attention import plan, quadtree_attention
-from quadtree_attention.ops import cost
-from quadtree_attention.ops.cost import saved_bytes
-from quadtree_attention.ops.plan import describe_problem
+from quadtree_attention.ops.planning import cost
+from quadtree_attention.ops.planning.cost import saved_bytes
+from quadtree_attention.ops.planning.plan import describe_problem
 
 IMPLEMENTATIONS = ("quadtree", "sdpa")
 DRAW = 1.1  # measured times that differ by less than this factor have no winner

@@ -13,14 +13,14 @@ from torch.utils.data import DataLoader, Dataset
 from torch.utils.flop_counter import FlopCounterMode
 
 from quadtree_attention import ShapeError, quadtree_attention, quadtree_attention_pyramid
-from quadtree_attention.ops.backends import cpu, reference
-from quadtree_attention.ops.backends.cpu import threads as helpers
-from quadtree_attention.ops.backends.cpu.operators import attend as attend_level
-from quadtree_attention.ops.problem import make_problem
-from quadtree_attention.ops.tree import Tree
-from quadtree_attention.ops.tree import pyramid as tree_pyramid
-from quadtree_attention.ops.tree import to_grid as tree_to_grid
-from quadtree_attention.ops.tree import to_tree as tree_to_tree
+from quadtree_attention.ops.attention import cpu, reference
+from quadtree_attention.ops.attention.cpu import threads as helpers
+from quadtree_attention.ops.attention.cpu.operators import attend as attend_level
+from quadtree_attention.ops.attention.problem import make_problem
+from quadtree_attention.ops.attention.tree import Tree
+from quadtree_attention.ops.attention.tree import pyramid as tree_pyramid
+from quadtree_attention.ops.attention.tree import to_grid as tree_to_grid
+from quadtree_attention.ops.attention.tree import to_tree as tree_to_tree
 from tests.ops.cases import CASES, Case, check, every_case
 
 pytest.importorskip("numba", reason="the cpu backend needs numba")
@@ -378,7 +378,7 @@ def test_flop_counter_that_is_imported_late():
 import torch
 import quadtree_attention as qa
 from quadtree_attention.ops import backends
-from quadtree_attention.ops.backends import cpu
+from quadtree_attention.ops.attention import cpu
 if cpu.CPU not in backends.BACKENDS:
     backends.BACKENDS = (cpu.CPU, *backends.BACKENDS)
 from torch.utils.flop_counter import FlopCounterMode
@@ -477,8 +477,8 @@ def test_several_python_threads_at_once():
 
 ONE_LEVEL = """
 import torch
-from quadtree_attention.ops.backends.cpu.kernels.backward import invert
-from quadtree_attention.ops.backends.cpu.operators import _inverse
+from quadtree_attention.ops.attention.cpu.kernels.backward import invert
+from quadtree_attention.ops.attention.cpu.operators import _inverse
 print(invert.stats.cache_path)
 parents = torch.tensor([2, 0, 2, 1], dtype=torch.int32).view(1, 1, 2, 2)
 print([x.tolist() for x in _inverse(parents, 3)])
@@ -510,7 +510,7 @@ sys.modules["numba"] = None
 import torch
 from quadtree_attention import BackendUnsupportedError, quadtree_attention
 from quadtree_attention.ops import backends
-from quadtree_attention.ops.backends import cpu
+from quadtree_attention.ops.attention import cpu
 if cpu.CPU not in backends.BACKENDS:
     backends.BACKENDS = (cpu.CPU, *backends.BACKENDS)
 q, k, v = torch.randn(3, 1, 4, 6, 1, 8).unbind()
@@ -524,7 +524,9 @@ except BackendUnsupportedError as error:
 
 
 def test_import_does_not_import_numba():
-    source = "import sys; import quadtree_attention.ops.backends.cpu; print('numba' in sys.modules)"
+    source = (
+        "import sys; import quadtree_attention.ops.attention.cpu; print('numba' in sys.modules)"
+    )
     assert python(source) == "False"
 
 

@@ -10,8 +10,8 @@ from quadtree_attention import BackendUnsupportedError, quadtree_attention, use_
 from quadtree_attention.nn import QuadtreeBlock
 from quadtree_attention.nn.norm import TokenNorm
 from quadtree_attention.nn.value_pyramid import ValueBranch
-from quadtree_attention.ops.backends import reference
-from quadtree_attention.ops.transport import sinkhorn
+from quadtree_attention.ops.attention import reference
+from quadtree_attention.ops.transport.functional.functional import sinkhorn
 
 STEP = 1e-6
 

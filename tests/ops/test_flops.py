@@ -6,13 +6,13 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from quadtree_attention import quadtree_attention
-from quadtree_attention.ops.flops import (
+from quadtree_attention.ops.attention.tree import Tree
+from quadtree_attention.ops.planning.flops import (
     attention_flops,
     backward_flops,
     candidates_per_query,
     dense_flops,
 )
-from quadtree_attention.ops.tree import Tree
 
 
 @pytest.mark.parametrize("variant", ["A", "B"])

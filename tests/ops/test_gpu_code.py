@@ -39,7 +39,8 @@ def compile_all() -> None:
     """Every kernel, by calls whose launches compile and do no more."""
     from triton.runtime import driver
 
-    from quadtree_attention.ops.backends.triton import replay, shared
+    from quadtree_attention.ops import kernel as launching
+    from quadtree_attention.ops import replay
 
     compiled: dict[str, int] = {}
 
@@ -53,7 +54,7 @@ def compile_all() -> None:
         return launch
 
     driver.set_active(Hopper())
-    shared.Kernel.__getitem__ = compile_only
+    launching.Kernel.__getitem__ = compile_only
     replay.SWITCHED_ON = False
     for dtype in (torch.float32, torch.bfloat16):
         calls(dtype)
@@ -62,20 +63,15 @@ def compile_all() -> None:
 
 
 def all_kernels() -> list[Any]:
-    from quadtree_attention.ops.backends.triton import (
-        coarse,
-        fine,
-        norms,
-        position,
-        project,
-        pyramid,
-        transport,
-        values,
-        whole,
-    )
-    from quadtree_attention.ops.backends.triton.shared import Kernel
+    from quadtree_attention.ops.attention.triton import project, whole
+    from quadtree_attention.ops.attention.triton.kernels import coarse, fine, pyramid
+    from quadtree_attention.ops.depthwise import kernels as depthwise
+    from quadtree_attention.ops.kernel import Kernel
+    from quadtree_attention.ops.norms.functional import kernels as norms
+    from quadtree_attention.ops.transport.functional import kernels as transport
+    from quadtree_attention.ops.values import kernels as values
 
-    modules = coarse, fine, norms, position, project, pyramid, transport, values, whole
+    modules = coarse, fine, norms, depthwise, project, pyramid, transport, values, whole
     return [
         item
         for part in modules
@@ -86,8 +82,10 @@ def all_kernels() -> list[Any]:
 
 def calls(dtype: torch.dtype) -> None:
     """Calls that launch every kernel; their numbers mean nothing."""
-    from quadtree_attention.ops.backends.triton import launch, norms, transport, whole
-    from quadtree_attention.ops.backends.triton.backend import _backward, _run
+    from quadtree_attention.ops.attention.triton import launch, whole
+    from quadtree_attention.ops.attention.triton.backend import _backward, _run
+    from quadtree_attention.ops.norms.functional import kernels as norms
+    from quadtree_attention.ops.transport.functional import kernels as transport
     from quadtree_attention.ops.whole import Parameters
 
     def zeros(*shape):
@@ -128,11 +126,11 @@ def calls(dtype: torch.dtype) -> None:
 
 def test_sizes_of_maps_compile_nothing_anew():
     """But for transport, whose sizes kernels are compiled for."""
-    from quadtree_attention.ops.backends.triton.shared import SIZES
+    from quadtree_attention.ops.kernel import SIZES
 
     numbers = {"scale", "share", "eps"}
     for kernel in all_kernels():
-        if kernel.__module__.endswith(".transport"):
+        if ".transport." in kernel.__module__:
             continue
         for parameter in kernel.jit.params:
             name = parameter.name

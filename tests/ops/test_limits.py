@@ -15,10 +15,10 @@ import torch
 from quadtree_attention import OptionError, quadtree_attention
 from quadtree_attention.nn import QuadtreeAttention
 from quadtree_attention.ops import launches
+from quadtree_attention.ops.attention.problem import make_problem
+from quadtree_attention.ops.attention.triton import limits
 from quadtree_attention.ops.backends import TRITON
-from quadtree_attention.ops.backends.triton import limits
-from quadtree_attention.ops.problem import make_problem
-from quadtree_attention.ops.transport import sinkhorn
+from quadtree_attention.ops.transport.functional.functional import sinkhorn
 from tests.ops.cases import Case, check
 
 pytest.importorskip("triton", reason="triton comes with the CUDA builds of torch for Linux")
@@ -26,9 +26,13 @@ pytest.importorskip("triton", reason="triton comes with the CUDA builds of torch
 import triton
 import triton.language as tl
 
-from quadtree_attention.ops.backends.triton import backend, launch, norms, shared, transport
-from quadtree_attention.ops.backends.triton.position import add_positions
-from quadtree_attention.ops.backends.triton.values import norm_linear
+from quadtree_attention.ops import kernel
+from quadtree_attention.ops.attention.triton import backend, launch
+from quadtree_attention.ops.attention.triton.kernels import places
+from quadtree_attention.ops.depthwise.kernels import add_positions
+from quadtree_attention.ops.norms.functional import kernels as norms
+from quadtree_attention.ops.transport.functional import kernels as transport
+from quadtree_attention.ops.values.kernels import norm_linear
 
 LARGEST_GRID = (2**31 - 1, 65535, 65535)  # programs along the axes of a launch
 
@@ -54,15 +58,15 @@ def places_kernel(p_row, p_child, cells, parents, size_0, size_1, size_2, above_
     """Rows by way of their places, and the children of all parents by way of theirs."""
     F: tl.constexpr = 2 ** len(BITS)
     o_row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    o_place = shared.place_of(o_row, size_1, size_2, BITS)
-    m_place = shared.is_on_grid(o_place, size_0, size_1, size_2, BITS)
-    o_back = tl.where(m_place, shared.row_at(o_place, size_1, size_2, BITS), -1)
+    o_place = places.place_of(o_row, size_1, size_2, BITS)
+    m_place = places.is_on_grid(o_place, size_0, size_1, size_2, BITS)
+    o_back = tl.where(m_place, places.row_at(o_place, size_1, size_2, BITS), -1)
     tl.store(p_row + o_row, o_back, mask=o_row < cells)
-    o_parent = shared.place_of(o_row, above_1, above_2, BITS)
+    o_parent = places.place_of(o_row, above_1, above_2, BITS)
     for i_child in tl.static_range(F):
-        o_child = shared.child_of(o_parent, o_row * 0 + i_child, BITS)
-        m_child = shared.is_on_grid(o_child, size_0, size_1, size_2, BITS)
-        o_child = tl.where(m_child, shared.row_at(o_child, size_1, size_2, BITS), -1)
+        o_child = places.child_of(o_parent, o_row * 0 + i_child, BITS)
+        m_child = places.is_on_grid(o_child, size_0, size_1, size_2, BITS)
+        o_child = tl.where(m_child, places.row_at(o_child, size_1, size_2, BITS), -1)
         tl.store(p_child + o_row * F + i_child, o_child, mask=o_row < parents)
 
 
@@ -144,7 +148,7 @@ class _Block:
 def _quotient(o_x, size, ulp):
     moved = _Size(size)
     moved.ulp = ulp
-    return shared.quotient.fn(_Block(o_x.astype(np.int32)), moved).x
+    return kernel.quotient.fn(_Block(o_x.astype(np.int32)), moved).x
 
 
 @pytest.mark.parametrize("ulp", [-2, -1, 0, 1, 2])
@@ -241,7 +245,7 @@ def fits(recorded):
         for programs, most in zip(grid, LARGEST_GRID, strict=False):
             assert 0 < programs <= most, (name, grid)
         for key, value in arguments.items():
-            if isinstance(value, int) and key in shared.SIZES - {"rows", "entries", "per_head"}:
+            if isinstance(value, int) and key in kernel.SIZES - {"rows", "entries", "per_head"}:
                 assert value < 2**31, (name, key, value)
         if name.startswith("fine"):
             assert arguments.get("rows", 0) < 2**31 - 16, name

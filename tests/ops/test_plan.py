@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from quadtree_attention import DTypeError, OptionError, Plan, ShapeError, plan
-from quadtree_attention.ops.plan import describe_problem
-from quadtree_attention.ops.problem import make_problem
+from quadtree_attention.ops.attention.problem import make_problem
+from quadtree_attention.ops.planning.plan import describe_problem
 
 GOOD = {"dim": 16, "num_levels": 2, "topk": 3}
 

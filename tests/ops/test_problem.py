@@ -14,8 +14,8 @@ from quadtree_attention import (
     quadtree_attention,
     quadtree_attention_pyramid,
 )
-from quadtree_attention.ops.problem import check_topk, effective_topk
-from quadtree_attention.ops.tree import Tree
+from quadtree_attention.ops.attention.problem import check_topk, effective_topk
+from quadtree_attention.ops.attention.tree import Tree
 
 
 def tensors(q=(2, 4, 6, 3, 8), k=(2, 4, 6, 3, 8), v=(2, 4, 6, 3, 8)):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from quadtree_attention import quadtree_attention, quadtree_attention_pyramid
-from quadtree_attention.ops.backends import reference
+from quadtree_attention.ops.attention import reference
 
 pytestmark = pytest.mark.usefixtures("only_reference")
 

@@ -12,14 +12,14 @@ import torch
 
 from quadtree_attention import OptionError, quadtree_attention, quadtree_attention_pyramid
 from quadtree_attention.nn import QuadtreeAttention
-from quadtree_attention.ops.norms import layer_norm, map_norm
+from quadtree_attention.ops.norms.functional.functional import layer_norm, map_norm
 
 pytest.importorskip("triton", reason="triton comes with the CUDA builds of torch for Linux")
 
 from triton import knobs
 from triton.compiler import CompiledKernel
 
-from quadtree_attention.ops.backends.triton import replay
+from quadtree_attention.ops import replay
 
 OPTIONS = {"num_levels": 2, "topk": 2, "backend": "triton"}
 

@@ -9,7 +9,12 @@ from torch.utils.checkpoint import checkpoint
 
 from quadtree_attention import use_backend
 from quadtree_attention.models.parts.assignment import HIDDEN, RowAssignment, possible
-from quadtree_attention.ops.transport import can_fuse, can_scale, plain_sinkhorn, sinkhorn
+from quadtree_attention.ops.transport.functional.functional import (
+    can_fuse,
+    can_scale,
+    plain_sinkhorn,
+    sinkhorn,
+)
 
 
 @dataclass(frozen=True)

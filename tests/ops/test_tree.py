@@ -2,7 +2,7 @@
 import pytest
 import torch
 
-from quadtree_attention.ops.tree import Tree, mean_pyramid, pool, repeat
+from quadtree_attention.ops.attention.tree import Tree, mean_pyramid, pool, repeat
 
 GRIDS = [((11,), 3), ((4, 8), 3), ((5, 7), 1), ((5, 3), 4), ((3, 2, 5), 2), ((1, 1), 3)]
 

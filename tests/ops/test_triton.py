@@ -6,8 +6,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from quadtree_attention import BackendUnsupportedError, quadtree_attention
+from quadtree_attention.ops.attention.problem import make_problem
 from quadtree_attention.ops.backends import TRITON
-from quadtree_attention.ops.problem import make_problem
 from tests.ops.cases import CASES, Case, as_sets, check, every_case
 
 # Tiny: the interpreter runs one program after the other, in Python.
@@ -80,7 +80,7 @@ def check_choice(name: str, grid: tuple[int, ...], topk: int, device: str) -> No
 
 
 def check_mode(case, deterministic):
-    from quadtree_attention.ops.backends.triton import launch
+    from quadtree_attention.ops.attention.triton import launch
 
     taken = set()
 

@@ -12,8 +12,9 @@ from quadtree_attention.nn.value_pyramid import NormActLinear
 
 pytest.importorskip("triton", reason="triton comes with the CUDA builds of torch for Linux")
 
-from quadtree_attention.ops import whole
-from quadtree_attention.ops.backends.triton import project, replay, values
+from quadtree_attention.ops import replay, whole
+from quadtree_attention.ops.attention.triton import project
+from quadtree_attention.ops.values import kernels as values
 
 # batch, grid, channels, heads, levels, activation
 CASES = (

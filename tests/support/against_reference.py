@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from quadtree_attention import quadtree_attention, quadtree_attention_pyramid
-from quadtree_attention.ops.functional import LevelSelection
+from quadtree_attention.ops.attention.functional import LevelSelection
 
 Grid = tuple[int, ...]
 LOW_PRECISION = (torch.float16, torch.bfloat16)

@@ -21,8 +21,8 @@ from quadtree_attention.errors import DTypeError, OptionError
 if TYPE_CHECKING:
     import torch
 
-    from quadtree_attention.ops.plan import LevelPlan, Plan
-    from quadtree_attention.ops.problem import Problem
+    from quadtree_attention.ops.attention.problem import Problem
+    from quadtree_attention.ops.planning.plan import LevelPlan, Plan
 
 HELP = """Show versions, devices, and which backends can run a call, and why others cannot.
 
@@ -68,8 +68,8 @@ def make_report(o: Mapping[str, Any]) -> dict[str, Any]:
     import torch
 
     from quadtree_attention.ops.backends import ENVIRONMENT_VARIABLE
-    from quadtree_attention.ops.cost import SPEEDS
-    from quadtree_attention.ops.plan import describe_problem, plan
+    from quadtree_attention.ops.planning.cost import SPEEDS
+    from quadtree_attention.ops.planning.plan import describe_problem, plan
 
     imported()
     auto = "cuda" if torch.cuda.is_available() else "cpu"
@@ -113,7 +113,7 @@ def parse_topk(text: str) -> int | tuple[int, ...]:
 
 
 def parse_dtype(name: str) -> "torch.dtype":
-    from quadtree_attention.ops.problem import DTYPES
+    from quadtree_attention.ops.attention.problem import DTYPES
 
     by_name = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
     if name not in by_name:

@@ -18,8 +18,8 @@ from quadtree_attention.cli.output import FAILED, imported, say, say_json, tell,
 from quadtree_attention.errors import DataError, OptionError
 from quadtree_attention.files import check_writable, make_folder
 from quadtree_attention.images import images_inside
+from quadtree_attention.ops.attention.cpu import is_compiled
 from quadtree_attention.ops.backends import default_backend
-from quadtree_attention.ops.backends.cpu import is_compiled
 from quadtree_attention.tasks.contract import Items, Result, Source, checked_suffix, get_task, table
 from quadtree_attention.tasks.evaluation import predict
 from quadtree_attention.tasks.predictor import Predictor

@@ -36,8 +36,8 @@ from quadtree_attention.nn.block import Block, ConvMlp
 from quadtree_attention.nn.norm import TokenNorm
 from quadtree_attention.nn.position import DepthwiseConv
 from quadtree_attention.nn.value_pyramid import Activation, NormActLinear
-from quadtree_attention.ops.problem import Variant, check_mask
-from quadtree_attention.ops.tree import hide
+from quadtree_attention.ops.attention.problem import Variant, check_mask
+from quadtree_attention.ops.attention.tree import hide
 
 with checks.needs("models", "a backbone"):
     from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD

@@ -34,7 +34,7 @@ from quadtree_attention.models.parts.masks import masks_of_maps, stack_masks
 from quadtree_attention.models.parts.match_transformer import BlockKind, MatchTransformer
 from quadtree_attention.models.parts.position import Frequencies, check_position, sine_table
 from quadtree_attention.models.parts.resnet_fpn import ResNetFPN
-from quadtree_attention.ops.problem import check_mask
+from quadtree_attention.ops.attention.problem import check_mask
 
 COARSE_STRIDE, FINE_STRIDE = 8, 2
 # Without gradients, larger images go through the CNN one by one, and more matches through the fine

@@ -10,7 +10,7 @@ from quadtree_attention import checks
 from quadtree_attention.errors import OptionError
 from quadtree_attention.models.parts.row_attention import RowAttention
 from quadtree_attention.nn.attention import QuadtreeAttention
-from quadtree_attention.ops.problem import check_topk
+from quadtree_attention.ops.attention.problem import check_topk
 
 
 def quadtree_layers(model: nn.Module) -> dict[str, nn.Module]:

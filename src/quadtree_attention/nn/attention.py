@@ -18,9 +18,8 @@ from quadtree_attention.nn.value_pyramid import (
     plus_parents,
     visible_levels,
 )
-from quadtree_attention.ops.attend import attend
-from quadtree_attention.ops.backends import Backend, choose
-from quadtree_attention.ops.problem import (
+from quadtree_attention.ops.attention.attend import attend
+from quadtree_attention.ops.attention.problem import (
     Problem,
     Variant,
     check_depth,
@@ -32,7 +31,8 @@ from quadtree_attention.ops.problem import (
     effective_topk,
     needs_grad,
 )
-from quadtree_attention.ops.tree import Tree, grid_of, hide
+from quadtree_attention.ops.attention.tree import Tree, grid_of, hide
+from quadtree_attention.ops.backends import Backend, choose
 from quadtree_attention.ops.whole import (
     Parameters,
     attend_whole,

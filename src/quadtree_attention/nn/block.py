@@ -11,7 +11,7 @@ from quadtree_attention.nn.attention import QuadtreeAttention
 from quadtree_attention.nn.norm import TokenNorm
 from quadtree_attention.nn.position import DepthwiseConv
 from quadtree_attention.nn.untouched import is_everything_watched, is_untouched
-from quadtree_attention.ops.tree import hide
+from quadtree_attention.ops.attention.tree import hide
 
 
 class ConvMlp(nn.Module):

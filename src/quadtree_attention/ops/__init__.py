@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Quadtree attention as functions."""
 
-from quadtree_attention.ops.backends import use_backend
-from quadtree_attention.ops.functional import (
+from quadtree_attention.ops.attention.functional import (
     LevelSelection,
     available_backends,
     quadtree_attention,
     quadtree_attention_pyramid,
 )
-from quadtree_attention.ops.plan import Plan, plan
+from quadtree_attention.ops.backends import use_backend
+from quadtree_attention.ops.planning.plan import Plan, plan
 
 __all__ = [
     "LevelSelection",

@@ -9,7 +9,7 @@ from torch.autograd import forward_ad, profiler
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
-from quadtree_attention.ops.problem import needs_grad
+from quadtree_attention.ops.attention.problem import needs_grad
 
 # Asked once, here: torch.compile of torch 2.11 stumbles over the question.
 AUTOCAST_DEVICES = frozenset(

@@ -19,7 +19,7 @@ class Launch(NamedTuple):
     """A launch that was recorded.
 
     Attributes:
-        kernel: What was to be launched, a `triton.shared.Kernel`.
+        kernel: What was to be launched, a `kernel.Kernel`.
         grid: Programs along each axis.
         arguments: By name, those that are constants of the kernel or options of the compiler, too.
     """

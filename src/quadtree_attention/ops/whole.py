@@ -11,16 +11,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from quadtree_attention.ops.attention.problem import Problem, needs_grad
+from quadtree_attention.ops.attention.triton.limits import map_reasons
 from quadtree_attention.ops.backends import choose
-from quadtree_attention.ops.backends.triton.limits import map_reasons
 from quadtree_attention.ops.dispatch import (
     are_plain_tensors,
     autocast_dtype,
     is_plain,
     is_profiled,
 )
-from quadtree_attention.ops.norms import KERNEL_DTYPES, activation_code
-from quadtree_attention.ops.problem import Problem, needs_grad
+from quadtree_attention.ops.norms.functional.functional import KERNEL_DTYPES, activation_code
 
 
 class Parameters(NamedTuple):
@@ -135,8 +135,8 @@ def _run(
     act: int,
     dtype: torch.dtype,
 ) -> Tensor:
-    from quadtree_attention.ops.backends.triton.launch import Options
-    from quadtree_attention.ops.backends.triton.whole import attend_whole
+    from quadtree_attention.ops.attention.triton.launch import Options
+    from quadtree_attention.ops.attention.triton.whole import attend_whole
 
     maps = [x] if context is None else [x, context]
     parameters = Parameters(weights, biases, branches, positions, logits)

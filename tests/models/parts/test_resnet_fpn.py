@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from quadtree_attention import OptionError
 from quadtree_attention.models.parts.resnet_fpn import ResNetFPN, upsample
 from quadtree_attention.nn.value_pyramid import visible_levels
-from quadtree_attention.ops.tree import Tree
+from quadtree_attention.ops.attention.tree import Tree
 
 SIZES = [(97, 131), (8, 8), (1, 1), (33, 57), (64, 40)]
 

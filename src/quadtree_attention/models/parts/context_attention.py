@@ -17,8 +17,8 @@ from quadtree_attention.models.parts.masks import extent
 from quadtree_attention.nn.attention import QuadtreeAttention
 from quadtree_attention.nn.baselines import check_attention
 from quadtree_attention.nn.baselines.base import tokens
-from quadtree_attention.ops.problem import Variant
-from quadtree_attention.ops.tree import accumulation_dtype, hide
+from quadtree_attention.ops.attention.problem import Variant
+from quadtree_attention.ops.attention.tree import accumulation_dtype, hide
 
 
 class ContextAttention(nn.Module):

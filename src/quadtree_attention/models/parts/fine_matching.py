@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from quadtree_attention.errors import OptionError
-from quadtree_attention.ops.tree import accumulation_dtype
+from quadtree_attention.ops.attention.tree import accumulation_dtype
 
 
 class FineWindows(nn.Module):

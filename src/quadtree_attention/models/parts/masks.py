@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from quadtree_attention.nn.value_pyramid import visible_levels
-from quadtree_attention.ops.tree import Tree
+from quadtree_attention.ops.attention.tree import Tree
 
 
 def extent(mask: Tensor) -> Tensor:

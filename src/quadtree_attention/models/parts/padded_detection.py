@@ -19,7 +19,7 @@ from quadtree_attention import checks
 from quadtree_attention.models.backbone import PyramidTransformer
 from quadtree_attention.models.parts.masks import rectangles
 from quadtree_attention.models.parts.resnet_fpn import hide_map
-from quadtree_attention.ops.tree import accumulation_dtype
+from quadtree_attention.ops.attention.tree import accumulation_dtype
 
 with checks.needs("models", "a detector"):
     from torchvision.models.detection.anchor_utils import AnchorGenerator

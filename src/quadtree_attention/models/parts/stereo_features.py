@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quadtree_attention.errors import OptionError
-from quadtree_attention.ops.tree import accumulation_dtype
+from quadtree_attention.ops.attention.tree import accumulation_dtype
 
 GROUP = 8  # channels that are normalised together: per image, as the views may differ in exposure
 CONTEXT_STRIDE = 4

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from quadtree_attention.errors import OptionError, ShapeError
 from quadtree_attention.nn.position import DepthwiseConv
-from quadtree_attention.ops.problem import check_mask
+from quadtree_attention.ops.attention.problem import check_mask
 
 
 class MapAttention(nn.Module):

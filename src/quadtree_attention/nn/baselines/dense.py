@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quadtree_attention.nn.baselines.base import QKVAttention, check_at_least, tokens
-from quadtree_attention.ops.tree import accumulation_dtype
+from quadtree_attention.ops.attention.tree import accumulation_dtype
 
 
 class FullAttention(QKVAttention):

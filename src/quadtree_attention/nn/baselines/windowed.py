@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from quadtree_attention.errors import OptionError
 from quadtree_attention.nn.baselines.base import QKVAttention, check_at_least
-from quadtree_attention.ops.tree import accumulation_dtype
+from quadtree_attention.ops.attention.tree import accumulation_dtype
 
 
 class WindowAttention(QKVAttention):

@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where every call of the package ends: the run of the backend that was chosen."""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+
+from quadtree_attention.ops.attention.problem import Problem
+from quadtree_attention.ops.backends import Backend, Kept
+from quadtree_attention.ops.dispatch import autocast_dtype
+
+
+def attend(
+    backend: Backend,
+    problem: Problem,
+    q: Sequence[Tensor],
+    k: Sequence[Tensor],
+    v: Sequence[Tensor],
+    *,
+    query_mask: Tensor | None,
+    key_mask: Tensor | None,
+    level_weights: Tensor | None,
+    with_selection: bool,
+) -> tuple[Tensor, list[Kept]]:
+    """Runs `problem` with a backend, see `backends.choose`; the rest is as in `Attend`."""
+    with _without_autocast(problem.device.type):
+        return backend.attend(
+            problem,
+            q,
+            k,
+            v,
+            query_mask=query_mask,
+            key_mask=key_mask,
+            level_weights=level_weights,
+            with_selection=with_selection,
+        )
+
+
+def _without_autocast(device: str) -> AbstractContextManager[object]:
+    """Inside the op the dtypes are ours to choose: sums are kept in float32."""
+    if autocast_dtype(device) is not None:
+        return torch.autocast(device, enabled=False)
+    return nullcontext()

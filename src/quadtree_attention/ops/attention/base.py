@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a backend is: a name, its reasons not to run, and a function that attends."""
+
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+from quadtree_attention.ops.attention.problem import Problem, Variant
+from quadtree_attention.ops.attention.tree import accumulation_dtype
+
+
+def installed(package: str) -> bool:
+    """Whether a package could be imported; does not import it."""
+    try:
+        return find_spec(package) is not None
+    except ValueError:  # what stands in its place in sys.modules is no package
+        return False
+
+
+class Level(NamedTuple):
+    """What one level gives. T query cells in tree order, K kept cells each.
+
+    Attributes:
+        total: (B, N, T, Dv), the messages of all levels so far, summed: in the dtype of the inputs
+            at the finest level, in the accumulation dtype above it.
+        selection: (B, N, T, K) tree-ordered numbers of the kept key cells, ascending; -1 where
+            fewer than K cells were visible. None at the finest level.
+        scores: (B, N, T, K) attention of the kept cells; None where nobody needs it.
+    """
+
+    total: Tensor
+    selection: Tensor | None
+    scores: Tensor | None
+
+
+class AttendCoarse(Protocol):
+    """Level 0: every query cell looks at every key cell.
+
+    q (B, N, T, D), k (B, N, S, D), v (B, N, S, Dv), visible (B, S) bool or None, weight: the share
+    of this level's message in the result, a tensor without axes, or None for 1.
+    `topk` is None if no finer level follows. Ties go to the candidate that comes first.
+    `with_scores` asks for the scores of kept cells; for variant A they carry a gradient.
+    """
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        visible: Tensor | None,
+        weight: Tensor | None,
+        *,
+        scale: float,
+        topk: int | None,
+        variant: Variant,
+        with_scores: bool,
+    ) -> Level: ...
+
+
+class AttendFine(Protocol):
+    """Level l > 0: the F children of a query cell look at the F children of each kept key cell.
+
+    Shapes as in `AttendCoarse`; `parents` and `parent_scores` are (B, N, T/F, Kp): the selection
+    and, for variant A only, the scores of the level above; `inherited` (B, N, T/F, Dv) is its
+    total, which every child adds to its own message.
+    """
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        visible: Tensor | None,
+        weight: Tensor | None,
+        parents: Tensor,
+        parent_scores: Tensor | None,
+        inherited: Tensor,
+        *,
+        scale: float,
+        topk: int | None,
+        variant: Variant,
+        with_scores: bool,
+    ) -> Level: ...
+
+
+class Kept(NamedTuple):
+    """The cells that every query cell of one level kept.
+
+    Attributes:
+        cells: (B, *grid_l, N, K, ndim) int64 coordinates, in the order of the tree; -1 where fewer
+            than K cells were visible.
+        scores: (B, *grid_l, N, K) attention of those cells; 0 where there is none.
+    """
+
+    cells: Tensor
+    scores: Tensor
+
+
+class Attend(Protocol):
+    """The whole attention.
+
+    q, k and v are lists of maps (B, *grid, N, D): one, to be averaged into levels, or one per
+    level, coarse -> fine. Masks are (B, *grid) of the finest maps, level_weights are logits (L,).
+    Returns the result (B, *grid, N, Dv) and, if asked for, what every level but the finest kept.
+    """
+
+    def __call__(
+        self,
+        problem: Problem,
+        q: Sequence[Tensor],
+        k: Sequence[Tensor],
+        v: Sequence[Tensor],
+        *,
+        query_mask: Tensor | None,
+        key_mask: Tensor | None,
+        level_weights: Tensor | None,
+        with_selection: bool,
+    ) -> tuple[Tensor, list[Kept]]: ...
+
+
+class Backend(NamedTuple):
+    """One way to compute quadtree attention.
+
+    Attributes:
+        name: What users write in `backend=`.
+        reasons: Why a problem cannot be run, one sentence each; empty if it can.
+        attend: The attention itself. Backends that work level by level make it with `levelwise`.
+    """
+
+    name: str
+    reasons: Callable[[Problem], list[str]]
+    attend: Attend
+
+
+def level_shares(problem: Problem, level_weights: Tensor) -> Tensor:
+    """Share of each level in the result of variant B, (L,)."""
+    return level_weights.to(accumulation_dtype(problem.dtype)).softmax(dim=0)

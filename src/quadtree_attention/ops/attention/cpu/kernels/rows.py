@@ -1,0 +1,245 @@
+# SPDX-License-Identifier: Apache-2.0
+# mypy: allow-untyped-defs, allow-untyped-calls
+"""Building blocks: products of rows, weighted sums of rows, softmax.
+
+Almost all the work is done by two of them, on four rows at a time:
+    products   every product of four rows with a list of rows: logits, or gradients times values
+    combine    four weighted sums over a list of rows: messages, or gradients
+A list names families, that is `children` neighbouring rows each, an even number. Rows of an operand
+are a multiple of `LANES` numbers wide; rows of products and weights are `stride` apart.
+"""
+
+import math
+
+import numpy as np
+
+from quadtree_attention.ops.attention.cpu.kernels.vectors import (
+    add,
+    at,
+    count_bits,
+    exp,
+    fma,
+    function,
+    higher,
+    highest,
+    inlined,
+    load,
+    multiply,
+    prefetch,
+    splat,
+    store,
+    store_sums,
+    subtract,
+    total,
+    zeros,
+)
+from quadtree_attention.ops.attention.cpu.shape import BLOCK, LANES
+
+AHEAD = 3  # families that are fetched into the cache before they are needed
+LINE = 16  # numbers of a cache line
+
+
+@inlined
+def padded(count):
+    return (count + LANES - 1) // LANES * LANES
+
+
+@inlined
+def row_of(families, j, children):
+    """Row number j of a list; `children` is a power of two."""
+    return at(families, j >> count_bits(children - 1)) * children + (j & (children - 1))
+
+
+@function
+def products(
+    a, first, last, b, base, families, count, children, width, scale, out, stride, padding, other,
+    other_width,
+):  # fmt: skip
+    """out[i, j] = scale * a[first + i] . b[base + row j] for four i, up to and with `last`.
+
+    Beyond `last` the last row is used again.
+
+    Args:
+        families, count: The list and its length.
+        padding: What rows of `out` are filled up with to whole vectors.
+        other: Its listed rows are fetched into the cache, since they will be needed next.
+    """
+    # Sizes that the compiler knows make the loops twice as fast.
+    if children == 4 and width == 32 and other_width == 32:
+        _products(a, first, last, b, base, families, count, 4, 32, scale, out, stride, other, 32)
+    elif children == 4 and width == 64 and other_width == 64:
+        _products(a, first, last, b, base, families, count, 4, 64, scale, out, stride, other, 64)
+    else:
+        _products(
+            a, first, last, b, base, families, count, children, width, scale, out, stride, other,
+            other_width,
+        )  # fmt: skip
+    for i in range(BLOCK):
+        for j in range(count * children, padded(count * children)):
+            out[i * stride + j] = padding
+
+
+@inlined
+def _products(
+    a, first, last, b, base, families, count, children, width, scale, out, stride, other,
+    other_width,
+):  # fmt: skip
+    a0 = first * width
+    a1 = min(first + 1, last) * width
+    a2 = min(first + 2, last) * width
+    a3 = min(first + 3, last) * width
+    for n in range(count):
+        row = base + at(families, n) * children
+        soon = (base + at(families, min(n + AHEAD, count - 1)) * children) * width
+        for d in range(0, children * width, LINE):
+            prefetch(b, soon + d)
+        for d in range(0, children * other_width, LINE):
+            prefetch(other, row * other_width + d)
+        for j in range(0, children, 2):
+            b0 = (row + j) * width
+            b1 = b0 + width
+            s00 = s01 = s10 = s11 = s20 = s21 = s30 = s31 = zeros(a)
+            for d in range(0, width, LANES):
+                y0 = load(b, b0 + d)
+                y1 = load(b, b1 + d)
+                x = load(a, a0 + d)
+                s00 = fma(x, y0, s00)
+                s01 = fma(x, y1, s01)
+                x = load(a, a1 + d)
+                s10 = fma(x, y0, s10)
+                s11 = fma(x, y1, s11)
+                x = load(a, a2 + d)
+                s20 = fma(x, y0, s20)
+                s21 = fma(x, y1, s21)
+                x = load(a, a3 + d)
+                s30 = fma(x, y0, s30)
+                s31 = fma(x, y1, s31)
+            column = n * children + j
+            store_sums(out, column, stride, scale, s00, s01, s10, s11, s20, s21, s30, s31)
+
+
+@function
+def combine(weights, stride, b, base, families, count, children, width, out):
+    """out[i] += sum over j of weights[i, j] * b[base + row j] for four i."""
+    if children == 4 and width == 32:
+        _combine(weights, stride, b, base, families, count, 4, 32, out)
+    elif children == 4 and width == 64:
+        _combine(weights, stride, b, base, families, count, 4, 64, out)
+    else:
+        _combine(weights, stride, b, base, families, count, children, width, out)
+
+
+@inlined
+def _combine(weights, stride, b, base, families, count, children, width, out):
+    d = 0
+    while d + 2 * LANES <= width:
+        _combine_columns(weights, stride, b, base, families, count, children, width, out, d, LANES)
+        d += 2 * LANES
+    if d < width:  # the same column twice
+        _combine_columns(weights, stride, b, base, families, count, children, width, out, d, 0)
+
+
+@inlined
+def _combine_columns(weights, stride, b, base, families, count, children, width, out, d, second):
+    """Two columns of vectors: the one at `d` and the one `second` numbers further."""
+    o0 = d
+    o1 = o0 + width
+    o2 = o1 + width
+    o3 = o2 + width
+    s00 = load(out, o0)
+    s01 = load(out, o0 + second)
+    s10 = load(out, o1)
+    s11 = load(out, o1 + second)
+    s20 = load(out, o2)
+    s21 = load(out, o2 + second)
+    s30 = load(out, o3)
+    s31 = load(out, o3 + second)
+    for n in range(count):
+        row = (base + at(families, n) * children) * width + d
+        for j in range(children):
+            w = n * children + j
+            y0 = load(b, row + j * width)
+            y1 = load(b, row + j * width + second)
+            x = splat(at(weights, w))
+            s00 = fma(x, y0, s00)
+            s01 = fma(x, y1, s01)
+            x = splat(at(weights, w + stride))
+            s10 = fma(x, y0, s10)
+            s11 = fma(x, y1, s11)
+            x = splat(at(weights, w + 2 * stride))
+            s20 = fma(x, y0, s20)
+            s21 = fma(x, y1, s21)
+            x = splat(at(weights, w + 3 * stride))
+            s30 = fma(x, y0, s30)
+            s31 = fma(x, y1, s31)
+    store(out, o0, s00)
+    store(out, o0 + second, s01)
+    store(out, o1, s10)
+    store(out, o1 + second, s11)
+    store(out, o2, s20)
+    store(out, o2 + second, s21)
+    store(out, o3, s30)
+    store(out, o3 + second, s31)
+
+
+@inlined
+def clear(array):
+    for i in range(0, array.size, LANES):
+        store(array, i, zeros(array))
+
+
+@inlined
+def copy_row(source, start, count, out):
+    for j in range(0, padded(count), LANES):
+        store(out, j, load(source, start + j))
+
+
+@inlined
+def scale_row(row, start, count, factor):
+    factor = splat(factor)
+    for j in range(start, start + padded(count), LANES):
+        store(row, j, multiply(load(row, j), factor))
+
+
+@inlined
+def dot(a, b, start, count):
+    sums = zeros(a)
+    for j in range(start, start + padded(count), LANES):
+        sums = fma(load(a, j), load(b, j), sums)
+    return total(sums)
+
+
+@inlined
+def maximum(row, start, count):
+    """Highest number of a padded row; NaN is passed over."""
+    high = splat(-row.dtype.type(np.inf))
+    for j in range(start, start + padded(count), LANES):
+        high = higher(high, load(row, j))
+    return highest(high)
+
+
+@inlined
+def exponentials(row, start, count, shift):
+    """Replaces a padded row by exp(row - shift) and returns the sum."""
+    shift = splat(shift)
+    sums = zeros(row)
+    for j in range(start, start + padded(count), LANES):
+        x = exp(subtract(load(row, j), shift))
+        store(row, j, x)
+        sums = add(sums, x)
+    return total(sums)
+
+
+@inlined
+def softmax(row, start, count, high):
+    """Turns a row of logits into exponentials; returns 1 / their sum and the log-sum-exp.
+
+    Where nothing can be seen these are 0 and infinity, so that nothing weighs anything.
+    """
+    zero = row.dtype.type(0)
+    infinity = row.dtype.type(np.inf)
+    shift = high if high != -infinity else zero
+    sums = exponentials(row, start, count, shift)
+    if sums == 0:
+        return zero, infinity
+    return row.dtype.type(1) / sums, shift + math.log(sums)

@@ -1,0 +1,264 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The public functions: quadtree attention on grids of any size."""
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple, Required, TypedDict, Unpack, overload
+
+import torch
+from torch import Tensor
+
+from quadtree_attention.ops.attention.attend import attend
+from quadtree_attention.ops.attention.problem import (
+    Variant,
+    check_levels_of_maps,
+    check_pyramids,
+    make_problem,
+)
+from quadtree_attention.ops.backends import Kept, choose, explain_backends
+from quadtree_attention.ops.dispatch import autocast_dtype
+
+
+class LevelSelection(NamedTuple):
+    """The cells that every query cell of one level kept, best first.
+
+    Attributes:
+        cells: (B, *query_grid, N, K, ndim) int64 grid coordinates, (y, x) order, on this level's
+            key grid; -1 where fewer than K cells were visible.
+        scores: (B, *query_grid, N, K) attention of those cells; 0 where there is none. They carry
+            no gradient.
+    """
+
+    cells: Tensor
+    scores: Tensor
+
+
+Selection = tuple[LevelSelection, ...]  # one entry per level that selects, coarse -> fine
+
+
+class PyramidOptions(TypedDict, total=False):
+    """Keyword options of both functions, for the type checker; the docstrings explain them."""
+
+    topk: Required[int | Sequence[int]]
+    variant: Variant
+    level_weights: Tensor | None
+    scale: float | None
+    key_mask: Tensor | None
+    backend: str
+
+
+class Options(PyramidOptions, total=False):
+    num_levels: Required[int]
+    query_mask: Tensor | None
+
+
+@overload
+def quadtree_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    return_selection: Literal[False] = False,
+    **options: Unpack[Options],
+) -> Tensor: ...
+
+
+@overload
+def quadtree_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_selection: Literal[True], **options: Unpack[Options]
+) -> tuple[Tensor, Selection]: ...
+
+
+def quadtree_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    num_levels: int,
+    topk: int | Sequence[int],
+    variant: Variant = "B",
+    level_weights: Tensor | None = None,
+    scale: float | None = None,
+    query_mask: Tensor | None = None,
+    key_mask: Tensor | None = None,
+    backend: str = "auto",
+    return_selection: bool = False,
+) -> Tensor | tuple[Tensor, Selection]:
+    """Attention that looks coarse first and refines only where it matters.
+
+    Queries, keys and values are averaged into pyramids of `num_levels` levels. At the coarsest
+    level every query cell attends to every key cell and keeps its `topk` best; at each finer level
+    its children attend to the children of those only. All children of a query cell share the
+    selection of their parent. With one level this is full attention.
+
+    Any grid of size 1 or more on every axis is accepted: sizes that do not divide by
+    `2**(num_levels - 1)` behave as if the missing cells were hidden by a mask. Arithmetic
+    accumulates in float32 (float64 in float64). No gradient flows through the selection. A query
+    that can see no key gets zeros. Of cells that score the same, those that come first are kept:
+    row by row at the coarsest level, and child by child below it.
+
+    Args:
+        q: Queries (B, *grid, N, D); the grid has 1, 2 or 3 axes.
+        k: Keys (B, *key_grid, N, D); the key grid may have another size than the query grid.
+        v: Values (B, *key_grid, N, Dv).
+        num_levels: Levels of the pyramids: up to 4 on maps of any size, and more until the coarsest
+            level of the larger map is a single cell.
+        topk: Cells that each query cell keeps: one number, or one per level that selects
+            (`num_levels - 1` of them, coarse -> fine). More than there are keeps all.
+        variant: "B" runs a softmax over all candidates of a level and mixes the levels by
+            `level_weights`; "A" hands the score of a kept cell down to its children, so that the
+            weights of a query sum to 1 over the whole key grid.
+        level_weights: Logits (L,) of the mix of variant B, coarse -> fine. None: equal parts.
+        scale: Factor on the scores. None: `D ** -0.5`.
+        query_mask: Boolean (B, *grid), True = visible. Keeps padding out of the averaged queries;
+            every query, hidden or not, still gets a result.
+        key_mask: Boolean (B, *key_grid), True = visible. Hidden keys influence nothing.
+        backend: "auto" or the name of a backend, which then never falls back to another.
+        return_selection: Also return which cells were kept, per level and with their scores.
+
+    Returns:
+        The result (B, *grid, N, Dv); with `return_selection`, a pair of it and a tuple of
+        `LevelSelection`, coarse -> fine.
+
+    Raises:
+        ShapeError, DTypeError, OptionError: An argument is not accepted.
+        BackendUnsupportedError: The backend asked for cannot run this call.
+
+    Example:
+        >>> import torch
+        >>> q, k, v = torch.randn(3, 1, 30, 40, 4, 16).unbind()
+        >>> quadtree_attention(q, k, v, num_levels=3, topk=8).shape
+        torch.Size([1, 30, 40, 4, 16])
+    """
+    q, k, v = _cast_for_autocast(q, k, v)
+    problem = make_problem(
+        q, k, v,
+        num_levels=num_levels, topk=topk, variant=variant, level_weights=level_weights,
+        scale=scale, query_mask=query_mask, key_mask=key_mask,
+    )  # fmt: skip
+    out, kept = attend(
+        choose(backend, problem),
+        problem,
+        [q],
+        [k],
+        [v],
+        query_mask=query_mask,
+        key_mask=key_mask,
+        level_weights=level_weights,
+        with_selection=return_selection,
+    )
+    return (out, _best_first(kept)) if return_selection else out
+
+
+@overload
+def quadtree_attention_pyramid(
+    qs: Sequence[Tensor],
+    ks: Sequence[Tensor],
+    vs: Sequence[Tensor],
+    *,
+    return_selection: Literal[False] = False,
+    **options: Unpack[PyramidOptions],
+) -> Tensor: ...
+
+
+@overload
+def quadtree_attention_pyramid(
+    qs: Sequence[Tensor],
+    ks: Sequence[Tensor],
+    vs: Sequence[Tensor],
+    *,
+    return_selection: Literal[True],
+    **options: Unpack[PyramidOptions],
+) -> tuple[Tensor, Selection]: ...
+
+
+def quadtree_attention_pyramid(
+    qs: Sequence[Tensor],
+    ks: Sequence[Tensor],
+    vs: Sequence[Tensor],
+    *,
+    topk: int | Sequence[int],
+    variant: Variant = "B",
+    level_weights: Tensor | None = None,
+    scale: float | None = None,
+    key_mask: Tensor | None = None,
+    backend: str = "auto",
+    return_selection: bool = False,
+) -> Tensor | tuple[Tensor, Selection]:
+    """`quadtree_attention` on pyramids that the caller built.
+
+    There is no `query_mask`: averaging the queries was up to the caller.
+
+    Args:
+        qs: Queries (B, *grid_l, N, D), one map per level, coarse -> fine. Each map has half the
+            size of the next finer one, rounded up.
+        ks: Keys (B, *key_grid_l, N, D), likewise.
+        vs: Values (B, *key_grid_l, N, Dv), likewise.
+        topk, variant, level_weights, scale: As for `quadtree_attention`.
+        key_mask: Boolean (B, *key_grid) of the finest map, True = visible. A coarser cell is
+            visible if any of its children is.
+        backend, return_selection: As for `quadtree_attention`.
+
+    Returns:
+        As `quadtree_attention`.
+    """
+    check_levels_of_maps(qs, ks, vs)
+    qs, ks, vs = (_cast_for_autocast(*levels) for levels in (qs, ks, vs))
+    check_pyramids(qs, ks, vs)
+    problem = make_problem(
+        qs[-1], ks[-1], vs[-1],
+        num_levels=len(qs), topk=topk, variant=variant, level_weights=level_weights,
+        scale=scale, query_mask=None, key_mask=key_mask,
+    )  # fmt: skip
+    out, kept = attend(
+        choose(backend, problem),
+        problem,
+        qs,
+        ks,
+        vs,
+        query_mask=None,
+        key_mask=key_mask,
+        level_weights=level_weights,
+        with_selection=return_selection,
+    )
+    return (out, _best_first(kept)) if return_selection else out
+
+
+def available_backends(
+    q: Tensor, k: Tensor, v: Tensor, **options: Unpack[Options]
+) -> dict[str, list[str]]:
+    """Every backend with its reasons not to run this call of `quadtree_attention`.
+
+    An empty list means that the backend can run it; "auto" takes the first of those.
+
+    Args:
+        q, k, v: As for `quadtree_attention`.
+        **options: The options of that call; `backend` and `return_selection` do not matter.
+
+    Example:
+        >>> import torch
+        >>> q, k, v = torch.randn(3, 1, 30, 40, 4, 16).unbind()
+        >>> available_backends(q, k, v, num_levels=3, topk=8)["reference"]
+        []
+    """
+    asked = {k: v for k, v in options.items() if k not in ("backend", "return_selection")}
+    return explain_backends(make_problem(*_cast_for_autocast(q, k, v), **asked))  # type: ignore[arg-type]
+
+
+def _cast_for_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Under autocast the op runs in the autocast dtype, as PyTorch's own attention does."""
+    device = next((x.device.type for x in tensors if isinstance(x, Tensor)), "cpu")
+    dtype = autocast_dtype(device)
+    if dtype is None:
+        return tensors
+    casts = (torch.float32, torch.float16, torch.bfloat16)
+    return tuple(x.to(dtype) if isinstance(x, Tensor) and x.dtype in casts else x for x in tensors)
+
+
+def _best_first(kept: list[Kept]) -> Selection:
+    result = []
+    for cells, scores in kept:
+        rank = scores.masked_fill(cells[..., 0] < 0, -1)
+        order = rank.sort(dim=-1, descending=True, stable=True).indices
+        cells = cells.gather(-2, order[..., None].expand(cells.shape))
+        result.append(LevelSelection(cells, scores.gather(-1, order).detach()))
+    return tuple(result)

@@ -1,6 +1,0 @@
-# SPDX-License-Identifier: Apache-2.0
-"""Fused Triton kernels for CUDA devices."""
-
-from quadtree_attention.ops.backends.triton.backend import TRITON
-
-__all__ = ["TRITON"]

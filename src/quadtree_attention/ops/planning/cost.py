@@ -1,0 +1,376 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What attention costs, from sizes alone: FLOPs, bytes, memory, and an estimate of the time.
+
+FLOPs are counted exactly. Bytes and memory follow what the fused backends allocate, read and write.
+Times are a small model that only has to say which of two calls is faster.
+"""
+
+from dataclasses import dataclass
+from math import ceil, prod
+from typing import NamedTuple
+
+from quadtree_attention.ops.attention.problem import Problem
+from quadtree_attention.ops.attention.tree import Tree, accumulation_dtype
+from quadtree_attention.ops.planning.flops import (
+    attention_flops,
+    backward_flops,
+    candidates_per_query,
+    dense_flops,
+)
+
+INDEX_BYTES = 4  # selections are int32
+QUERY_BLOCK = 128  # queries that share one pass over all keys in a fused kernel
+
+# Whether the fused backend of a device copies the finest maps to tree order and the result back.
+# One that reads and writes maps where they are keeps only the levels above.
+COPIES_FINEST = {"cuda": False, "cpu": True}
+
+
+@dataclass(frozen=True)
+class Speed:
+    """What decides the time of forward on one kind of device; in seconds, or per second.
+
+    Full attention takes `start + max(pairs / softmax_pairs, FLOPs / matmul_flops)`: matrix
+    products, or the exponentials where heads are narrow; longer where there are fewer blocks of
+    queries than units to work on them. Quadtree attention takes `levels * level
+    + gathered bytes / gather_bytes + coarse pairs / scan_pairs`: a fixed cost per level, rows
+    gathered from all over the map, and a coarsest level that selects while it scans all keys. A
+    pair is one query with one key.
+
+    Attributes:
+        machine: Where this was measured.
+        units: Blocks of queries that full attention works on at once.
+        start: One call of full attention that does next to nothing.
+        level: One level of quadtree attention that does next to nothing.
+        launch: Host time for the kernels of one level, launched one by one instead of by a graph.
+        gather_bytes: Rows of candidates loaded and attended to.
+        scan_pairs: Pairs of the coarsest level.
+        softmax_pairs: Pairs of full attention where the exponentials are the limit.
+        matmul_flops: FLOPs of full attention where the matrix products are the limit.
+        slowdown: How much longer full attention takes, by bytes per number.
+        gather_slowdown: How much longer rows take than their bytes do, by bytes per number.
+    """
+
+    machine: str
+    units: int
+    start: float
+    level: float
+    launch: float
+    gather_bytes: float
+    scan_pairs: float
+    softmax_pairs: float
+    matmul_flops: float
+    slowdown: dict[int, float]
+    gather_slowdown: dict[int, float]
+
+
+# Calibrated on the forward rows of benchmarks/results/*.json: every estimate is within 25 % of the
+# median measured there, eager rows of the GPU within 65 %. On the GPU `launch` comes from the eager
+# rows and all else from the rows of CUDA graphs, in bfloat16; full attention in float32 took 12
+# times as long there. `start` and `level` of the CPU come from calls on small maps. Not
+# measured: half precision on the CPU, taken to be as fast as float32, and float64, half as fast.
+# Backward takes about 2.5 times as long as forward on both sides: who wins one wins both.
+SPEEDS = {
+    "cuda": Speed(
+        machine="an NVIDIA H200",
+        units=132,
+        start=10e-6,
+        level=11e-6,
+        launch=300e-6,
+        gather_bytes=4.9e12,
+        scan_pairs=9e10,
+        softmax_pairs=1.85e12,
+        matmul_flops=6e14,
+        slowdown={2: 1, 4: 12, 8: 24},
+        gather_slowdown={2: 1, 4: 1.8, 8: 1.8},  # float32 takes three products for one
+    ),
+    "cpu": Speed(
+        machine="2 threads of an AMD EPYC",  # more threads help both sides
+        units=2,
+        start=25e-6,
+        level=1e-3,
+        launch=0,
+        gather_bytes=2.2e10,
+        scan_pairs=1.15e8,
+        softmax_pairs=1e9,
+        matmul_flops=1e11,
+        slowdown={2: 1, 4: 1, 8: 2},
+        gather_slowdown={2: 1, 4: 1, 8: 1},
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one call of attention costs.
+
+    Attributes:
+        flops: Of forward; a multiply-add counts as two.
+        training_flops: Of forward and backward. Backward counts 2.5 times forward: five matrix
+            products instead of two, as in flash attention.
+        bytes_moved: Read and written by the kernels of forward. What several of them read counts
+            for each, even where a cache serves it.
+        memory: The most that forward holds beyond its inputs, in bytes, the result included.
+        training_memory: The same for forward and backward, gradients included.
+        seconds: Estimated time of forward on the machine that the estimate was calibrated on. Its
+            ratio to another one carries over to other machines, the number itself does not.
+        eager_seconds: The same where the host launches every kernel, without a CUDA graph.
+    """
+
+    flops: int
+    training_flops: int
+    bytes_moved: int
+    memory: int
+    training_memory: int
+    seconds: float
+    eager_seconds: float
+
+
+class Bytes(NamedTuple):
+    """Sizes of queries, keys and values, all heads and batch entries together."""
+
+    q: int
+    k: int
+    v: int
+
+
+def quadtree_cost(problem: Problem, speed: Speed) -> Cost:
+    """Of quadtree attention by the fused backend of the device."""
+    flops = sum(level_flops(problem))
+    seconds = _quadtree_seconds(problem, speed)
+    return Cost(
+        flops=flops,
+        training_flops=flops + backward_flops(flops),
+        bytes_moved=_quadtree_bytes_moved(problem),
+        memory=_quadtree_memory(problem),
+        training_memory=_quadtree_training_memory(problem),
+        seconds=seconds,
+        eager_seconds=max(seconds, problem.num_levels * speed.launch),
+    )
+
+
+def dense_cost(problem: Problem, speed: Speed) -> Cost:
+    """Of `scaled_dot_product_attention` over all cells, by a kernel that stores no scores."""
+    queries, keys = prod(problem.query_tree.grid), prod(problem.key_tree.grid)
+    flops = dense_flops(
+        batch=problem.batch,
+        heads=problem.num_heads,
+        dim=problem.head_dim,
+        value_dim=problem.value_dim,
+        queries=queries,
+        keys=keys,
+    )
+    seconds = _dense_seconds(_rows(problem) * queries * keys, flops, problem, speed)
+    inputs, result = _input_bytes(problem), _result_bytes(problem)
+    return Cost(
+        flops=flops,
+        training_flops=flops + backward_flops(flops),
+        bytes_moved=inputs.q + ceil(queries / QUERY_BLOCK) * (inputs.k + inputs.v) + result,
+        memory=result + _rows(problem) * queries * _wide(problem),  # and one log-sum-exp each
+        training_memory=_dense_training_memory(problem),
+        seconds=seconds,
+        eager_seconds=seconds,
+    )
+
+
+def level_flops(problem: Problem) -> list[int]:
+    """Forward FLOPs of quadtree attention, per level, coarse -> fine."""
+    return attention_flops(
+        batch=problem.batch,
+        heads=problem.num_heads,
+        dim=problem.head_dim,
+        value_dim=problem.value_dim,
+        query_tree=problem.query_tree,
+        key_tree=problem.key_tree,
+        topk=problem.topk,
+    )
+
+
+def fixed_seconds(problem: Problem, speed: Speed) -> float:
+    """What quadtree attention takes however small the maps are."""
+    return problem.num_levels * speed.level
+
+
+def _quadtree_seconds(problem: Problem, speed: Speed) -> float:
+    if problem.num_levels == 1:  # full attention by another name: nothing is selected or gathered
+        flops = sum(level_flops(problem))
+        return speed.level + _dense_seconds(_coarse_pairs(problem), flops, problem, speed)
+    gathered = _gathered_bytes(problem) * speed.gather_slowdown[problem.dtype.itemsize]
+    return (
+        fixed_seconds(problem, speed)
+        + gathered / speed.gather_bytes
+        + _coarse_pairs(problem) / speed.scan_pairs
+    )
+
+
+def _dense_seconds(pairs: int, flops: int, problem: Problem, speed: Speed) -> float:
+    work = max(pairs / speed.softmax_pairs, flops / speed.matmul_flops)
+    queries = prod(problem.query_tree.grid_at(problem.num_levels - 1))
+    blocks = _rows(problem) * ceil(queries / QUERY_BLOCK)
+    # the slower kernels of wide dtypes cut queries into smaller blocks: the two do not multiply
+    slowdown = max(speed.units / max(1, blocks), speed.slowdown[problem.dtype.itemsize])
+    return speed.start + work * slowdown
+
+
+def saved_bytes(problem: Problem) -> int:
+    """What the forward pass of quadtree attention keeps for backward, beyond its inputs."""
+    cells = _cells(problem.query_tree)
+    numbers = (
+        sum(cells) if COPIES_FINEST[problem.device.type] else cells[0] * _kept_per_cell(problem)
+    )
+    statistics = _rows(problem) * numbers * _wide(problem)
+    return sum(_pyramid_bytes(problem)) + _selection_bytes(problem) + statistics
+
+
+def _kept_per_cell(problem: Problem) -> int:
+    """Numbers kept per coarsest cell: a log-sum-exp and, unless it is the result, the message."""
+    return 1 + (problem.value_dim if problem.num_levels > 1 else 0)
+
+
+def _quadtree_memory(problem: Problem) -> int:
+    return (
+        sum(_pyramid_bytes(problem))
+        + _selection_bytes(problem)
+        + _total_bytes(problem)
+        + _result_bytes(problem)
+    )
+
+
+def _quadtree_training_memory(problem: Problem) -> int:
+    """The peak is in backward of the finest level: its gradients, and all that was saved."""
+    gradients = _summed_gradients if COPIES_FINEST[problem.device.type] else _listed_gradients
+    return saved_bytes(problem) + _result_bytes(problem) + gradients(problem)
+
+
+def _summed_gradients(problem: Problem) -> int:
+    """Gradients of keys and values are sums over queries, kept in the accumulation dtype."""
+    finest = problem.num_levels - 1
+    queries = _rows(problem) * problem.query_tree.num_cells(finest)
+    keys = _rows(problem) * problem.key_tree.num_cells(finest)
+    width = problem.head_dim + (problem.value_dim if _copies_finest(problem) else 0)
+    sums = keys * (problem.head_dim + problem.value_dim) * _wide(problem)
+    return queries * width * problem.dtype.itemsize + sums
+
+
+def _listed_gradients(problem: Problem) -> int:
+    """Gradients in the dtype of the inputs, for which every key lists the queries that kept it."""
+    gradients = sum(_input_bytes(problem)) + sum(_pyramid_bytes(problem))
+    if problem.num_levels == 1:
+        return gradients + _rows(problem) * _cells(problem.query_tree)[0] * _wide(problem)
+    families, queries = _cells(problem.query_tree)[-2:]
+    users = families * problem.topk[-1] * (2 if problem.variant == "A" else 1) * INDEX_BYTES
+    statistics = 2 * queries if problem.variant == "B" else families * problem.topk[-1]
+    inherited = families * problem.value_dim
+    return gradients + _rows(problem) * (users + (statistics + inherited) * _wide(problem))
+
+
+def _dense_training_memory(problem: Problem) -> int:
+    """Result, three gradients, two numbers per query, and what the kernels of a dtype ask for.
+
+    Those for half precision sum dq in float32; on a GPU, those for float32 copy keys and values to
+    have the rows of each head together.
+    """
+    queries = _rows(problem) * prod(problem.query_tree.grid)
+    inputs = _input_bytes(problem)
+    extra = 0
+    if problem.dtype.itemsize < _wide(problem):
+        extra = queries * problem.head_dim * _wide(problem)
+    elif problem.device.type == "cuda" and problem.num_heads > 1:
+        extra = inputs.k + inputs.v
+    return _result_bytes(problem) + sum(inputs) + 2 * queries * _wide(problem) + extra
+
+
+def _quadtree_bytes_moved(problem: Problem) -> int:
+    """Levels are averaged from the inputs, then read; totals and selections pass down them."""
+    every_query = _bytes_of(problem, sum(_cells(problem.query_tree)), 0).q
+    passes = ceil(problem.query_tree.num_cells(0) / QUERY_BLOCK)
+    coarse_keys = _rows(problem) * problem.key_tree.num_cells(0) * _row_bytes(problem)
+    return (
+        sum(_input_bytes(problem))
+        + sum(_pyramid_bytes(problem))
+        + every_query
+        + passes * coarse_keys
+        + _gathered_bytes(problem)
+        + 2 * (_total_bytes(problem) + _selection_bytes(problem))
+        + _result_bytes(problem)
+    )
+
+
+def _gathered_bytes(problem: Problem) -> int:
+    """Rows of candidates below the coarsest level; the children of a query cell share theirs."""
+    candidates = candidates_per_query(problem.key_tree, problem.topk)
+    rows = sum(
+        prod(problem.query_tree.grid_at(level - 1)) * candidates[level]
+        for level in range(1, problem.num_levels)
+    )
+    return _rows(problem) * rows * _row_bytes(problem)
+
+
+def _coarse_pairs(problem: Problem) -> int:
+    return _rows(problem) * problem.query_tree.num_cells(0) * problem.key_tree.num_cells(0)
+
+
+def _input_bytes(problem: Problem) -> Bytes:
+    queries, keys = prod(problem.query_tree.grid), prod(problem.key_tree.grid)
+    return _bytes_of(problem, queries, keys)
+
+
+def _pyramid_bytes(problem: Problem) -> Bytes:
+    """The levels that get memory of their own, padding included."""
+    stored = None if _copies_finest(problem) else -1
+    queries, keys = (sum(_cells(tree)[:stored]) for tree in (problem.query_tree, problem.key_tree))
+    return _bytes_of(problem, queries, keys)
+
+
+def _bytes_of(problem: Problem, queries: int, keys: int) -> Bytes:
+    number = _rows(problem) * problem.dtype.itemsize
+    return Bytes(
+        q=number * queries * problem.head_dim,
+        k=number * keys * problem.head_dim,
+        v=number * keys * problem.value_dim,
+    )
+
+
+def _result_bytes(problem: Problem) -> int:
+    cells = _rows(problem) * prod(problem.query_tree.grid)
+    return cells * problem.value_dim * problem.dtype.itemsize
+
+
+def _total_bytes(problem: Problem) -> int:
+    """Sums of messages before they are the result; in the accumulation dtype above the finest."""
+    *coarser, finest = _cells(problem.query_tree)
+    numbers = sum(coarser) * _wide(problem)
+    if _copies_finest(problem):
+        numbers += finest * problem.dtype.itemsize
+    return _rows(problem) * problem.value_dim * numbers
+
+
+def _selection_bytes(problem: Problem) -> int:
+    """Kept cells of all levels that select; variant A keeps their scores too."""
+    cells = _cells(problem.query_tree)[:-1]
+    kept = sum(count * topk for count, topk in zip(cells, problem.topk, strict=True))
+    each = INDEX_BYTES + (_wide(problem) if problem.variant == "A" else 0)
+    return _rows(problem) * kept * each
+
+
+def _rows(problem: Problem) -> int:
+    return problem.batch * problem.num_heads
+
+
+def _row_bytes(problem: Problem) -> int:
+    """One key and its value."""
+    return (problem.head_dim + problem.value_dim) * problem.dtype.itemsize
+
+
+def _wide(problem: Problem) -> int:
+    """Bytes of a number in the accumulation dtype."""
+    return accumulation_dtype(problem.dtype).itemsize
+
+
+def _copies_finest(problem: Problem) -> bool:
+    """With one level there is no tree to be in order of."""
+    return problem.num_levels > 1 and COPIES_FINEST[problem.device.type]
+
+
+def _cells(tree: Tree) -> list[int]:
+    return [tree.num_cells(level) for level in range(tree.num_levels)]

@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Optimal transport by Sinkhorn iterations.
+
+By fused kernels where the triton backend runs; otherwise by products of a matrix with vectors, or
+word by word if the reference is asked for. `plain_sinkhorn` is what all have to give.
+"""
+
+from math import log
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quadtree_attention.ops.attention.triton.limits import transport_reasons
+from quadtree_attention.ops.autograd import apply, backward_pass
+from quadtree_attention.ops.backends import default_backend, fuses
+
+
+def sinkhorn(
+    scores: Tensor, bin_score: Tensor, iterations: int, *, backend: str = "auto"
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Potentials that make an assignment of scores, in the log domain.
+
+    Every cell has the mass 1, the dustbin of a side that of all cells of the other side. The
+    assignment is `exp(scores + left[:, :, None] + right[:, None])`; a left cell is in the dustbin
+    with `exp(bin_score + left + right_bin)`. Rows come last: theirs are probabilities, however
+    sharp the scores are, and columns sum to 1 the better the more iterations there were.
+
+    Args:
+        scores: (R, S, T).
+        bin_score: Score of having no partner, a scalar.
+        iterations: How many.
+        backend: "auto" or the name of a backend; "reference" computes word by word.
+
+    Returns:
+        left (R, S), right (R, T) and right_bin (R, 1).
+    """
+    backend = default_backend() if backend == "auto" else backend
+    if can_fuse(scores, iterations, backend):
+        return apply(WHAT, _Sinkhorn, scores.contiguous(), bin_score.to(scores), iterations)
+    if backend == "reference" or not can_scale(scores, iterations):
+        return plain_sinkhorn(scores, bin_score, iterations)
+    return scaled_sinkhorn(scores, bin_score, iterations)
+
+
+def can_fuse(scores: Tensor, iterations: int, backend: str = "auto") -> bool:
+    """Whether the kernels take these scores in a call of this backend."""
+    fits = scores.numel() > 0 and scores.dtype == torch.float32 and fuses(scores, backend)
+    return fits and not transport_reasons(scores.shape, iterations)
+
+
+def can_scale(scores: Tensor, iterations: int) -> bool:
+    """Whether sums of `scaled_sinkhorn` stay finite, whatever the scores are.
+
+    Where all cells want the same partner, every iteration makes factors larger by their number.
+    """
+    cells = max(scores.shape[1:])
+    largest = log(torch.finfo(scores.dtype).max)
+    return scores.numel() > 0 and (iterations + 1) * log(cells) < largest
+
+
+def plain_sinkhorn(
+    scores: Tensor, bin_score: Tensor, iterations: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`sinkhorn` word by word; it keeps a few matrices per iteration for the gradient."""
+    rows, sources, targets = scores.shape
+    left_bin = right_bin = scores.new_zeros(rows, 1)
+    right = scores.new_zeros(rows, targets)
+    mass_left, mass_right = (scores.new_tensor(float(n)).log() for n in (targets, sources))
+    for _ in range(iterations):
+        left = -torch.logaddexp((scores + right[:, None]).logsumexp(dim=2), bin_score + right_bin)
+        left_bin = mass_left - bin_score - with_bin(right, right_bin)
+        right = -torch.logaddexp((scores + left[..., None]).logsumexp(dim=1), bin_score + left_bin)
+        right_bin = mass_right - bin_score - with_bin(left, left_bin)
+    left = -torch.logaddexp((scores + right[:, None]).logsumexp(dim=2), bin_score + right_bin)
+    return left, right, right_bin
+
+
+def scaled_sinkhorn(
+    scores: Tensor, bin_score: Tensor, iterations: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`sinkhorn` with one exponential per score, and three matrices kept for the gradient.
+
+    The first half of an iteration makes probabilities of the rows. Those after it multiply these by
+    factors, and sums need no logarithms. See `can_scale` for how large factors may get; shares that
+    are too small for a number are 0, and would be next to nothing beside the dustbin's.
+    """
+    rows, sources, targets = scores.shape
+    top = torch.maximum(scores.detach().amax(dim=2, keepdim=True), bin_score.detach())
+    shares = (scores - top).exp()
+    total = shares.sum(dim=2, keepdim=True) + (bin_score - top).exp()
+    shares = shares / total  # of the partners of a left cell, (R, S, T)
+    transposed = shares.mT.contiguous()  # a vector times a matrix is faster than the other way
+    left = first = -(top + total.log())[..., 0]
+    right, right_bin = scores.new_zeros(rows, targets), scores.new_zeros(rows, 1)
+    mass_left, mass_right = (scores.new_tensor(float(n)).log() for n in (targets, sources))
+    with torch.autocast(scores.device.type, enabled=False):  # products would lose digits
+        for _ in range(iterations):
+            left_bin = mass_left - bin_score - with_bin(right, right_bin)
+            sums = ((left - first).exp()[:, None] @ shares)[:, 0]
+            right = -(sums + (bin_score + left_bin).exp()).log()
+            right_bin = mass_right - bin_score - with_bin(left, left_bin)
+            sums = (right.exp()[:, None] @ transposed)[:, 0]
+            left = first - (sums + (bin_score + right_bin + first).exp()).log()
+    return left, right, right_bin
+
+
+def with_bin(potentials: Tensor, of_bin: Tensor) -> Tensor:
+    """(R, S) and (R, 1) -> logarithm of the sum of all, (R, 1)"""
+    return torch.cat([potentials, of_bin], dim=1).logsumexp(dim=1, keepdim=True)
+
+
+WHAT = "the fused Sinkhorn iteration"
+
+
+class _Sinkhorn(torch.autograd.Function):
+    """Keeps the scores and the potentials of every iteration, and nothing else of their size."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, scores: Tensor, bin_score: Tensor, iterations: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        from quadtree_attention.ops.transport.functional import kernels
+
+        left, right = kernels.sinkhorn(scores, bin_score, iterations)
+        ctx.save_for_backward(scores, bin_score, *left, *right)
+        # copies, so that nobody holds the potentials of all iterations by holding the last
+        return left.cells[-1].clone(), right.cells[-1].clone(), right.bin[-1, :, None].clone()
+
+    @staticmethod
+    def backward(ctx: Any, *dlast: Tensor) -> tuple[Tensor, Tensor, None]:
+        dscores, dbin = backward_pass(WHAT, _gradients, *dlast, *ctx.saved_tensors)
+        return dscores, dbin, None
+
+
+def _gradients(*arguments: Tensor) -> tuple[Tensor, Tensor]:
+    """Of scores and bin_score, from those of the results and what forward saved."""
+    from quadtree_attention.ops.transport.functional import kernels
+
+    dlast, (scores, bin_score, *potentials) = arguments[:3], arguments[3:]
+    left, right = kernels.Side(*potentials[:2]), kernels.Side(*potentials[2:])
+    return kernels.sinkhorn_backward(scores, bin_score, left, right, dlast)
