@@ -19,5 +19,5 @@ def test_first_calls(tmp_path, capsys):
 def test_a_process_that_fails_says_why(monkeypatch, tmp_path):
     from benchmarks.speed import sizes
 
-    with pytest.raises(RuntimeError, match="KeyError|unknown|Unknown"):
+    with pytest.raises(RuntimeError, match=r"KeyError|unknown|Unknown"):
         sizes._new_process("pvt_v2_b99", "cpu", str(tmp_path))

@@ -7,7 +7,7 @@ import torch
 from quadtree_attention import use_backend
 from quadtree_attention.nn import QuadtreeAttention, QuadtreeBlock
 from quadtree_attention.ops.launches import record
-from quadtree_attention.ops.transport.functional.functional import sinkhorn
+from quadtree_attention.ops.transport.functional import sinkhorn
 
 OPTIONS = {"num_levels": 2, "topk": 2, "value_pyramid": "conv", "lepe": True}
 

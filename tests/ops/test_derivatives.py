@@ -11,7 +11,7 @@ from quadtree_attention.nn import QuadtreeBlock
 from quadtree_attention.nn.norm import TokenNorm
 from quadtree_attention.nn.value_pyramid import ValueBranch
 from quadtree_attention.ops.attention import reference
-from quadtree_attention.ops.transport.functional.functional import sinkhorn
+from quadtree_attention.ops.transport.functional import sinkhorn
 
 STEP = 1e-6
 

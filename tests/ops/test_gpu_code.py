@@ -67,8 +67,8 @@ def all_kernels() -> list[Any]:
     from quadtree_attention.ops.attention.triton.kernels import coarse, fine, pyramid
     from quadtree_attention.ops.depthwise import kernels as depthwise
     from quadtree_attention.ops.kernel import Kernel
-    from quadtree_attention.ops.norms.functional import kernels as norms
-    from quadtree_attention.ops.transport.functional import kernels as transport
+    from quadtree_attention.ops.norms import kernels as norms
+    from quadtree_attention.ops.transport import kernels as transport
     from quadtree_attention.ops.values import kernels as values
 
     modules = coarse, fine, norms, depthwise, project, pyramid, transport, values, whole
@@ -84,8 +84,8 @@ def calls(dtype: torch.dtype) -> None:
     """Calls that launch every kernel; their numbers mean nothing."""
     from quadtree_attention.ops.attention.triton import launch, whole
     from quadtree_attention.ops.attention.triton.backend import _backward, _run
-    from quadtree_attention.ops.norms.functional import kernels as norms
-    from quadtree_attention.ops.transport.functional import kernels as transport
+    from quadtree_attention.ops.norms import kernels as norms
+    from quadtree_attention.ops.transport import kernels as transport
     from quadtree_attention.ops.whole import Parameters
 
     def zeros(*shape):

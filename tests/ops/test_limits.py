@@ -18,7 +18,7 @@ from quadtree_attention.ops import launches
 from quadtree_attention.ops.attention.problem import make_problem
 from quadtree_attention.ops.attention.triton import limits
 from quadtree_attention.ops.backends import TRITON
-from quadtree_attention.ops.transport.functional.functional import sinkhorn
+from quadtree_attention.ops.transport.functional import sinkhorn
 from tests.ops.cases import Case, check
 
 pytest.importorskip("triton", reason="triton comes with the CUDA builds of torch for Linux")
@@ -30,8 +30,8 @@ from quadtree_attention.ops import kernel
 from quadtree_attention.ops.attention.triton import backend, launch
 from quadtree_attention.ops.attention.triton.kernels import places
 from quadtree_attention.ops.depthwise.kernels import add_positions
-from quadtree_attention.ops.norms.functional import kernels as norms
-from quadtree_attention.ops.transport.functional import kernels as transport
+from quadtree_attention.ops.norms import kernels as norms
+from quadtree_attention.ops.transport import kernels as transport
 from quadtree_attention.ops.values.kernels import norm_linear
 
 LARGEST_GRID = (2**31 - 1, 65535, 65535)  # programs along the axes of a launch

@@ -9,7 +9,7 @@ from quadtree_attention import use_backend
 from quadtree_attention.nn import QuadtreeBlock
 from quadtree_attention.nn.norm import TokenNorm
 from quadtree_attention.nn.value_pyramid import by_parent
-from quadtree_attention.ops.norms.functional.functional import can_fuse, layer_norm, map_norm
+from quadtree_attention.ops.norms.functional import can_fuse, layer_norm, map_norm
 
 SHAPES = ((2, 5, 6, 24), (1, 3, 7, 8), (3, 1, 1, 5))
 LARGE_SHAPES = ((64, 56, 56, 64), (1, 201, 335, 32), (2, 14, 14, 512), (2, 25, 42, 1000))

@@ -12,7 +12,7 @@ import torch
 
 from quadtree_attention import OptionError, quadtree_attention, quadtree_attention_pyramid
 from quadtree_attention.nn import QuadtreeAttention
-from quadtree_attention.ops.norms.functional.functional import layer_norm, map_norm
+from quadtree_attention.ops.norms.functional import layer_norm, map_norm
 
 pytest.importorskip("triton", reason="triton comes with the CUDA builds of torch for Linux")
 

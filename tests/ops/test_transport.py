@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from quadtree_attention import use_backend
 from quadtree_attention.models.parts.assignment import HIDDEN, RowAssignment, possible
-from quadtree_attention.ops.transport.functional.functional import (
+from quadtree_attention.ops.transport.functional import (
     can_fuse,
     can_scale,
     plain_sinkhorn,

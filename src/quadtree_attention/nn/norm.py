@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from quadtree_attention.ops.dispatch import autocast_dtype
-from quadtree_attention.ops.norms.functional.functional import can_fuse, layer_norm
+from quadtree_attention.ops.norms.functional import can_fuse, layer_norm
 
 
 class TokenNorm(nn.LayerNorm):

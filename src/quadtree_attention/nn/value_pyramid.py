@@ -18,7 +18,7 @@ from quadtree_attention.errors import OptionError
 from quadtree_attention.nn.renamed import rename_on_load
 from quadtree_attention.nn.untouched import is_untouched
 from quadtree_attention.ops.attention.tree import Tree, accumulation_dtype, hide, is_known
-from quadtree_attention.ops.norms.functional.functional import can_fuse_map, map_norm
+from quadtree_attention.ops.norms.functional import can_fuse_map, map_norm
 
 Activation = Literal["gelu", "relu"]
 NORM_EPS = 1e-5

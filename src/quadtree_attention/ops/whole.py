@@ -20,7 +20,7 @@ from quadtree_attention.ops.dispatch import (
     is_plain,
     is_profiled,
 )
-from quadtree_attention.ops.norms.functional.functional import KERNEL_DTYPES, activation_code
+from quadtree_attention.ops.norms.functional import KERNEL_DTYPES, activation_code
 
 
 class Parameters(NamedTuple):

@@ -11,7 +11,7 @@ from quadtree_attention.models.parts.assignment import (
     interpolated,
     possible,
 )
-from quadtree_attention.ops.transport.functional.functional import sinkhorn
+from quadtree_attention.ops.transport.functional import sinkhorn
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from quadtree_attention import checks
-from quadtree_attention.ops.transport.functional.functional import sinkhorn
+from quadtree_attention.ops.transport.functional import sinkhorn
 
 HIDDEN = -1e9  # score of a pair that cannot be; finite, so that sums have gradients
 LEAST_LOG = -100.0  # of the probability of a truth that cannot be

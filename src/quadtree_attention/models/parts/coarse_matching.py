@@ -11,7 +11,7 @@ from quadtree_attention import checks
 from quadtree_attention.models.parts.masks import extent
 from quadtree_attention.models.parts.similarity import HIDDEN, Similarity
 from quadtree_attention.ops.attention.tree import accumulation_dtype
-from quadtree_attention.ops.transport.functional.functional import with_bin
+from quadtree_attention.ops.transport.functional import with_bin
 
 Method = Literal["dual_softmax", "optimal_transport"]
 

@@ -17,7 +17,7 @@ from quadtree_attention.ops.kernel import (
     quotient,
     share_of_levels,
 )
-from quadtree_attention.ops.norms.functional.kernels import map_and_part
+from quadtree_attention.ops.norms.kernels import map_and_part
 
 TILE = 2048  # numbers of a tile
 LARGEST_BLOCK = 128  # channels of a tile

@@ -73,7 +73,7 @@ def _fake_layer_norm(x, weight, bias, eps, dtype):  # type: ignore[no-untyped-de
 
 @operator("layer_norm", _fake_layer_norm)
 def _layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
-    from quadtree_attention.ops.norms.functional import kernels
+    from quadtree_attention.ops.norms import kernels
 
     return kernels.layer_norm(x, weight, bias, eps, dtype)
 
@@ -86,7 +86,7 @@ def _fake_gradients(dy, x, *_):  # type: ignore[no-untyped-def]
 def _layer_norm_backward(
     dy: Tensor, x: Tensor, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    from quadtree_attention.ops.norms.functional import kernels
+    from quadtree_attention.ops.norms import kernels
 
     return kernels.layer_norm_backward(dy, x, weight, eps)
 
@@ -117,7 +117,7 @@ def _fake_map_norm(x, weight, bias, eps, act, columns):  # type: ignore[no-untyp
 def _map_norm(
     x: Tensor, weight: Tensor, bias: Tensor, eps: float, act: int, columns: int
 ) -> tuple[Tensor, Tensor]:
-    from quadtree_attention.ops.norms.functional import kernels
+    from quadtree_attention.ops.norms import kernels
 
     return kernels.map_norm(x, weight, bias, eps, act, columns)
 
@@ -126,7 +126,7 @@ def _map_norm(
 def _map_norm_backward(
     dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor, stats: Tensor, act: int, columns: int
 ) -> tuple[Tensor, Tensor]:
-    from quadtree_attention.ops.norms.functional import kernels
+    from quadtree_attention.ops.norms import kernels
 
     return kernels.map_norm_backward(dy, x, weight, bias, stats, act, columns)
 

@@ -120,7 +120,7 @@ class _Sinkhorn(torch.autograd.Function):
     def forward(
         ctx: Any, scores: Tensor, bin_score: Tensor, iterations: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        from quadtree_attention.ops.transport.functional import kernels
+        from quadtree_attention.ops.transport import kernels
 
         left, right = kernels.sinkhorn(scores, bin_score, iterations)
         ctx.save_for_backward(scores, bin_score, *left, *right)
@@ -135,7 +135,7 @@ class _Sinkhorn(torch.autograd.Function):
 
 def _gradients(*arguments: Tensor) -> tuple[Tensor, Tensor]:
     """Of scores and bin_score, from those of the results and what forward saved."""
-    from quadtree_attention.ops.transport.functional import kernels
+    from quadtree_attention.ops.transport import kernels
 
     dlast, (scores, bin_score, *potentials) = arguments[:3], arguments[3:]
     left, right = kernels.Side(*potentials[:2]), kernels.Side(*potentials[2:])

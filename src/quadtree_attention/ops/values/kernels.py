@@ -13,7 +13,7 @@ from quadtree_attention.ops.kernel import (
     precision,
     quotient,
 )
-from quadtree_attention.ops.norms.functional.kernels import (
+from quadtree_attention.ops.norms.kernels import (
     activated,
     map_and_part,
     moments_of,
