@@ -6,7 +6,7 @@ A suite is a module of this package with the name of its kind. It has
 - `add_options(parser)`: options beyond `--device`, `--seconds-per-row`, `--threads` and `--out`;
 - `plan(options) -> [[Work]]`: what to measure; one list is timed in turns;
 - `prepare(work) -> call`: the call to time; or, where values are not those of one timed call,
-  `measure_row(work, options) -> values`.
+  `measure_row(work, options) -> values`, None for work that `prepare` is for.
 
 And, where it is not as for the others: `check_options(parser, options)`, `settings(options)`,
 `values(work) -> values` beside the times, `peak(work, options)` on a CPU, `SECONDS` per row, and
@@ -102,8 +102,9 @@ def measured(suite: ModuleType, works: Sequence[Work], options: Namespace) -> li
     for row, work in zip(rows, works, strict=True):
         try:
             row["values"] = dict(getattr(suite, "values", lambda _: {})(work))
-            if hasattr(suite, "measure_row"):
-                row["values"] |= suite.measure_row(work, options)
+            found = getattr(suite, "measure_row", lambda *_: None)(work, options)
+            if found is not None:
+                row["values"] |= found
                 continue
             call = suite.prepare(work)
             row["values"]["peak_mib"] = _peak(suite, work, call, options)
