@@ -35,9 +35,12 @@ def test_public_names_are_pinned():
         "ShapeError",
         "__version__",
         "available_backends",
+        "calibrate_topk",
         "plan",
         "quadtree_attention",
         "quadtree_attention_pyramid",
+        "record",
+        "set_topk",
         "use_backend",
     ]
     assert all(hasattr(quadtree_attention, name) for name in quadtree_attention.__all__)

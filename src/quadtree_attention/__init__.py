@@ -19,6 +19,8 @@ from quadtree_attention.errors import (
 )
 
 if TYPE_CHECKING:
+    from quadtree_attention.inspect import calibrate_topk, record
+    from quadtree_attention.models.topk import set_topk
     from quadtree_attention.nn import QuadtreeAttention, QuadtreeBlock
     from quadtree_attention.ops import (
         LevelSelection,
@@ -45,21 +47,30 @@ __all__ = [
     "ShapeError",
     "__version__",
     "available_backends",
+    "calibrate_topk",
     "plan",
     "quadtree_attention",
     "quadtree_attention_pyramid",
+    "record",
+    "set_topk",
     "use_backend",
 ]
 
 __version__ = "0.1.0"
 
-_HOMES = {"QuadtreeAttention": "nn", "QuadtreeBlock": "nn"}  # the others live in ops
+_HOMES = {  # the others live in ops
+    "QuadtreeAttention": "nn",
+    "QuadtreeBlock": "nn",
+    "calibrate_topk": "inspect",
+    "record": "inspect",
+    "set_topk": "models.topk",
+}
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         # models, tasks, ...: `import quadtree_attention` is enough to reach them
-        if name in ("models", "nn", "ops", "synthetic", "tasks", "viz"):
+        if name in ("inspect", "models", "nn", "ops", "synthetic", "tasks", "viz"):
             return import_module(f"{__name__}.{name}")
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(import_module(f"{__name__}.{_HOMES.get(name, 'ops')}"), name)

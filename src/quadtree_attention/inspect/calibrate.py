@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""K by attention mass: per layer and level the smallest K whose kept cells carry a share of it."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from quadtree_attention.errors import OptionError
+from quadtree_attention.images import Array
+from quadtree_attention.inspect.attention import mass_inside
+from quadtree_attention.inspect.recorder import record, refuse_compiled
+from quadtree_attention.models.topk import quadtree_layers
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+    from quadtree_attention.files import StrPath
+
+QUERIES = 256  # query cells of a sample that are looked at
+SAMPLES = 32  # of a layer and image, such as rows of the stereo network
+ALL = 2**20  # more cells than any level has
+
+
+class Calibration(dict[str, tuple[int, ...]]):
+    """K by the name of a layer, coarse -> fine; `set_topk(model, calibration)` applies it.
+
+    Attributes:
+        target: The share of full attention's probability that was asked for.
+        images: Images that it was measured on.
+        curves: By layer, per level that selects: the share that the best 1, 2, ... cells carry.
+    """
+
+    def __init__(
+        self, topk: Mapping[str, tuple[int, ...]], target: float, images: int,
+        curves: Mapping[str, Sequence[Array]],
+    ) -> None:  # fmt: skip
+        super().__init__(topk)
+        self.target, self.images = target, images
+        self.curves = dict(curves)
+
+    def mass(self, name: str) -> tuple[float, ...]:
+        """Return the share that the kept cells of a layer carry, per level."""
+        levels = zip(self[name], self.curves[name], strict=True)
+        return tuple(float(curve[min(k, len(curve)) - 1]) for k, curve in levels)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return target, K and shares as plain data."""
+        layers = {
+            name: {
+                "topk": list(topk),
+                "mass": [round(share, 4) for share in self.mass(name)],
+                "cells": [len(curve) for curve in self.curves[name]],
+            }
+            for name, topk in self.items()
+        }
+        return {"mass": self.target, "images": self.images, "layers": layers}
+
+    def to_text(self) -> str:
+        """Return a table: K, candidates and share, per layer and level."""
+        rows = [("layer", "level", "K", "of", "mass")]
+        for name, topk in self.items():
+            for level, (k, share) in enumerate(zip(topk, self.mass(name), strict=True)):
+                cells = len(self.curves[name][level])
+                rows.append((name, str(level), str(k), str(cells), f"{share:.3f}"))
+        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+        return "\n".join(
+            "  ".join(
+                cell.ljust(width) if i == 0 else cell.rjust(width)
+                for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+            )
+            for row in rows
+        )
+
+    def draw(self, path: "StrPath | None" = None) -> "Image.Image":
+        """Draw the share over K, one panel per layer, and the K that was chosen."""
+        from quadtree_attention.inspect.still import draw_curves
+
+        return draw_curves(self, path)
+
+
+def calibrate_topk(
+    model: nn.Module,
+    images: Iterable[Any],
+    *,
+    mass: float | None = None,
+    error: float | None = None,
+) -> Calibration:
+    """Return the smallest K per layer and level whose kept cells carry a share of the attention.
+
+    The share is that of full attention: the softmax of the same queries over all keys of the finest
+    map. With n levels that select, level i (from 0) may lose (i + 1) / n of what is to be lost, so
+    that the cells kept at the last of them carry `mass`. K of a level is chosen with the K of the
+    coarser levels in place. The model keeps its own K: apply the result with `set_topk`.
+
+    Args:
+        model: A model with quadtree attention, in evaluation mode.
+        images: Inputs of the model; every one is passed as `model(item)`, once per level.
+        mass: Share of full attention's probability, above 0 and at most 1.
+        error: Largest relative error; for models of `accelerate` only.
+
+    Raises:
+        OptionError: An argument is not accepted, or the model has no quadtree layers.
+
+    Example:
+        >>> import torch
+        >>> from quadtree_attention import QuadtreeAttention, calibrate_topk, set_topk
+        >>> attention = QuadtreeAttention(16, num_heads=2, num_levels=3).eval()
+        >>> found = calibrate_topk(attention, [torch.randn(1, 16, 24, 16)], mass=0.9)
+        >>> set_topk(attention, found)
+    """
+    if (mass is None) == (error is None):
+        raise OptionError(
+            f"calibrate_topk takes exactly one of mass and error, got {mass=}, {error=}; pass one"
+        )
+    if mass is None:
+        raise OptionError(
+            "error is measured on models of accelerate(), which this is none of; pass mass"
+        )
+    if not 0 < mass <= 1:
+        raise OptionError(f"mass must be above 0 and at most 1, got {mass}; 0.95 is usual")
+    refuse_compiled(model)
+    layers: dict[str, Any] = {
+        name: layer
+        for name, layer in quadtree_layers(model).items()
+        if layer.num_levels > 1  # type: ignore[operator]
+    }
+    if not layers:
+        raise OptionError(
+            f"{type(model).__name__} has no quadtree layers of several levels, whose K could be "
+            "chosen; pass a model that has"
+        )
+    items = list(images)
+    if not items:
+        raise OptionError("calibrate_topk needs at least one image, got none; pass some")
+    chosen: dict[str, list[int]] = {name: [] for name in layers}
+    curves: dict[str, list[Array]] = {name: [] for name in layers}
+    for level in range(max(layer.num_levels for layer in layers.values()) - 1):
+        open_ones = {n: layer for n, layer in layers.items() if level < layer.num_levels - 1}
+        found = _curves(model, items, {n: chosen[n] for n in open_ones}, level)
+        for name, curve in found.items():
+            selecting = layers[name].num_levels - 1
+            goal = 1 - (1 - mass) * (level + 1) / selecting
+            enough = np.flatnonzero(curve >= goal - 1e-6)
+            chosen[name].append(int(enough[0]) + 1 if len(enough) else len(curve))
+            curves[name].append(curve)
+    topk = {name: tuple(values) for name, values in chosen.items()}
+    return Calibration(topk, mass, len(items), curves)
+
+
+def _curves(
+    model: nn.Module, items: Sequence[Any], above: Mapping[str, Sequence[int]], level: int
+) -> dict[str, Array]:
+    """The share over K at one level, by layer, as the mean over images, samples, queries, heads."""
+    sums: dict[str, list[Array]] = {name: [] for name in above}
+    counts: dict[str, list[int]] = {name: [] for name in above}
+    for item in items:
+        with torch.no_grad(), record(model, layers=list(above)) as seen:
+            model(item)
+        for name, layer in seen.items():
+            rest = layer.num_levels - 2 - level
+            step = -(-len(layer) // SAMPLES)
+            for i in range(0, len(layer), max(1, step)):
+                inside = mass_inside(layer[i], [*above[name], ALL, *[1] * rest], QUERIES)[level]
+                sums[name].append(inside.double().mean(dim=1).sum(dim=0).cumsum(dim=0).numpy())
+                counts[name].append(inside.shape[0])
+    return {name: _mean(sums[name], counts[name]) for name in above}
+
+
+def _mean(sums: Sequence[Array], counts: Sequence[int]) -> Array:
+    """The mean of curves, of which short ones stay at their last value."""
+    longest = max(len(curve) for curve in sums)
+    padded = [np.pad(curve, (0, longest - len(curve)), mode="edge") for curve in sums]
+    return np.sum(padded, axis=0) / sum(counts)
