@@ -118,10 +118,10 @@ def test_holes_get_what_is_farther_away():
 
 @pytest.mark.usefixtures("only_reference")
 def test_a_stereo_network_of_ones_own_beside_sgbm(tmp_path):
-    from tests.tasks.stereo.test_predictor import write_weights
+    from tests.support.tiny import write_weights
     from tests.tasks.stereo.test_result import write_pairs
 
-    weights, out = write_weights(tmp_path / "tiny.safetensors"), tmp_path / "out.json"
+    weights, out = write_weights("stereo", tmp_path / "tiny.safetensors"), tmp_path / "out.json"
     data = write_pairs(tmp_path / "data", ["a"])
     places = ["--data", data, "--weights", f"tiny={weights}", "--out", out]
     assert command("quality stereo --size 64 --max-disparity 40 --threads 1", *places) == 0

@@ -68,3 +68,10 @@ def row(text: str, name: str) -> str:
     """What stands beside a name in a table that a command prints."""
     (line,) = (line for line in text.splitlines() if line.startswith(f"{name}  "))
     return line.removeprefix(name).strip()
+
+
+def refusal(error: type[Exception], call: Any, *args: Any, **options: Any) -> str:
+    """The message of the error that a call raises."""
+    with pytest.raises(error) as caught:
+        call(*args, **options)
+    return str(caught.value)

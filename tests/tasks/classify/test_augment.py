@@ -17,8 +17,7 @@ H, W = 48, 60
 
 def coordinates(batch):
     """Images whose channels are x and y of every pixel, as shares of width and height."""
-    y = (torch.arange(H) + 0.5) / H
-    x = (torch.arange(W) + 0.5) / W
+    y, x = (torch.arange(H) + 0.5) / H, (torch.arange(W) + 0.5) / W
     return torch.stack([x.expand(H, W), y[:, None].expand(H, W)]).expand(batch, 2, H, W)
 
 
@@ -28,15 +27,8 @@ def boxes(augment, batch):
     x, y = cropped[:, 0].mean(1), cropped[:, 1].mean(2)  # (B, size)
     middle = slice(augment.size // 4, -augment.size // 4)  # away from the edge, where values stop
     share = (augment.size - 1) / augment.size * len(x[0, middle]) / augment.size
-    width = (x[:, middle].amax(1) - x[:, middle].amin(1)) / share
-    height = (y[:, middle].amax(1) - y[:, middle].amin(1)) / share
+    width, height = ((v[:, middle].amax(1) - v[:, middle].amin(1)) / share for v in (x, y))
     return width, height, x.mean(1), y.mean(1), x[:, 0] > x[:, -1]
-
-
-def test_shapes():
-    augment = BatchAugment(32)
-    for training in (True, False):
-        assert augment.train(training)(torch.rand(3, 3, H, W)).shape == (3, 3, 32, 32)
 
 
 def test_crops_stay_inside_the_image():
@@ -58,30 +50,22 @@ def test_crops_have_the_area_and_ratio_asked_for():
 
 
 @pytest.mark.parametrize("probability", [0.0, 0.5, 1.0])
-def test_flip_probability(probability):
-    flipped = boxes(BatchAugment(16, flip=probability), 2000)[-1].float().mean().item()
+def test_flips_are_sideways_and_as_probable_as_asked_for(probability):
+    augment = BatchAugment(16, flip=probability)
+    flipped = boxes(augment, 2000)[-1].float().mean().item()
     assert flipped == pytest.approx(probability, abs=0.04)  # 3.6 deviations
-
-
-def test_nothing_is_turned_upside_down():
-    cropped = BatchAugment(16, flip=1.0).train()(coordinates(50))
+    cropped = augment(coordinates(50))
     assert (cropped[:, 1, 0] < cropped[:, 1, -1]).all()
 
 
-def test_whole_images_are_only_enlarged():
-    augment = BatchAugment(120, scale=(1.0, 1.0), ratio=(1.0, 1.0), flip=0.0).train()
+def test_whole_images_are_only_resized():
     images = torch.rand(2, 3, H, W)
+    augment = BatchAugment(120, scale=(1.0, 1.0), ratio=(1.0, 1.0), flip=0.0).train()
     expected = F.interpolate(images, (120, 120), mode="bilinear", align_corners=False)
     torch.testing.assert_close(augment(images), expected, rtol=0, atol=1e-4)
-
-
-def test_evaluation_is_a_plain_resize():
     augment = BatchAugment(20, scale=(0.1, 0.2), flip=1.0).eval()
-    images = torch.rand(2, 3, H, W)
     expected = F.interpolate(images, (20, 20), mode="bilinear", align_corners=False, antialias=True)
     assert torch.equal(augment(images), expected)
-    same = torch.rand(2, 3, 20, 20)
-    torch.testing.assert_close(augment(same), same)
 
 
 def test_draws_decide_everything():
@@ -102,6 +86,9 @@ def test_draws_decide_everything():
 def test_posterize_takes_any_number_of_bits(policy):
     """Pillow 13 refuses 0 bits, which the default policy of training draws now and then."""
     made = with_safe_posterize(create_transform(8, is_training=True, auto_augment=policy))
+    for seed in range(100):
+        random.seed(seed), np.random.seed(seed), torch.manual_seed(seed)
+        made(Image.new("RGB", (16, 12), "red"))
     (part,) = (part for part in made.transforms if hasattr(part, "ops") or hasattr(part, "policy"))
     ops = [op for group in getattr(part, "policy", None) or [part.ops] for op in group]
     posterize = next(op for op in ops if op.name.startswith("Posterize"))
@@ -111,12 +98,3 @@ def test_posterize_takes_any_number_of_bits(policy):
         posterize.level_fn = lambda *_, bits=bits: (bits,)
         mask = 256 - 2 ** (8 - bits)
         assert (np.asarray(posterize(image)) == np.asarray(image) & mask).all()
-
-
-def test_default_policy_runs_whatever_it_draws():
-    made = with_safe_posterize(
-        create_transform(8, is_training=True, auto_augment="rand-m9-mstd0.5-inc1")
-    )
-    for seed in range(200):
-        random.seed(seed), np.random.seed(seed), torch.manual_seed(seed)
-        made(Image.new("RGB", (16, 12), "red"))

@@ -3,24 +3,16 @@
 
 import numpy as np
 import pytest
+import pytorch_lightning as pl
 import torch
 from torch import nn
 
-pl = pytest.importorskip("pytorch_lightning", reason="training needs the extra 'train'")
-
-from quadtree_attention.errors import DataError, OptionError  # noqa: E402
-from quadtree_attention.tasks.classify.data import (  # noqa: E402
-    MEAN,
-    STD,
-    ClassifyData,
-    GeneratedClassifyData,
-)
-from tests.tasks.classify.test_readers import (  # noqa: E402
-    encoded,
-    make_folder,
-    make_npz,
-    picture,
-)
+from quadtree_attention.errors import DataError, OptionError
+from quadtree_attention.tasks.classify.data import MEAN, STD, ClassifyData, GeneratedClassifyData
+from tests.support import training
+from tests.support.commands import refusal
+from tests.support.training import SaveAt
+from tests.tasks.classify.test_readers import encoded, make_folder, make_npz, picture
 
 
 def generated(**options):
@@ -42,42 +34,23 @@ class Recorder(pl.LightningModule):
         self.seen = {"train": [], "val": []}
 
     def training_step(self, batch, index):
-        self.seen["train"].append({k: v.clone() for k, v in batch.items() if torch.is_tensor(v)})
+        self.keep("train", batch)
         return self.weight
 
     def validation_step(self, batch, index):
-        self.seen["val"].append({k: v.clone() for k, v in batch.items() if torch.is_tensor(v)})
+        self.keep("val", batch)
+
+    def keep(self, split, batch):
+        self.seen[split].append({k: v.clone() for k, v in batch.items() if torch.is_tensor(v)})
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-class SaveAtStep(pl.Callback):
-    def __init__(self, step, path):
-        self.step = step
-        self.path = path
-
-    def on_train_batch_end(self, trainer, *_):
-        if trainer.global_step == self.step:
-            trainer.save_checkpoint(self.path)
-
-
-def fit(folder, data, checkpoint=None, **options):
-    """Trains on the CPU; the batches that were seen."""
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
-        num_sanity_val_steps=0,
-        default_root_dir=folder,
-        **{"max_epochs": 1} | options,
-    )
+def fit(folder, data, *callbacks, **options):
+    """The batches that training has seen."""
     module = Recorder()
-    trainer.fit(module, datamodule=data, ckpt_path=checkpoint)
+    training.fit(folder, module, data, *callbacks, **{"max_epochs": 1} | options)
     return module.seen
 
 
@@ -94,34 +67,22 @@ def test_shapes(tmp_path, augment):
 
 
 @pytest.mark.parametrize("augment", ["timm", "batch"])
-def test_training_is_augmented_and_validation_is_not(tmp_path, augment):
-    seen = fit(tmp_path, generated(augment=augment), max_epochs=2)
+def test_training_is_augmented_by_the_seed_and_goes_on_the_same(tmp_path, augment):
+    path = tmp_path / "third.ckpt"
+    seen = fit(tmp_path, generated(augment=augment), SaveAt(3, path), max_epochs=2)
     train = [{int(i): x for b in bs for i, x in zip(b["indices"], b["images"], strict=True)}
              for bs in (seen["train"][:4], seen["train"][4:])]  # fmt: skip
     assert all(not torch.equal(train[0][i], train[1][i]) for i in range(16))
     assert torch.equal(seen["val"][0]["images"], seen["val"][1]["images"])
-
-
-@pytest.mark.parametrize("augment", ["timm", "batch"])
-def test_resumed_run_sees_the_same_images(tmp_path, augment):
-    path = tmp_path / "third.ckpt"
-    saving = {"max_epochs": 2, "callbacks": [SaveAtStep(3, path)]}
-    whole = fit(tmp_path, generated(augment=augment), **saving)["train"]
     torch.manual_seed(123)
-    resumed = fit(tmp_path, generated(augment=augment), path, max_epochs=2)["train"]
+    options = {"checkpoint": path, "max_epochs": 2}
+    resumed = fit(tmp_path, generated(augment=augment), **options)["train"]
     assert len(resumed) == 5
-    for batch, expected in zip(resumed, whole[3:], strict=True):
+    for batch, expected in zip(resumed, seen["train"][3:], strict=True):
         assert torch.equal(batch["indices"], expected["indices"])
         assert torch.equal(batch["images"], expected["images"])
-
-
-def test_seed_decides_the_augmentation(tmp_path):
-    first, again, other = (
-        fit(tmp_path, generated(augment="batch", seed=seed))["train"][0]["images"]
-        for seed in (0, 0, 1)
-    )
-    assert torch.equal(first, again)
-    assert not torch.equal(first, other)
+    other = fit(tmp_path, generated(augment=augment, seed=1))["train"]
+    assert not torch.equal(other[0]["images"], seen["train"][0]["images"])
 
 
 def test_images_in_memory_are_normalised_like_those_of_timm(tmp_path):
@@ -151,10 +112,14 @@ def read_everything(data):
 
 
 @pytest.mark.parametrize("augment", ["none", "batch"])
-def test_bad_file_is_replaced_and_reported(tmp_path, capfd, augment):
+def test_bad_file_is_replaced_and_reported_or_refused(tmp_path, capfd, augment):
     bad = make_folder(tmp_path) / "train" / "dog" / "1.jpg"
     bad.write_bytes(encoded(picture())[:150])
     batches = read_everything(from_folder(tmp_path, augment=augment))
+    strict = from_folder(tmp_path, augment=augment, strict=True)
+    refused = refusal(DataError, read_everything, strict)
+    assert refused.startswith(f"cannot decode {bad}: ")
+    assert refused.endswith("; mend it, or leave out --data.strict")
     told = capfd.readouterr().err + "".join(reason for b in batches for reason in b["skipped"])
     assert told.count(f"cannot decode {bad}: ") == 1
     if augment == "batch":
@@ -163,17 +128,6 @@ def test_bad_file_is_replaced_and_reported(tmp_path, capfd, augment):
     assert sorted(indices) == [0, 1, 2, 3, 5, 5]  # the next one in its place
     labels = torch.cat([batch["labels"] for batch in batches])
     assert torch.equal(labels, torch.tensor(indices) // 3)
-
-
-@pytest.mark.parametrize("augment", ["none", "batch"])
-def test_strict_fails_at_a_bad_file_and_names_it(tmp_path, augment):
-    bad = make_folder(tmp_path) / "train" / "dog" / "1.jpg"
-    bad.write_bytes(b"no image")
-    data = from_folder(tmp_path, augment=augment, strict=True)
-    with pytest.raises(DataError) as caught:
-        read_everything(data)
-    assert f"cannot decode {bad}: " in str(caught.value)
-    assert str(caught.value).endswith("; mend it, or leave out --data.strict")
 
 
 def test_npz(tmp_path):
@@ -204,6 +158,4 @@ def test_npz(tmp_path):
     ],
 )
 def test_options_that_are_not_accepted(options, expected):
-    with pytest.raises(OptionError) as caught:
-        generated(**options)
-    assert str(caught.value).startswith(expected)
+    assert refusal(OptionError, generated, **options).startswith(expected)

@@ -23,10 +23,7 @@ def test_bars_are_as_long_as_their_probability():
     picture = np.array(draw(found(0.25, 0.5, 0.2, 0.05)))
     assert (picture[HEADER : HEADER + 360, :600] == 128).all()  # the image, three times as large
     beside = picture[HEADER:, 600:]
-    widths = {}
-    for label in range(4):
-        bar = (beside == vivid(label)).all(-1)
-        widths[label] = bar.sum(1).max()
+    widths = [(beside == vivid(label)).all(-1).sum(1).max() for label in range(4)]
     room = LEGEND - 2 * MARGIN
     assert [widths[i] / room for i in (1, 0, 2)] == pytest.approx([0.5, 0.25, 0.2], abs=0.02)
     assert widths[3] == 0  # not among the best three

@@ -34,30 +34,18 @@ def test_place_of_the_true_class(scores, label, place):
     assert ranks(torch.tensor([scores]), torch.tensor([label])).tolist() == [place]
 
 
-@pytest.mark.parametrize("k", [1, 5, 1000])
-def test_nan_is_never_right(k):
-    logits = torch.full((2, 3), NAN)
-    assert percent(ranks(logits, torch.tensor([0, 2])) < k) == 0.0
-
-
-def test_topk():
+def test_shares_of_all_and_per_class():
     logits = torch.tensor([[3.0, 2, 1, 0], [0, 1, 2, 3], [1, 1, 0, 0], [0, 5, 4, 3]])
     places = ranks(logits, torch.tensor([0, 2, 1, 3]))  # 0, 1, 1 (tie), 2
     assert [percent(places < k) for k in (1, 2, 3, 4)] == [25.0, 75.0, 100.0, 100.0]
-
-
-def test_of_nothing_is_nan():
-    assert math.isnan(percent(torch.zeros(0, dtype=torch.bool)))
-
-
-def test_per_class():
+    assert math.isnan(percent(places[:0] < 1))
+    never = ranks(torch.full((2, 3), NAN), torch.tensor([0, 2]))
+    assert [percent(never < k) for k in (1, 5, 1000)] == [0, 0, 0]
     logits = torch.tensor([[2.0, 1, 0, 0], [2, 1, 0, 0], [0, 1, 0, 0], [1, 1, 0, 0], [0, 0, 0, 7]])
     labels = torch.tensor([0, 1, 1, 1, 3])  # class 1: wrong, right, a tie
-    counts, accuracies = zip(*per_class(labels, ranks(logits, labels) < 1, 4), strict=True)
-    assert counts == (1, 3, 0, 1)
-    assert accuracies[0] == accuracies[3] == 100.0
-    assert accuracies[1] == pytest.approx(100 / 3)
-    assert math.isnan(accuracies[2])
+    found = per_class(labels, ranks(logits, labels) < 1, 4)
+    expected = [(1, 100.0), (3, pytest.approx(100 / 3)), (0, pytest.approx(NAN, nan_ok=True))]
+    assert found == [*expected, (1, 100.0)]
 
 
 def result(logits, classes):

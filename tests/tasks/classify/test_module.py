@@ -7,12 +7,12 @@ import re
 import pytest
 import torch
 
-pl = pytest.importorskip("pytorch_lightning", reason="training needs the extra 'train'")
-
-from quadtree_attention.errors import OptionError  # noqa: E402
-from quadtree_attention.nn.block import DropPath  # noqa: E402
-from quadtree_attention.tasks.classify.data import GeneratedClassifyData  # noqa: E402
-from quadtree_attention.tasks.classify.module import ClassifyModule  # noqa: E402
+from quadtree_attention.errors import OptionError
+from quadtree_attention.nn.block import DropPath
+from quadtree_attention.tasks.classify.data import GeneratedClassifyData
+from quadtree_attention.tasks.classify.module import ClassifyModule
+from tests.support import training
+from tests.support.training import Rates
 
 EPOCHS, STEPS = 5, 4  # per epoch
 
@@ -22,65 +22,28 @@ def build(**options):
     return ClassifyModule("test_quadtree", {"backend": "reference"}, **options)
 
 
-class Rates(pl.Callback):
-    """The learning rate that every step is made with."""
-
-    def __init__(self):
-        self.seen = []
-
-    def on_before_optimizer_step(self, trainer, module, optimizer):
-        self.seen.append(optimizer.param_groups[0]["lr"])
-
-
 def fit(folder, module, *callbacks, batch_size=8, **options):
-    data = GeneratedClassifyData(
-        generated_count=batch_size * STEPS,
-        image_size=32,
-        stored_size=32,
-        batch_size=batch_size,
-        augment="batch",
-    )
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=list(callbacks),
-        default_root_dir=folder,
-        **{"max_epochs": 1} | options,
-    )
-    trainer.fit(module, datamodule=data)
-    return trainer
+    sizes = {"image_size": 32, "stored_size": 32, "generated_count": batch_size * STEPS}
+    data = GeneratedClassifyData(batch_size=batch_size, augment="batch", **sizes)
+    return training.fit(folder, module, data, *callbacks, **{"max_epochs": 1} | options)
 
 
 def test_schedule(tmp_path):
     """Warm-up from nearly nothing, then half a cosine; at 1/128 of the batch of 1024."""
     rates = Rates()
     fit(tmp_path, build(lr=0.128, min_lr=0.0128, warmup_epochs=2), rates, max_epochs=EPOCHS)
-    scale = 8 / 1024
     steps, warm = EPOCHS * STEPS, 2 * STEPS
-    expected = []
-    for step in range(steps):
-        if step < warm:
-            rate = 1e-6 + (0.128 - 1e-6) * step / warm
-        else:
-            rate = 0.0128 + (0.128 - 0.0128) * (1 + math.cos(math.pi * step / steps)) / 2
-        expected.append(rate * scale)
-    assert rates.seen == pytest.approx(expected, rel=1e-6)
+    expected = [1e-6 + (0.128 - 1e-6) * step / warm for step in range(warm)]
+    shares = [(1 + math.cos(math.pi * step / steps)) / 2 for step in range(warm, steps)]
+    expected += [0.0128 + (0.128 - 0.0128) * share for share in shares]
+    assert rates.seen == pytest.approx([rate * 8 / 1024 for rate in expected], rel=1e-6)
 
 
-def test_rate_follows_the_whole_batch(tmp_path):
-    rates = Rates()
-    options = {"lr": 0.512, "warmup_epochs": 0}
-    fit(tmp_path, build(**options), rates, batch_size=4, accumulate_grad_batches=2)
+def test_rates_follow_the_whole_batch_and_norms_biases_and_level_weights_do_not_decay(tmp_path):
+    module, rates = build(weight_decay=0.3, lr=0.512, warmup_epochs=0), Rates()
+    run = fit(tmp_path, module, rates, batch_size=4, accumulate_grad_batches=2)
     assert rates.seen[0] == pytest.approx(0.512 * 8 / 1024)
-
-
-def test_norms_biases_and_level_weights_do_not_decay(tmp_path):
-    module = build(weight_decay=0.3)
-    groups = fit(tmp_path, module).optimizers[0].param_groups
+    groups = run.optimizers[0].param_groups
     decay = {id(p): group["weight_decay"] for group in groups for p in group["params"]}
     named = dict(module.model.named_parameters())
     assert len(decay) == len(named)
@@ -98,20 +61,18 @@ def step(module, count, monkeypatch):
     return module.training_step(batch, 1)
 
 
-def test_label_smoothing(monkeypatch):
-    plain, smooth = (
-        step(build(label_smoothing=share, drop_path=0.0), 4, monkeypatch) for share in (0.0, 0.4)
-    )
-    assert plain != smooth
-
-
-@pytest.mark.parametrize("options", [{"mixup": 0.8}, {"cutmix": 1.0}, {"mixup": 0.8, "cutmix": 1}])
-def test_mixing_changes_the_loss_of_even_batches(monkeypatch, options):
-    for count, differs in ((4, True), (3, False)):  # timm mixes pairs
-        plain = step(build(drop_path=0.0), count, monkeypatch)
-        mixed = step(build(drop_path=0.0, **options), count, monkeypatch)
+@pytest.mark.parametrize(
+    "options",
+    [{"mixup": 0.8}, {"cutmix": 1.0}, {"mixup": 0.8, "cutmix": 1}, {"label_smoothing": 0.4}],
+)
+def test_mixing_and_smoothing_change_the_loss(monkeypatch, options):
+    for count in (4, 3):
+        plain = step(build(drop_path=0.0, label_smoothing=0.0), count, monkeypatch)
+        mixed = step(
+            build(**{"drop_path": 0.0, "label_smoothing": 0.0} | options), count, monkeypatch
+        )
         assert torch.isfinite(mixed)
-        assert (plain != mixed) == differs
+        assert (plain != mixed) == (count == 4 or "label_smoothing" in options)  # timm mixes pairs
 
 
 def test_drop_path_reaches_the_blocks():
@@ -139,10 +100,14 @@ def test_grad_checkpointing_changes_nothing(tmp_path):
         torch.testing.assert_close(checkpointed.state_dict()[name], tensor, rtol=0, atol=1e-5)
 
 
-def test_unknown_names():
-    with pytest.raises(OptionError, match=r"got 'quadtre_b_b0'; did you mean quadtree_b_b0"):
-        ClassifyModule("quadtre_b_b0")
-    with pytest.raises(OptionError, match=r"got 'windows'; did you mean 'window'\?"):
-        ClassifyModule("test_quadtree", {"attention": "windows"})
-    with pytest.raises(OptionError, match=r"got 'topkk'; did you mean topk\?"):
-        ClassifyModule("test_quadtree", {"topkk": 3})
+@pytest.mark.parametrize(
+    ("model", "options", "told"),
+    [
+        ("quadtre_b_b0", {}, "got 'quadtre_b_b0'; did you mean quadtree_b_b0"),
+        ("test_quadtree", {"attention": "windows"}, r"got 'windows'; did you mean 'window'\?"),
+        ("test_quadtree", {"topkk": 3}, r"got 'topkk'; did you mean topk\?"),
+    ],
+)
+def test_unknown_names(model, options, told):
+    with pytest.raises(OptionError, match=told):
+        ClassifyModule(model, options)

@@ -1,15 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Files of predictions: what is written, what they score without the data, what is refused."""
 
-import io
 import json
 from pathlib import Path
 
 import numpy as np
 import pytest
-
-pytest.importorskip("timm", reason="models need timm")
-
 from PIL import Image
 
 from quadtree_attention.errors import CheckpointError, DataError, OptionError
@@ -55,9 +51,6 @@ def alone(path: Path):
     return evaluate("classify", data=path, predictions=path)
 
 
-# ---- the file
-
-
 def test_what_is_written(tmp_path, weights, images):
     out = tmp_path / "out.npz"
     scores = run(weights, images, out, batch=5)
@@ -89,25 +82,14 @@ def test_labels_are_those_of_the_network(tmp_path, weights):
 
 
 def test_images_of_npz_files(tmp_path, weights):
-    files = [io.BytesIO() for _ in range(6)]
-    for i, file in enumerate(files):
-        Image.fromarray(pixels(40, 50, seed=i)).save(file, "JPEG")
-    data = [file.getvalue() for file in files]
-    arrays = {
-        "data": np.frombuffer(b"".join(data), np.uint8),
-        "offsets": np.cumsum([0, *map(len, data)]),
-        "labels": np.array([0, 1, 2, 0, -1, 2]),  # one without a label
-        "names": None,
-    }
-    scores = run(weights, make_npz(tmp_path, "val", **arrays), tmp_path / "out.npz")
+    labels = np.array([0, 1, 2, 0, -1, 2])  # one without a label
+    root = make_npz(tmp_path, "val", 6, labels=labels, names=None)
+    scores = run(weights, root, tmp_path / "out.npz")
     assert read(tmp_path / "out.npz")["labels"].tolist() == [0, 1, 2, 0, -1, 2]
     assert scores.facts["images"] == 5 and "has no label" in scores.skipped[0]
     assert alone(tmp_path / "out.npz").mean == scores.mean
     with pytest.raises(OptionError, match=r"exists, and no val\.settings\.json beside it"):
         run(weights, tmp_path, tmp_path / "val.npz", force=True)  # the data themselves
-
-
-# ---- scores of a file
 
 
 def write_predictions(path: Path, **changes: object) -> Path:
@@ -134,14 +116,11 @@ def test_scores_by_hand(tmp_path):
         {"label": 1, "name": "y", "images": 3, "accuracy": pytest.approx(200 / 3)},
         {"label": 2, "name": "z", "images": 1, "accuracy": 100.0},
     ]
-
-
-def test_top5_by_hand(tmp_path):
     logits = np.tile(np.arange(8, dtype=np.float32), (8, 1))  # the best is 7, then 6, ...
     letters = list("abcdefgh")
-    info = np.array(json.dumps({"classes": letters}))
     changes = {"logits": logits, "labels": np.arange(8), "names": np.array(letters)}
-    path = write_predictions(tmp_path / "p.npz", info=info, **changes)
+    changes["info"] = np.array(json.dumps({"classes": letters}))
+    path = write_predictions(tmp_path / "p.npz", **changes)
     assert alone(path).mean == {"top1": 12.5, "top5": 62.5}
 
 

@@ -6,8 +6,6 @@ import pytest
 import torch
 from PIL import Image
 
-pytest.importorskip("torchvision", reason="augmentation needs torchvision")
-
 from quadtree_attention.errors import OptionError
 from quadtree_attention.tasks.detect.augment import Augment
 from quadtree_attention.tasks.detect.generated import CLASSES, GeneratedShapes

@@ -6,18 +6,16 @@ import pytest
 import torch
 from PIL import Image
 
-pytest.importorskip("pytorch_lightning", reason="training needs the extra 'train'")
-pytest.importorskip("faster_coco_eval", reason="masks need faster-coco-eval")
-
-from quadtree_attention.errors import DataError, OptionError
+from quadtree_attention.errors import DataError
 from quadtree_attention.tasks.detect.data import DetectData, GeneratedDetectData
 from quadtree_attention.tasks.detect.generated import CLASSES, GeneratedShapes
 from tests.tasks.detect.files import entry, with_mask, write_split
 
 SIZES = ((40, 30), (32, 36), (50, 20), (24, 24), (36, 30))
+CROWD = {"iscrowd": 1, "segmentation": {"size": [30, 40], "counts": [0, 1200]}}
 OBJECTS = [
     with_mask(entry(1, [2, 3, 10, 8], category=7)),
-    entry(2, [0, 0, 40, 30], iscrowd=1, segmentation={"size": [30, 40], "counts": [0, 1200]}),
+    entry(2, [0, 0, 40, 30], **CROWD),
     with_mask(entry(3, [5, 5, 12, 10], image=2), 36, 32),
     with_mask(entry(4, [5, 5, 12, 10], image=4, category=90), 24, 24),
 ]
@@ -40,56 +38,28 @@ def batches(root, split="train", **options):
 def test_training_batches(root):
     found = batches(root, flip=0.0)
     assert len(found) == 2  # whole ones only
+    expected = {0: [2], 1: [1], 2: [], 3: [3], 4: []}
     for batch in found:
-        for image, target, index in zip(
-            batch["images"], batch["targets"], batch["indices"], strict=True
-        ):
+        parts = zip(batch["images"], batch["targets"], batch["indices"].tolist(), strict=True)
+        for image, target, index in parts:
             width, height = SIZES[index]
             assert image.shape == (3, height, width) and image.dtype == torch.uint8
             assert target["masks"].shape == (len(target["labels"]), height, width)
             assert not target["iscrowd"].any()  # crowds are not learnt from
-    objects = {
-        int(i): t["labels"].tolist()
-        for b in found
-        for i, t in zip(b["indices"], b["targets"], strict=True)
-    }
-    expected = {0: [2], 1: [1], 2: [], 3: [3], 4: []}
-    assert objects == {i: expected[i] for i in objects}
+            assert target["labels"].tolist() == expected[index]
+    for batch, flipped in zip(found, batches(root, flip=1.0), strict=True):
+        for image, other in zip(batch["images"], flipped["images"], strict=True):
+            assert torch.equal(image.flip(-1), other)
 
 
-def test_validation_sees_every_image_once(root):
+def test_validation_sees_every_image_once_from_0_to_1(root):
     found = batches(root, "val")
     assert [b["indices"].tolist() for b in found] == [[0, 1], [2, 3], [4]]
-
-
-def test_images_reach_the_model_from_0_to_1(root):
     data = DetectData(root=str(root), batch_size=2, workers=0)
-    data.setup()
-    batch = data.on_after_batch_transfer(next(iter(data.val_dataloader())), 0)
+    batch = data.on_after_batch_transfer(found[0], 0)
     expected = np.array(Image.open(root / "images" / "val" / "1.png")) / 255
     assert np.allclose(batch["images"][0].permute(1, 2, 0).numpy(), expected, atol=1e-6)
-    assert data.classes == ["square", "disc", "star"]
-    assert data.batches_per_epoch == 2
-
-
-def test_same_batches_after_a_resume_and_with_workers(root):
-    options = {"root": str(root), "batch_size": 1, "flip": 0.5, "crop": 0.5, "jitter": 0.4}
-    data = DetectData(**options, workers=0, seed=3)
-    data.setup()
-    loader = data.train_dataloader()
-    whole = list(loader)
-    loader.load_state_dict({"epoch": 0, "batches": 2})
-    rest = list(loader)
-    workers = DetectData(**options, workers=2, seed=3)
-    workers.setup()
-    others = list(workers.train_dataloader())
-    for one, other in [*zip(whole[2:], rest, strict=True), *zip(whole, others, strict=True)]:
-        assert torch.equal(one["images"][0], other["images"][0])
-        assert torch.equal(one["targets"][0]["boxes"], other["targets"][0]["boxes"])
-    loader.sampler.set_epoch(1)
-    again = {int(b["indices"]): b["images"][0] for b in loader}
-    first = {int(b["indices"]): b["images"][0] for b in whole}
-    assert any(first[i].shape != again[i].shape or (first[i] != again[i]).any() for i in first)
+    assert data.classes == ["square", "disc", "star"] and data.batches_per_epoch == 2
 
 
 def test_unusable_images_of_validation_are_left_out_and_told(root, capsys):
@@ -113,33 +83,11 @@ def test_unusable_images_of_validation_are_left_out_and_told(root, capsys):
     assert empty["images"] == [] and empty["indices"].shape == (0,) and len(empty["skipped"]) == 1
 
 
-def test_unusable_images_of_training_are_replaced(root):
-    folder = root / "images" / "train"
-    (folder / "2.png").write_bytes(b"broken")
-    found = batches(root, batch_size=5, flip=0.0)
-    assert sorted(found[0]["indices"].tolist()) == [0, 2, 2, 3, 4]
-    assert len(found[0]["skipped"]) == 1 and "2.png" in found[0]["skipped"][0]
-    with pytest.raises(DataError, match=r"2\.png.*leave out --data\.strict"):
-        batches(root, batch_size=5, strict=True)
-    for path in folder.iterdir():
-        path.write_bytes(b"")
-    with pytest.raises(DataError, match="5 images in a row cannot be read"):
-        batches(root, batch_size=5)
-
-
 def test_refusals(root, tmp_path):
-    with pytest.raises(OptionError, match=r"do not fill one batch of 6 .*--data\.batch_size"):
-        batches(root, batch_size=6)
-    with pytest.raises(OptionError, match="batch_size must be at least 1, got 0"):
-        DetectData(batch_size=0)
     with pytest.raises(DataError, match=r"pass --data\.root"):
         DetectData().setup()
     write_split(tmp_path, "val", annotations=[], sizes=SIZES)
     with pytest.raises(DataError, match="5 validation images show no object"):
-        batches(root, "val")
-    others = [{"id": 1, "name": "cat"}]
-    write_split(tmp_path, "val", annotations=[], sizes=SIZES, categories=others)
-    with pytest.raises(DataError, match="train has the classes square, disc, star, val has cat"):
         batches(root, "val")
 
 

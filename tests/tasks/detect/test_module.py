@@ -8,27 +8,22 @@ from dataclasses import replace
 import pytest
 import torch
 
-pl = pytest.importorskip("pytorch_lightning", reason="training needs the extra 'train'")
-pytest.importorskip("faster_coco_eval", reason="AP needs faster-coco-eval")
-
-from quadtree_attention.errors import DataError, OptionError  # noqa: E402
-from quadtree_attention.models.weights import save_weights  # noqa: E402
-from quadtree_attention.tasks.detect.data import DetectData, GeneratedDetectData  # noqa: E402
-from quadtree_attention.tasks.detect.generated import GeneratedShapes  # noqa: E402
-from quadtree_attention.tasks.detect.metrics import DetectMetric  # noqa: E402
-from quadtree_attention.tasks.detect.module import (  # noqa: E402
-    OVERLAPS,
-    RECALLS,
-    DetectModule,
-    as_trained,
-)
-from quadtree_attention.tasks.detect.predictor import Detector, detections  # noqa: E402
-from quadtree_attention.tasks.detect.readers import open_source  # noqa: E402
-from tests.tasks.detect.files import SHARED, TINY, entry, with_mask, write_split  # noqa: E402
+from quadtree_attention.errors import DataError, OptionError
+from quadtree_attention.models.weights import save_weights
+from quadtree_attention.tasks.detect import module as made
+from quadtree_attention.tasks.detect.data import DetectData, GeneratedDetectData
+from quadtree_attention.tasks.detect.generated import GeneratedShapes
+from quadtree_attention.tasks.detect.metrics import DetectMetric
+from quadtree_attention.tasks.detect.module import DetectModule, as_trained
+from quadtree_attention.tasks.detect.predictor import Detector, detections
+from quadtree_attention.tasks.detect.readers import open_source
+from tests.support.training import Rates, SaveAt, fit, trainer
+from tests.tasks.detect.files import SHARED, TINY, entry, with_mask, write_split
 
 pytestmark = pytest.mark.usefixtures("only_reference")
 OPTIONS = {**TINY, "anchor_scale": 2.0}
 MASKS = {**OPTIONS, "proposals": 20, "rois_per_image": 16}
+LIKE_TRAINING = {"overlaps": made.OVERLAPS, "recalls": made.RECALLS}
 
 
 def module(model="retinanet_test_quadtree", **more):
@@ -41,44 +36,17 @@ def data(**more):
     return GeneratedDetectData(**{**options, "batch_size": 2, "jitter": 0.2, "crop": 0.5, **more})
 
 
-def trainer(folder, **more):
-    options = {
-        "max_epochs": 2,
-        "accelerator": "cpu",
-        "logger": False,
-        "enable_model_summary": False,
-    }
-    quiet = {"enable_progress_bar": False, "num_sanity_val_steps": 0}
-    return pl.Trainer(**{**options, **quiet, "default_root_dir": str(folder), **more})
-
-
-class SaveAt(pl.Callback):
-    """Stores the state after a step, as a run that is killed there would have it."""
-
-    def __init__(self, step, path):
-        self.step = step
-        self.path = path
-
-    def on_train_batch_end(self, trainer, *_):
-        if trainer.global_step == self.step:
-            trainer.save_checkpoint(self.path)
-
-
 def test_resume_is_exact_and_weights_detect(tmp_path):
     """A run that stopped in the middle of an epoch ends with the same weights, bit for bit."""
     checkpoint = tmp_path / "middle.ckpt"
-    whole = module()
-    first = trainer(tmp_path, callbacks=[SaveAt(6, checkpoint)], enable_checkpointing=False)
-    first.fit(whole, datamodule=data())
+    whole, resumed = module(), module(seed=5)  # other weights before the checkpoint is read
+    first = fit(tmp_path, whole, data(), SaveAt(6, checkpoint), max_epochs=2)
     assert first.global_step == 8
-    resumed = module(seed=5)  # other weights before the checkpoint is read
-    again = trainer(tmp_path, enable_checkpointing=False)
     resumed.hparams["seed"] = 0
-    again.fit(resumed, datamodule=data(), ckpt_path=checkpoint)
-    for (name, a), b in zip(
-        whole.model.state_dict().items(), resumed.model.state_dict().values(), strict=True
-    ):
-        assert torch.equal(a, b), name
+    fit(tmp_path, resumed, data(), checkpoint=checkpoint, max_epochs=2)
+    again = resumed.model.state_dict()
+    for name, tensor in whole.model.state_dict().items():
+        assert torch.equal(again[name], tensor), name
     names = {"val/ap", "val/ap50", "val/ap75", "train/loss", "train/classification_loss"}
     assert names <= first.callback_metrics.keys()
 
@@ -97,23 +65,14 @@ def test_resume_is_exact_and_weights_detect(tmp_path):
 def test_mask_rcnn_trains_and_is_scored_by_masks(tmp_path):
     model = module("mask_rcnn_test_quadtree")
     before = copy.deepcopy(model.model.state_dict())
-    run = trainer(tmp_path, max_epochs=1, limit_train_batches=2, enable_checkpointing=False)
-    run.fit(model, datamodule=data(masks=True))
-    assert {
-        "val/ap",
-        "val/mask_ap",
-        "val/mask_ap50",
-        "train/mask_loss",
-    } <= run.callback_metrics.keys()
-    after = model.model.state_dict()
-    untouched = [
-        name
-        for name, p in model.model.named_parameters()
-        if p.numel() > 1 and torch.equal(before[name], after[name])
-    ]  # a choice among one level alone has no gradient
-    assert not untouched
+    run = fit(tmp_path, model, data(masks=True), max_epochs=1, limit_train_batches=2)
+    names = {"val/ap", "val/mask_ap", "val/mask_ap50", "train/mask_loss"}
+    assert names <= run.callback_metrics.keys()
+    after = {name: p for name, p in model.model.named_parameters() if p.numel() > 1}
+    # a choice among one level alone has no gradient
+    assert not [name for name, p in after.items() if torch.equal(before[name], p)]
     with pytest.raises(OptionError, match=r"learns masks, .* --data\.masks true"):
-        trainer(tmp_path, enable_checkpointing=False).fit(model, datamodule=data())
+        fit(tmp_path, model, data(), max_epochs=1)
 
 
 def answers(source, index):
@@ -154,7 +113,7 @@ def test_ap_is_that_of_torchmetrics(crowded):
         iou_type=("bbox", "segm"), backend="faster_coco_eval"
     )
     theirs.warn_on_many_detections = False
-    metric = DetectMetric(crowded, overlaps=OVERLAPS, recalls=RECALLS)
+    metric = DetectMetric(crowded, **LIKE_TRAINING)
     for index in range(len(crowded)):
         if not crowded.truth(index).annotations:
             continue
@@ -193,7 +152,7 @@ def test_ap_of_the_truth_is_100_and_follows_mistakes():
     """Fed with the objects themselves, with and without their masks moved."""
     model, source = module("mask_rcnn_test_quadtree"), GeneratedShapes(2, 64, seed=1)
     for shift in (0, 6):
-        metric = DetectMetric(source, overlaps=OVERLAPS, recalls=RECALLS)
+        metric = DetectMetric(source, **LIKE_TRAINING)
         for i in range(len(source)):
             answer = source.truth(i).target(masks=True)
             answer["masks"] = answer["masks"].roll(shift, dims=2)[:, None].float()
@@ -225,30 +184,24 @@ def test_validation_images_that_cannot_be_read_do_not_count(tmp_path):
 
     files = DetectData(root=str(tmp_path), batch_size=1, workers=0)
     model = Counting("retinanet_test_quadtree", OPTIONS, num_classes=3)
-    trainer(tmp_path, enable_checkpointing=False).validate(model, files, verbose=False)
+    trainer(tmp_path).validate(model, files, verbose=False)
     assert seen == [1] and len(model.skipped) == 1
     (tmp_path / "images" / "val" / "1.png").write_bytes(b"broken")
     with pytest.raises(DataError, match=r"none of the validation samples can be scored: .*1\.png"):
-        trainer(tmp_path, enable_checkpointing=False).validate(module(), files, verbose=False)
+        trainer(tmp_path).validate(module(), files, verbose=False)
 
 
 def rates(tmp_path, **options):
     """Learning rates of all steps of a run."""
-    seen = []
-
-    class Watch(pl.Callback):
-        def on_train_batch_start(self, trainer, *_):
-            seen.append(trainer.optimizers[0].param_groups[0]["lr"])
 
     class Idle(DetectModule):
         def training_step(self, batch):
             return sum(p.sum() for p in self.parameters()) * 0
 
     model = Idle("retinanet_test_quadtree", OPTIONS, lr=1.6, warmup_epochs=0.5, **options)
-    run = trainer(tmp_path, max_epochs=4, limit_val_batches=0, enable_checkpointing=False)
-    run.callbacks.append(Watch())
-    run.fit(model, datamodule=data(crop=0.0))
-    return [rate / (1.6 * 2 / 16) for rate in seen]  # 4 steps an epoch, 2 images a batch
+    seen = Rates()
+    fit(tmp_path, model, data(crop=0.0), seen, max_epochs=4, limit_val_batches=0)
+    return [rate / (1.6 * 2 / 16) for rate in seen.seen]  # 4 steps an epoch, 2 images a batch
 
 
 def test_schedules(tmp_path):
@@ -275,8 +228,6 @@ def test_options_that_the_module_has_itself(name, instead):
 def test_options_that_do_not_do():
     with pytest.raises(OptionError, match="schedule must be one of step, cosine, got 'poly'"):
         module(schedule="poly")
-    with pytest.raises(OptionError, match="decay_epochs must be above 0 and rise"):
-        module(decay_epochs=[11, 8])
     with pytest.raises(OptionError, match="did you mean retinanet_quadtree_b_b0"):
         module("retinanet_quadtree_b_b00")
 
@@ -286,32 +237,16 @@ def test_overfits_four_photographs(tmp_path):
     """13 objects of 7 classes; four minutes on one core."""
     if not (SHARED / "coco_mini").is_dir():
         pytest.skip("there is no ../shared/data/coco_mini beside the checkout")
-    root = SHARED / "coco_mini"
-    paths = {
-        f"{split}_{what}": str(path)
-        for split in ("train", "val")
-        for what, path in (
-            ("images", root / "images" / "train"),
-            ("annotations", root / "annotations" / "instances_train.json"),
-        )
-    }
+    images = SHARED / "coco_mini" / "images" / "train"
+    annotations = SHARED / "coco_mini" / "annotations" / "instances_train.json"
+    paths = {"train_images": images, "val_images": images}
+    paths |= {"train_annotations": annotations, "val_annotations": annotations}
+    paths = {name: str(path) for name, path in paths.items()}
     photos = DetectData(**paths, limit_images=4, batch_size=4, flip=0.0, masks=True, workers=0)
     options = {"channels": 64, "min_size": 160, "max_size": 256, "anchor_scale": 4.0}
-    model = DetectModule(
-        "mask_rcnn_test_quadtree",
-        {**options, "proposals": 100, "rois_per_image": 64, "embed_dims": (16, 32, 48, 64)},
-        num_classes=80,
-        lr=8e-3,  # 2e-3 at a batch of 4
-        warmup_epochs=20,
-        weight_decay=0.0,
-        schedule="cosine",
-    )
-    run = trainer(
-        tmp_path,
-        max_epochs=350,  # of one step
-        check_val_every_n_epoch=350,
-        gradient_clip_val=1.0,
-        enable_checkpointing=False,
-    )
-    run.fit(model, datamodule=photos)
+    options |= {"proposals": 100, "rois_per_image": 64, "embed_dims": (16, 32, 48, 64)}
+    learning = {"lr": 8e-3, "warmup_epochs": 20, "weight_decay": 0.0, "schedule": "cosine"}
+    model = DetectModule("mask_rcnn_test_quadtree", options, num_classes=80, **learning)
+    epochs = {"max_epochs": 350, "check_val_every_n_epoch": 350}  # of one step
+    run = fit(tmp_path, model, photos, gradient_clip_val=1.0, **epochs)
     assert run.callback_metrics["val/ap"] > 90

@@ -6,21 +6,19 @@ import shutil
 
 import numpy as np
 import pytest
+from faster_coco_eval.core import mask as library
 from PIL import Image
 
-pytest.importorskip("timm", reason="models need timm")
-library = pytest.importorskip("faster_coco_eval.core.mask", reason="masks need faster-coco-eval")
-
-from quadtree_attention.errors import DataError  # noqa: E402
-from quadtree_attention.tasks.detect.readers import CocoFile, counted, open_source  # noqa: E402
-from quadtree_attention.tasks.detect.rle import (  # noqa: E402
+from quadtree_attention.errors import DataError
+from quadtree_attention.tasks.detect.readers import CocoFile, counted, open_source
+from quadtree_attention.tasks.detect.rle import (
     compressed,
     decode_mask,
     encode_mask,
     mask_problem,
     run_lengths,
 )
-from tests.tasks.detect.files import SHARED, entry, with_mask, write_split  # noqa: E402
+from tests.tasks.detect.files import SHARED, entry, with_mask, write_split
 
 SQUARE = [[4, 3, 12, 3, 12, 9, 4, 9]]  # a polygon
 
@@ -142,9 +140,6 @@ def test_files_that_are_none(tmp_path, content, message):
         CocoFile(tmp_path / "b.json")
 
 
-# ---- masks
-
-
 def test_run_lengths_as_the_library_writes_them():
     """Odd and unequal sides, empty and full masks, runs that need several characters."""
     rng = np.random.default_rng(0)
@@ -163,8 +158,7 @@ def test_run_lengths_as_the_library_writes_them():
 def test_polygons_may_leave_the_image_a_little():
     """As far as is accepted, in every direction; the part inside is all that is left."""
     around = [[-40, -30, 80, -30, 80, 60, -40, 60]]
-    assert mask_problem(around, 30, 40) is None
-    assert decode_mask(around, 30, 40).all()
+    assert mask_problem(around, 30, 40) is None and decode_mask(around, 30, 40).all()
 
 
 def test_masks_in_all_forms(tmp_path):
@@ -210,9 +204,6 @@ def test_broken_masks(tmp_path, segmentation, reason):
     with pytest.raises(DataError, match=f"annotation 1: .*{reason}"):
         opened(path, masks=True, strict=True)
     assert opened(path, strict=True).truth(0).objects == 2  # boxes alone are in order
-
-
-# ---- where files lie
 
 
 def test_names_of_folders(tmp_path):

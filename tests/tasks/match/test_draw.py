@@ -7,8 +7,6 @@ import numpy as np
 import pytest
 from PIL import Image
 
-pytest.importorskip("poselib", reason="estimators need the extra 'models'")
-
 from quadtree_attention.errors import OptionError
 from quadtree_attention.tasks.match.draw import MAX_LINES, OUTLIER, draw, spread
 from quadtree_attention.tasks.match.pose import Pose

@@ -7,8 +7,6 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 
-pytest.importorskip("poselib", reason="estimators need the extra 'models'")
-
 from quadtree_attention.models.registry import create
 from quadtree_attention.models.weights import save_weights
 from quadtree_attention.synthetic import ProceduralTextures, homography_pairs

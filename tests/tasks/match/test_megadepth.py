@@ -4,15 +4,10 @@
 import csv
 import os
 
+import h5py
 import numpy as np
 import pytest
 import torch
-
-pytest.importorskip("pytorch_lightning", reason="training needs the extra 'train'")
-pytest.importorskip("poselib", reason="estimators need the extra 'models'")
-pytest.importorskip("h5py", reason="depth maps of MegaDepth need h5py")
-
-import h5py
 
 from quadtree_attention.errors import DataError, OptionError
 from quadtree_attention.tasks.match.megadepth import MegaDepthData, fitted

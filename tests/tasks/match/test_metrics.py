@@ -9,9 +9,6 @@ import numpy as np
 import pytest
 from PIL import Image
 
-pytest.importorskip("cv2", reason="estimators need the extra 'models'")
-pytest.importorskip("poselib", reason="estimators need the extra 'models'")
-
 from quadtree_attention.errors import DataError, OptionError
 from quadtree_attention.tasks import evaluate
 from quadtree_attention.tasks.match.metrics import (

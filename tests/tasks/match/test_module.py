@@ -7,9 +7,6 @@ import sys
 import pytest
 import torch
 
-pytest.importorskip("pytorch_lightning", reason="training needs the extra 'train'")
-pytest.importorskip("poselib", reason="estimators need the extra 'models'")
-
 from quadtree_attention.errors import OptionError
 from quadtree_attention.tasks.match.data import MOTION, MatchData, grey
 from quadtree_attention.tasks.match.metrics import MatchMetric

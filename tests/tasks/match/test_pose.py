@@ -4,9 +4,6 @@
 import numpy as np
 import pytest
 
-pytest.importorskip("cv2", reason="estimators need the extra 'models'")
-pytest.importorskip("poselib", reason="estimators need the extra 'models'")
-
 from quadtree_attention.errors import OptionError, QuadtreeAttentionError, ShapeError
 from quadtree_attention.tasks.match.metrics import corner_error, pose_error, transform
 from quadtree_attention.tasks.match.pose import (

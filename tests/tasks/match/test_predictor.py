@@ -6,8 +6,6 @@ import pytest
 import torch
 from PIL import Image
 
-pytest.importorskip("poselib", reason="estimators need the extra 'models'")
-
 from quadtree_attention.errors import CheckpointError, OptionError
 from quadtree_attention.models.registry import create
 from quadtree_attention.models.weights import save_weights

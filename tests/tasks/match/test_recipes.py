@@ -8,9 +8,6 @@ import pytest
 import torch
 import yaml
 
-pytest.importorskip("pytorch_lightning", reason="training needs the extra 'train'")
-pytest.importorskip("poselib", reason="estimators need the extra 'models'")
-
 from quadtree_attention.errors import DataError, MissingDependencyError, OptionError
 from quadtree_attention.models.parts.context_attention import (
     FullAttention,

@@ -6,8 +6,6 @@ import json
 import numpy as np
 import pytest
 
-pytest.importorskip("poselib", reason="estimators need the extra 'models'")
-
 from quadtree_attention.errors import DataError
 from quadtree_attention.tasks.match.metrics import transform
 from quadtree_attention.tasks.match.result import Matches

@@ -8,9 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-pytest.importorskip("pytorch_lightning", reason="training needs the extra 'train'")
-pytest.importorskip("poselib", reason="estimators need the extra 'models'")
-
 from quadtree_attention.errors import DataError, OptionError
 from quadtree_attention.tasks.match.metrics import MatchMetric
 from quadtree_attention.tasks.match.module import add_poses, views

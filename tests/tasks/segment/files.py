@@ -32,18 +32,15 @@ def label_map(height: int, width: int, seed: int = 0) -> np.ndarray:
     return labels
 
 
-def write_set(
-    root: Path, *, count: int = 4, size: tuple[int, int] = (40, 56), splits=("train", "val")
-) -> Path:
+def write_set(root: Path, *, count=4, size=(40, 56), splits=("train", "val")) -> Path:
     """`root/images/<split>`, `root/labels/<split>` and `root/classes.json`."""
     for k, split in enumerate(splits):
         for kind in ("images", "labels"):
             (root / kind / split).mkdir(parents=True)
         for i in range(count):
-            Image.fromarray(photo(*size, seed=10 * k + i)).save(
-                root / "images" / split / f"{i}.png"
-            )
-            Image.fromarray(label_map(*size, seed=i)).save(root / "labels" / split / f"{i}.png")
+            image, labels = photo(*size, seed=10 * k + i), label_map(*size, seed=i)
+            Image.fromarray(image).save(root / "images" / split / f"{i}.png")
+            Image.fromarray(labels).save(root / "labels" / split / f"{i}.png")
     content = {"classes": CLASSES, "ignore_index": IGNORED}
     (root / "classes.json").write_text(json.dumps(content))
     return root
@@ -54,13 +51,8 @@ def write_weights(path: Path, **card: object) -> Path:
     torch.manual_seed(3)
     model = models.create("semfpn_test_quadtree", **KWARGS)
     nn.init.normal_(model.classifier.weight)
-    full = {
-        "model": "semfpn_test_quadtree",
-        "kwargs": KWARGS,
-        "task": "segment",
-        "classes": CLASSES,
-        "palette": [[10, 20, 30], [200, 100, 0], [0, 250, 120]],
-        "base_size": None,
-    } | card
+    full = {"model": "semfpn_test_quadtree", "kwargs": KWARGS, "task": "segment"}
+    full |= {"classes": CLASSES, "palette": [[10, 20, 30], [200, 100, 0], [0, 250, 120]]}
+    full |= {"base_size": None, **card}
     save_weights(path, model.state_dict(), {k: v for k, v in full.items() if v != "left out"})
     return path

@@ -6,16 +6,8 @@ import pytest
 import torch
 from PIL import Image
 
-pytest.importorskip("torchvision", reason="transforms need torchvision (extra 'models')")
-
-from quadtree_attention.tasks.segment.augment import (
-    GREY,
-    RandomCrop,
-    as_tensors,
-    at_base,
-    normalised,
-    training_transform,
-)
+from quadtree_attention.tasks.segment import augment
+from quadtree_attention.tasks.segment.augment import as_tensors, at_base, training_transform
 from quadtree_attention.tasks.segment.metrics import IGNORE
 
 
@@ -38,7 +30,7 @@ def test_image_and_labels_stay_together():
         inside = labels != IGNORE
         away = (image[0].int() - 30 * labels.int()).abs()[inside]
         assert away.float().mean() < 4  # resizing blurs what lies between blocks
-        assert (image[:, ~inside] == torch.tensor(GREY)[:, None]).all()
+        assert (image[:, ~inside] == torch.tensor(augment.GREY)[:, None]).all()
         row = labels[0][inside[0]]
         flipped += bool((row.diff() < 0).any())
         padded += not bool(inside.all())
@@ -57,11 +49,14 @@ def test_base_size():
     transform = training_transform(8, 8, scale=(1.0, 1.0), base=20, most=1.0).transforms[0]
     image, labels = transform(*as_tensors(*marked(40, 60)))
     assert image.shape[1:] == labels.shape == (20, 30)
-    assert at_base(Image.new("RGB", (60, 40)), 20).size == (30, 20)
-    assert at_base(Image.new("RGB", (60, 40)), None).size == (60, 40)
-    assert at_base(Image.new("RGB", (1000, 10)), 20).size == (80, 1)  # no longer than 4 x 20
-    assert at_base(Image.new("RGB", (60, 40)), None, 90).size == (90, 60)
-    assert at_base(Image.new("RGB", (60, 40)), 50, 66).size == (66, 44)  # the less of both
+    for size, sides, expected in (
+        ((60, 40), (20,), (30, 20)),
+        ((60, 40), (None,), (60, 40)),
+        ((1000, 10), (20,), (80, 1)),  # no longer than 4 x 20
+        ((60, 40), (None, 90), (90, 60)),
+        ((60, 40), (50, 66), (66, 44)),  # the less of both
+    ):
+        assert at_base(Image.new("RGB", size), *sides).size == expected
 
 
 def test_crops_of_one_class_are_drawn_again():
@@ -71,7 +66,7 @@ def test_crops_of_one_class_are_drawn_again():
 
     def of_one_class(most):
         torch.manual_seed(1)
-        crop = RandomCrop(20, 20, most=most)
+        crop = augment.RandomCrop(20, 20, most=most)
         return sum(len(crop(*pair)[1].unique()) == 1 for _ in range(60))
 
     assert of_one_class(0.75) == 0 < of_one_class(1.0)
@@ -109,7 +104,7 @@ def test_colours_stay_what_they_are():
 
 def test_normalised():
     pixels = torch.tensor([0, 255], dtype=torch.uint8).view(1, 1, 1, 2).expand(1, 3, 1, 2)
-    found = normalised(pixels)
+    found = augment.normalised(pixels)
     assert found.dtype == torch.float32
     assert found[0, :, 0, 0].tolist() == pytest.approx(
         [-0.485 / 0.229, -0.456 / 0.224, -0.406 / 0.225]

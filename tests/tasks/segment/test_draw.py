@@ -46,16 +46,13 @@ def test_colours_lie_where_the_labels_are():
     assert found[80, 150].tolist() == mixed[::-1]
     assert found[10, 90].tolist() == [100, 100, 100]  # no class, no colour
     assert found[80, 89:91].max(axis=0).min() > 200  # an outline between them
+    labels = np.array([[0, 0, 1], [0, 2, 1]])
+    assert outlines(labels).tolist() == [[False, True, False], [True, True, False]]
 
 
 def test_large_images_are_made_smaller():
     picture = drawn((3000, 1000), halves(1000, 3000))
     assert picture.size == (WITH_LEGEND[0] + LEGEND, HEADER + round(WITH_LEGEND[0] / 3))
-
-
-def test_outlines():
-    labels = np.array([[0, 0, 1], [0, 2, 1]])
-    assert outlines(labels).tolist() == [[False, True, False], [True, True, False]]
 
 
 def test_picture_tells_what_it_shows():

@@ -13,7 +13,6 @@ from PIL import Image
 from quadtree_attention.errors import CheckpointError, DataError
 from quadtree_attention.tasks.evaluation import evaluate
 from quadtree_attention.tasks.segment.metrics import IGNORE, SegmentMetric, class_scores, confusion
-from quadtree_attention.tasks.segment.readers import open_source
 from quadtree_attention.tasks.segment.result import Segmentation
 from tests.tasks.segment.files import IGNORED, write_set
 
@@ -31,9 +30,6 @@ def metric_of(predicted, truth, names=NAMES, classes=None):
 
 def by_name(scores, key):
     return {row["name"]: row[key] for row in scores.rows}
-
-
-# ---- numbers
 
 
 def test_by_hand():
@@ -110,9 +106,6 @@ def test_processes_add_up():
     assert torch.equal(whole.matrix[:, :4], confusion(predicted, truth, 4))
 
 
-# ---- label maps on disk
-
-
 @pytest.fixture
 def root(tmp_path):
     return write_set(tmp_path / "data", count=3, splits=("val",))
@@ -151,15 +144,6 @@ def test_cars_taken_for_roads(root, tmp_path):
     assert found.mean["miou"] == pytest.approx((100 + road["iou"]) / 3)
 
 
-def test_what_is_missing_or_unreadable_is_left_out(root, tmp_path):
-    folder = truth_as_predictions(root, tmp_path / "out")
-    (folder / "1.png").unlink()
-    (root / "labels/val/2.png").write_bytes(b"hello")
-    found = score(root, folder)
-    assert (found.facts, found.missing) == ({"images": 1}, ["1"])
-    assert "cannot decode" in found.skipped[0]
-
-
 def test_label_maps_that_do_not_do(root, tmp_path):
     folder = truth_as_predictions(root, tmp_path / "out")
     Image.fromarray(np.zeros((9, 8), np.uint8)).save(folder / "0.png")
@@ -168,11 +152,3 @@ def test_label_maps_that_do_not_do(root, tmp_path):
     Image.fromarray(np.full((40, 56), 3, np.uint8)).save(folder / "0.png")
     with pytest.raises(DataError, match="of 0 must have classes from 0 to 2, got 3"):
         score(root, folder)
-
-
-def test_other_images_of_the_same_names(root):
-    before = open_source(root, split="val")
-    of = before.identity(1)
-    Image.new("RGB", (56, 40)).save(root / "images/val/1.png")
-    assert open_source(root, split="val").identity(1) != of
-    assert open_source(root, split="val").identity(0) == before.identity(0)

@@ -1,35 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
 """Training: the loss, schedules, runs that are stopped and go on, what the weights say."""
 
-import csv
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-pl = pytest.importorskip("pytorch_lightning", reason="training needs the extra 'train'")
-
-from quadtree_attention import models  # noqa: E402
-from quadtree_attention.errors import CheckpointError, DataError, OptionError  # noqa: E402
-from quadtree_attention.models.weights import save_weights  # noqa: E402
-from quadtree_attention.tasks.evaluation import evaluate  # noqa: E402
-from quadtree_attention.tasks.segment.data import GeneratedSegmentData, SegmentData  # noqa: E402
-from quadtree_attention.tasks.segment.metrics import IGNORE  # noqa: E402
-from quadtree_attention.tasks.segment.module import (  # noqa: E402
+from quadtree_attention import models
+from quadtree_attention.errors import CheckpointError, OptionError
+from quadtree_attention.models.weights import save_weights
+from quadtree_attention.tasks.evaluation import evaluate
+from quadtree_attention.tasks.segment.data import GeneratedSegmentData
+from quadtree_attention.tasks.segment.metrics import IGNORE, SegmentMetric
+from quadtree_attention.tasks.segment.module import (
     SegmentModule,
     at_size,
     equal_sizes,
     pixel_loss,
 )
-from quadtree_attention.tasks.segment.predictor import Segmenter  # noqa: E402
-from quadtree_attention.tasks.training.checkpoints import (  # noqa: E402
-    LAST,
-    LastCheckpoint,
-    SafeCheckpointIO,
-)
-from quadtree_attention.tasks.training.run import run_command as train  # noqa: E402
-from tests.tasks.segment.files import CLASSES, write_set  # noqa: E402
+from quadtree_attention.tasks.segment.predictor import Segmenter
+from tests.support.training import Rates, fit, train
+from tests.tasks.segment.files import CLASSES, write_set
 
 pytestmark = pytest.mark.usefixtures("only_reference")
 OPTIONS = {"channels": 8, "head_channels": 8, "topk": 4, "depths": [1, 1, 1, 1]}
@@ -45,43 +38,6 @@ def data(**options):
     return GeneratedSegmentData(batch_size=4, workers=0, **{**usual, **options})
 
 
-def trainer(folder, *callbacks, **options):
-    return pl.Trainer(
-        default_root_dir=folder,
-        callbacks=list(callbacks),
-        plugins=[SafeCheckpointIO()],
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        num_sanity_val_steps=0,
-        **options,
-    )
-
-
-class Rates(pl.Callback):
-    def __init__(self):
-        self.rates = []
-
-    def on_train_batch_start(self, trainer, *_):
-        self.rates.append(trainer.optimizers[0].param_groups[0]["lr"])
-
-
-class StopAfter(pl.Callback):
-    """As Ctrl-C or a kill does, after so many steps."""
-
-    def __init__(self, steps):
-        self.steps = steps
-
-    def on_train_batch_start(self, trainer, *_):
-        if trainer.global_step == self.steps:
-            raise RuntimeError("stopped")
-
-
-# ---- the loss
-
-
 def test_pixels_without_a_class_do_not_count():
     logits, labels = torch.randn(2, 3, 5, 7), torch.randint(0, 3, (2, 5, 7), dtype=torch.int16)
     labels[0, :3] = IGNORE
@@ -91,6 +47,7 @@ def test_pixels_without_a_class_do_not_count():
     nothing = pixel_loss(logits.requires_grad_(), torch.full_like(labels, IGNORE))
     nothing.backward()
     assert nothing == 0 and not logits.grad.any()
+    assert module().scores(SegmentMetric(SimpleNamespace(classes=CLASSES))) == {}
 
 
 def test_images_of_one_size_go_together():
@@ -105,29 +62,24 @@ def test_images_of_one_size_go_together():
     assert at_size(torch.zeros(1, 4, 20, 30), torch.zeros(1, 31, 47)).shape == (1, 4, 31, 47)
 
 
-# ---- schedules
-
-
 @pytest.mark.parametrize("schedule", ["poly", "cosine"])
 def test_schedule_of_a_run_that_steps_end(tmp_path, schedule):
     """2 steps an epoch, batch 4 of the 16 that the rate is for, a warm-up of one step."""
     rates = Rates()
-    options = {"max_epochs": -1, "max_steps": 5, "limit_val_batches": 0}
-    run = trainer(tmp_path, rates, **options)
     tuned = module(schedule=schedule, power=0.9, warmup_epochs=0.5, min_lr=1e-5)
-    run.fit(tuned, datamodule=data())
+    fit(tmp_path, tuned, data(), rates, max_epochs=-1, max_steps=5, limit_val_batches=0)
     top, least = 1e-3 / 4, 1e-5 / 4
     shares = [1 - t / 5 for t in range(1, 5)]
     expected = [least + (top - least) * share**0.9 for share in shares]
     if schedule == "cosine":
         angles = torch.arange(1, 5) * torch.pi / 5
         expected = (least + (top - least) * (1 + angles.cos()) / 2).tolist()
-    assert rates.rates == pytest.approx([1e-6 / 4, *expected], rel=1e-5)
+    assert rates.seen == pytest.approx([1e-6 / 4, *expected], rel=1e-5)
 
 
 def test_a_run_needs_an_end(tmp_path):
     with pytest.raises(OptionError, match="the schedule needs an end"):
-        trainer(tmp_path, max_epochs=-1, limit_val_batches=0).fit(module(), datamodule=data())
+        fit(tmp_path, module(), data(), max_epochs=-1, limit_val_batches=0)
     with pytest.raises(OptionError, match="schedule must be one of poly, cosine, got 'step'"):
         module(schedule="step")
 
@@ -149,26 +101,6 @@ def test_options_that_something_else_sets(option, instead):
         module(options={**OPTIONS, **option})
 
 
-# ---- runs
-
-
-def test_a_run_that_is_stopped_goes_on_as_if_it_had_not_been(tmp_path):
-    options = {"max_epochs": 2, "limit_val_batches": 1}
-    whole = module(drop_path=0.3)
-    trainer(tmp_path / "whole", **options).fit(whole, datamodule=data())
-    folder = tmp_path / "stopped"
-    with pytest.raises(RuntimeError, match="stopped"):
-        trainer(folder, LastCheckpoint(1), StopAfter(3), **options).fit(
-            module(drop_path=0.3), datamodule=data()
-        )
-    resumed = module(drop_path=0.3)
-    again = trainer(folder, **options)
-    again.fit(resumed, datamodule=data(), ckpt_path=folder / LAST)
-    assert again.global_step == 4
-    for name, tensor in whole.state_dict().items():
-        assert torch.equal(resumed.state_dict()[name], tensor), name
-
-
 def test_weights_score_what_training_said(tmp_path, capsys):
     """Through the command: a recipe that steps end, then the two loops of evaluation."""
     root = write_set(tmp_path / "data", count=4)
@@ -177,49 +109,26 @@ def test_weights_score_what_training_said(tmp_path, capsys):
     card = {"model": "test_quadtree", "kwargs": {"num_classes": 2}}
     backbone = tmp_path / "backbone.safetensors"
     save_weights(backbone, classifier.state_dict(), card)
-    options = {
-        "model.model": "semfpn_test_quadtree",
-        "model.options": json.dumps(OPTIONS),
-        "model.backbone_weights": str(backbone),
-        "model.lr": "1e-2",
-        "data.root": str(root),
-        "data.height": "32",
-        "data.width": "32",
-        "data.base_size": "32",
-        "data.batch_size": "2",
-        "data.eval_batch_size": "3",
-        "data.workers": "0",
-        "trainer.max_steps": "5",
-        "trainer.val_check_interval": "3",
-        "trainer.check_val_every_n_epoch": "null",
-        "trainer.accelerator": "cpu",
-        "trainer.enable_progress_bar": "false",
-    }
-    arguments = [f"--{name}={value}" for name, value in options.items()]
-    train("segment", [*arguments, "--run_dir", str(tmp_path / "run")])
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        f"model: {{model: semfpn_test_quadtree, options: {json.dumps(OPTIONS)}, lr: 1e-2,"
+        f" backbone_weights: {backbone}}}\n"
+        f"data: {{root: {root}, height: 32, width: 32, base_size: 32, batch_size: 2,"
+        " eval_batch_size: 3, workers: 0}\n"
+        "trainer: {max_steps: 5, val_check_interval: 3, check_val_every_n_epoch: null,"
+        " accelerator: cpu}\n"
+    )
+    rows = [row for row in train("segment", recipe, tmp_path / "run") if row["val/miou"]]
     assert "skipped 1 unusable files so far: cannot decode" in capsys.readouterr().err
     weights = tmp_path / "run" / "best.safetensors"
     segmenter = Segmenter.from_pretrained(weights, device="cpu")
     assert segmenter.names == CLASSES and segmenter.preprocess.shorter_side == 32
     assert segmenter.card["pretrained"]["backbone"] == "backbone.safetensors"
     found = evaluate("segment", weights, data=root, save=tmp_path / "out", device="cpu")
-    with (tmp_path / "run" / "history.csv").open() as file:
-        rows = [row for row in csv.DictReader(file) if row["val/miou"]]
     # images are scaled by the same code, one or three at a time
-    assert found.mean["miou"] == pytest.approx(
-        max(float(row["val/miou"]) for row in rows), abs=0.05
-    )
-    assert segmenter.card["metrics"]["val/miou"] == pytest.approx(found.mean["miou"], abs=0.05)
-
-
-def test_no_truth_in_validation(tmp_path):
-    root = write_set(tmp_path / "data", count=2)
-    for path in (root / "labels/val").iterdir():
-        path.write_bytes(b"hello")
-    bad = SegmentData(str(root), height=32, width=32, batch_size=2, workers=0)
-    run = trainer(tmp_path, max_epochs=1)
-    with pytest.raises(DataError, match="none of the validation samples can be scored: cannot"):
-        run.fit(module(num_classes=3), datamodule=bad)
+    miou = pytest.approx(found.mean["miou"], abs=0.05)
+    assert max(float(row["val/miou"]) for row in rows) == miou
+    assert segmenter.card["metrics"]["val/miou"] == miou
 
 
 def test_weights_of_another_backbone(tmp_path):

@@ -16,6 +16,7 @@ from quadtree_attention.tasks.segment.readers import (
     read_classes,
     read_label_map,
 )
+from tests.support.commands import refusal
 from tests.tasks.segment.files import CAMVID, CLASSES, IGNORED, NO_CAMVID, label_map, write_set
 
 
@@ -30,12 +31,7 @@ def read(source, index):
 
 
 def refused(source, index=0):
-    with pytest.raises(DataError) as caught:
-        read(source, index)
-    return str(caught.value)
-
-
-# ---- layouts
+    return refusal(DataError, read, source, index)
 
 
 def test_folder(root):
@@ -49,9 +45,6 @@ def test_folder(root):
     assert np.array_equal(labels[labels >= 0], stored[stored != IGNORED])
     assert np.array_equal(source.truth(2), labels)
     assert np.array_equal(np.asarray(image), np.asarray(Image.open(root / "images/train/2.png")))
-
-
-def test_folders_in_folders(root):
     for kind in ("images", "labels"):
         (root / kind / "train" / "aachen").mkdir()
         shutil.move(root / kind / "train" / "1.png", root / kind / "train" / "aachen" / "1.png")
@@ -101,9 +94,6 @@ def test_generated():
     assert not np.array_equal(read(val, 3)[1], labels)
     seen = np.unique(np.concatenate([read(train, i)[1].ravel() for i in range(6)]))
     assert seen.tolist() == [0, 1, 2, 3]
-
-
-# ---- label maps
 
 
 @pytest.mark.parametrize("mode", ["L", "P", "I;16", "I", "1"])
@@ -160,9 +150,6 @@ def test_colours_are_no_classes(tmp_path, mode):
         read_label_map(path)
 
 
-# ---- what is bad
-
-
 def test_missing_partners_and_other_files(root):
     (root / "images/train/0.png").unlink()
     (root / "labels/train/1.png").unlink()
@@ -178,21 +165,17 @@ def test_missing_partners_and_other_files(root):
     ]
 
 
-def test_label_map_of_another_size(root):
-    Image.fromarray(label_map(41, 56)).save(root / "labels/train/0.png")
-    assert refused(open_source(root, split="train")) == (
-        f"{root}/labels/train/0.png has 56x41 pixels, its image 0.png 56x40; both need the same"
-    )
-
-
-def test_unknown_classes(root):
+def test_label_map_of_another_size_or_unknown_classes(root):
+    path = root / "labels/train/0.png"
+    Image.fromarray(label_map(41, 56)).save(path)
+    told = refused(open_source(root, split="train"))
+    assert told == f"{path} has 56x41 pixels, its image 0.png 56x40; both need the same"
     bad = label_map(40, 56)
     bad[0, 0], bad[1, 1] = 3, 255
-    Image.fromarray(bad).save(root / "labels/train/0.png")
-    assert refused(open_source(root, split="train")) == (
-        f"{root}/labels/train/0.png has pixels of unknown classes 3, 255; known are 0 to 2, and 9 "
-        "for none"
-    )
+    Image.fromarray(bad).save(path)
+    told = refused(open_source(root, split="train"))
+    known = "known are 0 to 2, and 9 for none"
+    assert told == f"{path} has pixels of unknown classes 3, 255; {known}"
 
 
 @pytest.mark.parametrize("kind", ["images", "labels"])

@@ -1,19 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Recipes of segmenters: as published, alike but for the attention, and one that trains here."""
 
-import csv
-
 import pytest
 import torch
-
-pytest.importorskip("pytorch_lightning", reason="training needs the extra 'train'")
 
 import quadtree_attention.nn.baselines as rivals
 from quadtree_attention import models
 from quadtree_attention.nn import QuadtreeAttention
 from quadtree_attention.tasks.training.recipe import read_recipe
-from quadtree_attention.tasks.training.run import run_command as train
 from tests.conftest import ROOT
+from tests.support.training import train
 
 FOLDER = ROOT / "recipes" / "segment"
 PUBLISHED = {"b0": 39.9, "b1": 44.7, "b2": 48.7, "b3": 50.0, "b4": 50.6}
@@ -67,11 +63,7 @@ def test_camvid_recipe_has_the_attention_of_its_name(name):
 
 
 def test_debug_recipe_trains(tmp_path):
-    """Under half a minute on an idle core."""
-    recipe = str(FOLDER / "debug.yaml")
-    options = ["--run_dir", str(tmp_path / "run"), "--trainer.enable_progress_bar", "false"]
-    train("segment", ["--config", recipe, *options])
-    with (tmp_path / "run" / "history.csv").open() as file:
-        rows = list(csv.DictReader(file))
+    smaller = [f"--data.{name}=48" for name in ("generated_size", "height", "width")]
+    rows = train("segment", FOLDER / "debug.yaml", tmp_path / "run", *smaller)
     assert max(float(row["val/miou"]) for row in rows) > 45  # of nothing but background: 19
     assert (tmp_path / "run" / "best.safetensors").exists()

@@ -5,16 +5,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-pytest.importorskip("cv2", reason="checking pairs needs the extra 'models'")
-
 from quadtree_attention.images import to_image
-from quadtree_attention.tasks.stereo.checks import (
-    MOST_BEHIND,
-    MOST_OFF_ROWS,
-    common_points,
-    pair_warnings,
-    result_warnings,
-)
+from quadtree_attention.tasks.stereo import checks
+from quadtree_attention.tasks.stereo.checks import common_points, pair_warnings, result_warnings
 from tests.conftest import ROOT
 
 DATA = ROOT.parent / "shared" / "data" / "stereo"
@@ -43,7 +36,7 @@ def test_real_pairs(name):
     left, right = read(name)
     assert pair_warnings(left, right) == ()
     points, swapped = common_points(left, right), common_points(right, left)
-    assert points.off_rows < MOST_OFF_ROWS / 2 and points.behind < MOST_BEHIND / 5
+    assert points.off_rows < checks.MOST_OFF_ROWS / 2 and points.behind < checks.MOST_BEHIND / 5
     assert swapped.behind > 0.9
     (said,) = pair_warnings(right, left)
     assert said.startswith("left and right look swapped: 9") or "100 %" in said

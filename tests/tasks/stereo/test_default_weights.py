@@ -6,8 +6,6 @@ import json
 import pytest
 import torch
 
-pytest.importorskip("cv2", reason="checking pairs needs the extra 'models'")
-
 from benchmarks.__main__ import main
 from benchmarks.quality.stereo import DATA
 from quadtree_attention.synthetic import ProceduralTextures, StereoOptions, stereo_pairs
@@ -18,13 +16,9 @@ from tests.conftest import ROOT
 IMAGES = ROOT / "examples" / "images"
 # Of examples/images/README.md
 OPTIONS = StereoOptions(
-    objects=(8, 14),
-    disparity=(0.1, 0.14),
-    depth=(1.5, 6.0),
-    room=(4.0, 8.0),
-    textureless=0.1,
+    objects=(8, 14), disparity=(0.1, 0.14), depth=(1.5, 6.0), room=(4.0, 8.0), textureless=0.1,
     samples=4,
-)
+)  # fmt: skip
 
 
 def test_disparities_of_the_example():
@@ -32,24 +26,17 @@ def test_disparities_of_the_example():
     truth = stereo_pairs(textures, [1], size=(384, 512), seed=5, options=OPTIONS)
     found = StereoMatcher.from_pretrained()(IMAGES / "stereo_left.jpg", IMAGES / "stereo_right.jpg")
     assert found.warnings == ()
-    disparity, occluded = truth.disparity0[0], truth.occluded0[0]
-    score = scores(
-        torch.from_numpy(found.disparity),
-        disparity,
-        torch.ones_like(occluded),
-        occluded,
-        torch.from_numpy(found.occlusion),
-        visible=~occluded,
-    )
+    occluded = truth.occluded0[0]
+    given = found.disparity, truth.disparity0[0], torch.ones_like(occluded), occluded
+    score = scores(*given, found.occlusion, visible=~occluded)
     assert score["epe_all"] < 1.0  # of 7 to 59 pixels
     assert score["bad3_all"] < 5
     assert score["occlusion_iou"] > 0.6
 
 
 def test_swapped_views_are_told():
-    found = StereoMatcher.from_pretrained(size=256)(
-        IMAGES / "stereo_right.jpg", IMAGES / "stereo_left.jpg"
-    )
+    matcher = StereoMatcher.from_pretrained(size=256)
+    found = matcher(IMAGES / "stereo_right.jpg", IMAGES / "stereo_left.jpg")
     assert any("swapped" in said for said in found.warnings)
 
 

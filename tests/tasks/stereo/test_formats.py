@@ -4,20 +4,15 @@
 import io
 import struct
 
+import cv2
 import numpy as np
 import pytest
-
-pytest.importorskip("PIL", reason="images need the extra 'models'")
-
 from PIL import Image
 
 from quadtree_attention.errors import DataError, OptionError
 from quadtree_attention.tasks.stereo.formats import read_disparity, write_disparity
 from tests.conftest import ROOT
-
-cv2 = pytest.importorskip(
-    "cv2", reason="an independent reader of PFM comes with the extra 'models'"
-)
+from tests.support.commands import refusal as refused
 
 VALUES = np.array([[1.5, 2.25, 0.75], [8.0, 100.0, 3.5]], np.float32)
 MOTORCYCLE = ROOT.parent / "shared/data/stereo/MIDDLEBURY_2014/trainingQ/Motorcycle/disp0GT.pfm"
@@ -35,12 +30,6 @@ def png(array, **options):
     file = io.BytesIO()
     Image.fromarray(array).save(file, "PNG", **options)
     return file.getvalue()
-
-
-def refused(error, call, *args, **options):
-    with pytest.raises(error) as caught:
-        call(*args, **options)
-    return str(caught.value)
 
 
 @pytest.mark.parametrize("order", ["<", ">"])
@@ -80,23 +69,18 @@ def test_what_is_not_known(tmp_path, suffix):
     assert found.values.tolist() == [[0.0] * 3, [0.0, 0.0, 2.0]]
 
 
-def test_disparities_that_are_all_negative_are_positive_ones(tmp_path):
+def test_negative_disparities_and_predictions(tmp_path):
+    """Those that are all negative are positive ones; predictions are taken as they are."""
     path = tmp_path / "d.pfm"
     path.write_bytes(pfm([[-1.0, np.inf], [0.0, -2.5]]))
     found = read_disparity(path)
     assert found.values.tolist() == [[1.0, 0.0], [0.0, 2.5]]
     assert found.known.tolist() == [[True, False], [False, True]]
-
-
-def test_predictions_are_taken_as_they_are(tmp_path):
     path = tmp_path / "found.npy"
     np.save(path, np.array([[-3.0, -1.0], [np.nan, np.inf]], np.float32))
     found = read_disparity(path, truth=False)
     assert found.values.tolist() == [[-3.0, -1.0], [0.0, 0.0]]
-
-
-def test_pfm_with_lines_as_windows_ends_them(tmp_path):
-    path = tmp_path / "lines.pfm"
+    path = tmp_path / "lines.pfm"  # that end as in Windows
     path.write_bytes(b"Pf\r\n3 2\r\n-1\r\n" + np.arange(1, 7, dtype="<f4").tobytes())
     assert read_disparity(path).values.tolist() == [[4.0, 5.0, 6.0], [1.0, 2.0, 3.0]]
 
@@ -149,10 +133,7 @@ def test_others_read_what_is_written(tmp_path):
     read = {s: cv2.imread(str(tmp_path / f"d.{s}"), cv2.IMREAD_UNCHANGED) for s in ("pfm", "png")}
     assert np.array_equal(read["pfm"], VALUES)
     assert read["png"].dtype == np.uint16 and np.array_equal(read["png"], VALUES * 256)
-
-
-def test_a_known_disparity_of_0_stays_known(tmp_path):
-    write_disparity(tmp_path / "d.png", np.zeros((2, 3)))
+    write_disparity(tmp_path / "d.png", np.zeros((2, 3)))  # 0 stays known
     found = read_disparity(tmp_path / "d.png")
     assert found.known.all() and (found.values == 1 / 256).all()
 
@@ -162,16 +143,13 @@ def test_what_does_not_fit_leaves_the_file_as_it_was(tmp_path):
     path.write_bytes(b"old")
     for wrong in (256.0, -1.0):
         told = refused(OptionError, write_disparity, path, np.full((2, 2), wrong))
-        assert (
-            "from 0 to 256.00" in told and f"{wrong:.2f}" in told and "write .pfm or .npy" in told
-        )
+        assert all(x in told for x in ("from 0 to 256.00", f"{wrong:.2f}", "write .pfm or .npy"))
     assert "must be (height, width)" in refused(OptionError, write_disparity, path, VALUES[0])
     assert "known must be" in refused(OptionError, write_disparity, path, VALUES, VALUES[:1] > 0)
     told = refused(OptionError, write_disparity, tmp_path / "d.tif", VALUES)
     assert told.startswith("disparity is written as .npy, .pfm, .png, got '.tif'")
-    assert "cannot be written" in refused(
-        OptionError, write_disparity, tmp_path / "nowhere" / "d.npy", VALUES
-    )
+    told = refused(OptionError, write_disparity, tmp_path / "nowhere" / "d.npy", VALUES)
+    assert "cannot be written" in told
     assert path.read_bytes() == b"old" and [p.name for p in tmp_path.iterdir()] == ["d.png"]
 
 
@@ -215,8 +193,5 @@ def test_other_files_are_refused(tmp_path, name, content, message):
 def test_other_arrays_are_refused(tmp_path, array):
     np.save(tmp_path / "d.npy", array, allow_pickle=True)
     assert "d.npy" in refused(DataError, read_disparity, tmp_path / "d.npy")
-
-
-def test_a_missing_file_is_named(tmp_path):
     told = refused(DataError, read_disparity, tmp_path / "d.pfm")
     assert told == f"cannot read {tmp_path / 'd.pfm'}: No such file or directory; check the path"

@@ -12,14 +12,8 @@ from quadtree_attention.tasks.stereo.losses import stereo_losses
 
 def output(**changes: torch.Tensor) -> StereoOutput:
     zeros, cells = torch.zeros(1, 4, 4), torch.zeros(1, 2, 2)
-    parts = {
-        "disparity": zeros,
-        "occlusion_logits": zeros,
-        "raw_disparity": cells,
-        "raw_occlusion": cells,
-        "log_true": cells,
-        "log_none": cells,
-    }
+    parts = {"disparity": zeros, "occlusion_logits": zeros, "raw_disparity": cells}
+    parts |= {"raw_occlusion": cells, "log_true": cells, "log_none": cells}
     return StereoOutput(**{**parts, **changes})
 
 

@@ -1,23 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """A stereo network that learns from synthetic pairs."""
 
-import csv
-
 import pytest
 import torch
-
-pytest.importorskip("pytorch_lightning", reason="training needs the extra 'train'")
 
 from quadtree_attention.errors import CheckpointError
 from quadtree_attention.files import file_sha256
 from quadtree_attention.models import registry
-from quadtree_attention.models.weights import read_card, read_checkpoint
+from quadtree_attention.models.weights import read_checkpoint
 from quadtree_attention.nn.renamed import with_new_names
 from quadtree_attention.tasks.stereo.data import SyntheticStereoData
 from quadtree_attention.tasks.stereo.losses import stereo_losses
 from quadtree_attention.tasks.stereo.module import LOGGED, StereoModule
-from quadtree_attention.tasks.training.run import run_command as train
 from tests.conftest import ROOT
+from tests.support.training import train
 
 RECIPE = ROOT / "recipes" / "stereo" / "debug.yaml"
 
@@ -25,18 +21,13 @@ RECIPE = ROOT / "recipes" / "stereo" / "debug.yaml"
 def test_debug_recipe(tmp_path):
     """Trains, stops, goes on, and leaves weights that the network takes."""
     folder = tmp_path / "run"
-    options = ["--config", str(RECIPE), "--run_dir", str(folder), "--data.pairs", "8"]
-    options += ["--trainer.enable_progress_bar", "false"]
-    train("stereo", [*options, "--trainer.max_epochs", "1"])
-    train("stereo", [*options, "--resume"])
-    rows = list(csv.DictReader((folder / "history.csv").open()))
+    train("stereo", RECIPE, folder, "--data.pairs=8", "--trainer.max_epochs=1")
+    rows = train("stereo", RECIPE, folder, "--data.pairs=8", "--resume")
     assert [row["epoch"] for row in rows] == ["1", "2"]
     names = {"train/loss", "train/assignment", "train/raw", "train/disparity", "train/occlusion"}
     names |= {f"val/{name}" for name in LOGGED} | {"val/good3"}
     assert names <= rows[0].keys()
     assert all(float(row[name]) >= 0 for row in rows for name in names)
-    card = read_card(folder / "best.safetensors")
-    assert card["task"] == "stereo"
     registry.load(folder / "best.safetensors", task="stereo")
 
 
@@ -62,23 +53,13 @@ def test_it_learns():
     """A narrow network, on two pairs over and over: far better than no disparity at all."""
     torch.manual_seed(0)
     scene = {"objects": [1, 2], "samples": 1, "photometric": 0.0, "textureless": 0.0}
-    data = SyntheticStereoData(
-        procedural=4, texture_size=64, height=32, width=64, batch_size=2, scene=scene
-    )
+    sizes = {"procedural": 4, "texture_size": 64, "height": 32, "width": 64, "batch_size": 2}
+    data = SyntheticStereoData(**sizes, scene=scene)
     data.setup()
-    numbers = {"indices": torch.arange(2), "training": True}
-    batch = data.on_after_batch_transfer(numbers, 0)
-    model = registry.create(
-        "sttr_quadtree",
-        layout="hourglass",
-        dims=(8, 16, 16, 16),
-        dim=16,
-        num_heads=2,
-        num_layers=1,
-        num_levels=2,
-        refine_dim=8,
-        context=(8, 8, 8, 8),
-    )
+    batch = data.on_after_batch_transfer({"indices": torch.arange(2), "training": True}, 0)
+    narrow = {"dims": (8, 16, 16, 16), "dim": 16, "refine_dim": 8, "context": (8, 8, 8, 8)}
+    narrow |= {"num_heads": 2, "num_layers": 1, "num_levels": 2, "layout": "hourglass"}
+    model = registry.create("sttr_quadtree", **narrow)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses = []
     for _ in range(40):

@@ -7,9 +7,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-
-pytest.importorskip("PIL", reason="images need the extra 'models'")
-
 from PIL import Image
 
 from quadtree_attention.errors import DataError, OptionError
@@ -17,6 +14,7 @@ from quadtree_attention.synthetic import ProceduralTextures, StereoOptions, ster
 from quadtree_attention.tasks.stereo.formats import write_disparity
 from quadtree_attention.tasks.stereo.readers import StereoFiles, open_source
 from tests.conftest import ROOT
+from tests.support.commands import refusal as refused
 
 SHARED = ROOT.parent / "shared" / "data" / "stereo"
 SIZE = (24, 45)
@@ -61,12 +59,6 @@ def read_all(source):
     return (read(source, index) for index in range(len(source)))
 
 
-def refused(error, call, *args, **options):
-    with pytest.raises(error) as caught:
-        call(*args, **options)
-    return str(caught.value)
-
-
 def outside(disparity):
     return np.arange(disparity.shape[1]) < disparity
 
@@ -83,9 +75,8 @@ def test_folder(tmp_path, made, suffix):
     assert [source.name(i) for i in range(len(source))] == ["a", "b"]
     sample = read(source, 1)
     assert sample.name == "b" and sample.left.mode == sample.right.mode == "RGB"
-    assert np.array_equal(
-        sample.left, (made["image0"][1] * 255).astype(np.uint8).transpose(1, 2, 0)
-    )
+    stored = (made["image0"][1] * 255).astype(np.uint8).transpose(1, 2, 0)
+    assert np.array_equal(sample.left, stored)
     assert np.allclose(sample.disparity, made["disparity0"][1], atol=1 / 512, rtol=1e-6)
     assert sample.disparity.dtype == np.float32 and sample.known.all()
     assert np.array_equal(sample.occluded, outside(sample.disparity)) and sample.occluded.any()
@@ -127,9 +118,8 @@ def test_scenes_with_a_scale(tmp_path, made):
     (folder / "meta.json").write_text(json.dumps({"disparity_scale": 8}))
     source = open_source(tmp_path, layout="scenes")
     sample = read(source, 0)
-    assert (
-        sample.name == "group/aloe" and not sample.known[3, 4] and sample.known.sum() == 24 * 45 - 1
-    )
+    assert sample.name == "group/aloe"
+    assert not sample.known[3, 4] and sample.known.sum() == 24 * 45 - 1
     error = np.abs(sample.disparity - made["disparity0"][0])[sample.known]
     assert error.max() <= 1 / 16 + 1e-6
     assert nearly(sample, made["occluded0"][0])
@@ -217,23 +207,19 @@ def test_torchvision_reads_its_data_sets(tmp_path, made):
     assert sample.name == "SceneFlow/FlyingThings3D/frames_cleanpass/TRAIN/A/0000/left/0006"
     assert np.array_equal(sample.disparity, made["disparity0"][0])
     assert np.array_equal(sample.occluded, outside(sample.disparity))
-    told = refused(DataError, open_source, tmp_path, layout="torchvision:Kitti2015Stereo")
-    assert told.startswith("torchvision's Kitti2015Stereo finds no data in")
-    told = refused(
-        DataError, open_source, tmp_path, layout="torchvision:SceneFlowStereo", split="val"
-    )
-    assert "has no pairs of the split 'val'" in told
+
+    def told(kind, error=DataError, **options):
+        return refused(error, open_source, tmp_path, layout=f"torchvision:{kind}", **options)
+
+    assert told("Kitti2015Stereo").startswith("torchvision's Kitti2015Stereo finds no data in")
+    assert "has no pairs of the split 'val'" in told("SceneFlowStereo", split="val")
     for view, side in enumerate((2, 3)):
         image = tmp_path / "Kitti2015" / "testing" / f"image_{side}" / "0_10.png"
         save(image, made[f"image{view}"][0])
-    told = refused(
-        DataError, open_source, tmp_path, layout="torchvision:Kitti2015Stereo", split="val"
-    )
-    assert "has no disparity of the split 'val'" in told
-    told = refused(OptionError, open_source, tmp_path, layout="torchvision:ETH3DStereo")
-    assert "takes what is hidden in the other view for visible" in told
-    told = refused(OptionError, open_source, tmp_path, layout="torchvision:CIFAR10")
-    assert "ETH3DStereo" in told and "got 'CIFAR10'" in told
+    assert "has no disparity of the split 'val'" in told("Kitti2015Stereo", split="val")
+    assert "takes what is hidden in the other view for" in told("ETH3DStereo", OptionError)
+    said = told("CIFAR10", OptionError)
+    assert "ETH3DStereo" in said and "got 'CIFAR10'" in said
     (tmp_path / "SceneFlow/FlyingThings3D/disparity/TRAIN/A/0000/left/0006.pfm").write_bytes(b"Pf")
     assert "0000/left/0006" in refused(DataError, read, source, 1)
 
@@ -242,9 +228,8 @@ def test_pairs_that_are_not_whole(tmp_path, made):
     make_folder(tmp_path, made)
     (tmp_path / "right" / "a.png").unlink()
     told = refused(DataError, open_source, tmp_path)
-    assert told.startswith(
-        f"1 pairs in {tmp_path} are not whole: {tmp_path / 'left' / 'a.png'} has"
-    )
+    missing = tmp_path / "left" / "a.png"
+    assert told.startswith(f"1 pairs in {tmp_path} are not whole: {missing} has")
     source = open_source(tmp_path, strict=False)
     assert len(source) == 1 and source.name(0) == "b" and len(source.skipped) == 1
     (tmp_path / "disparity" / "b.pfm").unlink()
@@ -273,9 +258,8 @@ def test_bad_files_are_named(tmp_path, made):
 def test_wrong_options_and_empty_folders(tmp_path):
     told = refused(OptionError, open_source, tmp_path, layout="middlebury")
     assert "layout must be one of auto, folder" in told and "got 'middlebury'" in told
-    assert "split must be one of all, train, val" in refused(
-        OptionError, open_source, tmp_path, split="test"
-    )
+    told = refused(OptionError, open_source, tmp_path, split="test")
+    assert "split must be one of all, train, val" in told
     assert "there is no folder" in refused(DataError, open_source, tmp_path / "nowhere")
     assert "there are no pairs" in refused(DataError, open_source, tmp_path)
     (tmp_path / "circle").symlink_to(tmp_path)

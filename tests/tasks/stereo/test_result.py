@@ -7,8 +7,6 @@ import numpy as np
 import pytest
 from PIL import Image
 
-pytest.importorskip("cv2", reason="checking pairs needs the extra 'models'")
-
 from quadtree_attention.errors import DataError
 from quadtree_attention.tasks import Disparity, evaluate
 from quadtree_attention.tasks.stereo.formats import write_disparity

@@ -7,9 +7,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-
-pytest.importorskip("pytorch_lightning", reason="training needs the extra 'train'")
-
 from PIL import Image
 
 from quadtree_attention.tasks.training.callbacks import History, draw_curves, write_table

@@ -8,15 +8,14 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-pytest.importorskip("pytorch_lightning", reason="training needs the extra 'train'")
-resource = pytest.importorskip("resource", reason="limits of a process are those of Unix")
-
-from quadtree_attention.errors import CheckpointError, OptionError  # noqa: E402
-from quadtree_attention.tasks.training.checkpoints import (  # noqa: E402
+from quadtree_attention.errors import CheckpointError, OptionError
+from quadtree_attention.tasks.training.checkpoints import (
     LastCheckpoint,
     SafeCheckpointIO,
     read_training_checkpoint,
 )
+
+resource = pytest.importorskip("resource", reason="limits of a process are those of Unix")
 
 
 def state(size=10):

@@ -5,9 +5,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-
-pytest.importorskip("pytorch_lightning", reason="training needs the extra 'train'")
-
 from jsonargparse import ArgumentError, ArgumentParser
 
 from quadtree_attention.errors import DataError, OptionError

@@ -8,8 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-pytest.importorskip("pytorch_lightning", reason="training needs the extra 'train'")
-
 from quadtree_attention.errors import DataError
 from quadtree_attention.tasks.training.loader import (
     Draw,

@@ -6,8 +6,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-pytest.importorskip("pytorch_lightning", reason="training needs the extra 'train'")
-
 from quadtree_attention.errors import DataError, OptionError
 from quadtree_attention.tasks.training.module import TaskModule
 

@@ -3,8 +3,6 @@
 
 import pytest
 
-pytest.importorskip("pytorch_lightning", reason="training needs the extra 'train'")
-
 from quadtree_attention.errors import OptionError
 from quadtree_attention.tasks.training.recipe import merged, read_recipe
 

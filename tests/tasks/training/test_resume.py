@@ -11,8 +11,6 @@ import time
 import pytest
 import torch
 
-pytest.importorskip("pytorch_lightning", reason="training needs the extra 'train'")
-
 # 3 epochs of 8 steps, with all that draws random numbers in training
 RECIPE = """
 seed_everything: 3

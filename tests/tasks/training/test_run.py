@@ -10,12 +10,10 @@ import pytest
 import torch
 import yaml
 
-pl = pytest.importorskip("pytorch_lightning", reason="training needs the extra 'train'")
-
-from quadtree_attention.errors import OptionError  # noqa: E402
-from quadtree_attention.models.registry import load  # noqa: E402
-from quadtree_attention.models.weights import read_card  # noqa: E402
-from quadtree_attention.tasks.training.run import prepare, run_command, train  # noqa: E402
+from quadtree_attention.errors import OptionError
+from quadtree_attention.models.registry import load
+from quadtree_attention.models.weights import read_card
+from quadtree_attention.tasks.training.run import prepare, run_command, train
 
 # 2 epochs of 4 steps, in a second
 RECIPE = """\
