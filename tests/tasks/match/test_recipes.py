@@ -75,13 +75,58 @@ def test_lite_recipe_has_the_attention_of_its_name(name):
     assert {key: getattr(found[0], key) for key in particulars} == particulars
 
 
-@pytest.mark.parametrize("name", POSED)
-def test_published_recipes(name):
+@pytest.mark.parametrize(
+    ("name", "variant", "kind", "topk"),
+    [
+        ("scannet", "quadtree-b", "B", (16, 8)),
+        ("scannet", "quadtree-a,lite", "A", (16, 8)),
+        ("scannet", "quadtree-b-vit", "B", (32, 16)),
+        ("scannet", "quadtree-b,lite,k1", "B", (2, 1)),
+        ("scannet", "quadtree-b,lite,k4", "B", (8, 4)),
+        ("scannet", "quadtree-b,lite,k16", "B", (32, 16)),
+        ("megadepth", "quadtree-b", "B", (16, 8)),
+        ("megadepth", "quadtree-b-k16", "B", (32, 16)),
+    ],
+)
+def test_published_quadtrees(name, variant, kind, topk):
+    found = attentions(name, variant)
+    assert len(found) == 8
+    assert all((a.topk, a.variant, a.num_levels) == (topk, kind, 3) for a in found)
+
+
+def test_published_baselines():
+    assert all(type(a) is LinearAttention for a in attentions("scannet", "linear,lite"))
+    pooled = attentions("scannet", "sr,lite")
+    assert all(type(a) is PooledAttention and a.pool_size == 8 for a in pooled)
+    blocks = [load("scannet", v)["model"]["model"] for v in ("quadtree-b", "quadtree-b-vit")]
+    assert blocks == ["loftr", "loftr_quadtree_indoor"]
+
+
+@pytest.mark.parametrize(
+    ("name", "batch", "rate", "steps"),
+    [("scannet", 8, 7.5e-4, 38_400), ("megadepth", 4, 5e-4, 30_000)],
+)
+def test_published_settings(name, batch, rate, steps):
+    """Rates in effect, and steps of warm-up, at the batch of all GPUs."""
     recipe = load(name)
-    assert all(a.topk == (16, 8) and a.variant == "B" for a in attentions(name))
-    assert recipe["trainer"]["max_epochs"] == 30
-    assert recipe["trainer"]["precision"] == "bf16-mixed"
-    assert recipe["data"]["batch_size"] == 1  # on each of 8 GPUs
+    model, data, trainer = (recipe[group] for group in ("model", "data", "trainer"))
+    assert (trainer["max_epochs"], trainer["gradient_clip_val"], data["batch_size"]) == (30, 0.5, 1)
+    assert model["lr"] * batch / 16 == pytest.approx(rate)
+    scenes = {"scannet": 1513, "megadepth": 368}[name]
+    per_epoch = scenes * data["pairs_per_scene"] / batch
+    assert model["warmup_epochs"] * per_epoch == pytest.approx(steps, rel=2e-3)
+    assert (model["schedule"], model["decay"], model["no_decay"]) == ("step", 0.5, "nothing")
+
+
+def test_lite_has_half_of_the_channels_and_453_scans():
+    recipe, whole = load("scannet", "quadtree-b,lite"), load("scannet")
+    assert recipe["data"].pop("scenes") == 453 and recipe["data"] == whole["data"]
+    with torch.device("meta"):
+        lite, loftr = create("loftr_lite"), create("loftr")
+    widths = [m.backbone.stem.weight.shape[0] for m in (lite, loftr)]
+    assert 2 * widths[0] == widths[1] and recipe["model"]["model"] == "loftr_lite"
+    steps = recipe["model"]["warmup_epochs"] * 453 * 200 / 8
+    assert steps == pytest.approx(38_400, rel=2e-3)
 
 
 @pytest.mark.parametrize("name", POSED)

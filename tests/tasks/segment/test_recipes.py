@@ -36,8 +36,10 @@ def test_ade20k_recipes(size):
     assert recipe["model"].pop("model") == f"semfpn_quadtree_b_{size}"
     del other["model"]["model"]
     assert recipe == other
-    expected = {"lr": 1e-4, "schedule": "poly", "power": 0.9, "weight_decay": 1e-4}
+    expected = {"lr": 6e-5, "schedule": "poly", "power": 1.0, "weight_decay": 0.01}
+    expected |= {"head_lr": 10.0, "no_decay": "norms", "drop_path": 0.1}
     assert expected.items() <= recipe["model"].items()
+    assert recipe["model"]["warmup_epochs"] * (20_210 // 16) == pytest.approx(1500, rel=2e-3)
     assert (recipe["trainer"]["max_steps"], recipe["data"]["batch_size"]) == (160_000, 16)
 
 

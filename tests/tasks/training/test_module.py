@@ -163,6 +163,26 @@ def test_one_cycle():
     assert scheduler.state_dict() == {}
 
 
+@pytest.mark.parametrize(
+    ("epochs", "warmup", "expected"),
+    [
+        (0.1, 0, [0.1, 1e-6]),  # a single step
+        (0.2, 0.1, [0.1, 1e-6]),
+        (0.3, 0.3, [0.004, 0.052, 0.1]),
+        (0.3, 0, [0.1, 0.0500005, 1e-6]),
+    ],
+)
+def test_short_cycles(epochs, warmup, expected):
+    module = Tiny(schedule="onecycle", warmup_epochs=warmup, warmup_start=0.04, min_lr=1e-6)
+    steps = round(10 * epochs)
+    given = {"warmup_t": round(10 * warmup), "warmup_lr_init": 0.004}
+    scheduler = module.schedule(
+        torch.optim.SGD(module.parameters(), lr=0.1), steps, 10, min_lr=1e-6, **given
+    )
+    found = [rate for rate, *_ in rates(scheduler.optimizer, scheduler, *range(len(expected)))]
+    assert found == pytest.approx(expected)
+
+
 def test_factor_of_steps_and_start_of_warm_up():
     module = Tiny(schedule="step", decay=0.5, warmup_epochs=1, warmup_start=0.1)
     optimizer, scheduler = optimizer_of(module, samples=4)
@@ -172,7 +192,8 @@ def test_factor_of_steps_and_start_of_warm_up():
 
 @pytest.mark.parametrize("schedule", ["cosine", "step", "poly", "onecycle"])
 def test_the_head_learns_faster(schedule):
-    module = Tiny(schedule=schedule, head_lr=10.0, warmup_epochs=1, no_decay="nothing")
+    options = {"head_lr": 10.0, "warmup_epochs": 1, "no_decay": "nothing", "min_lr": 1e-3}
+    module = Tiny(schedule=schedule, **options)
     optimizer, scheduler = optimizer_of(module)
     sizes = [len(group["params"]) for group in optimizer.param_groups]
     head = [p for name, p in module.model.named_parameters() if name.startswith("head.")]

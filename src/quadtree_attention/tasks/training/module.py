@@ -9,8 +9,8 @@ import pytorch_lightning as pl
 import torch
 from timm.optim import create_optimizer_v2
 from timm.scheduler import CosineLRScheduler, MultiStepLRScheduler, PolyLRScheduler
+from timm.scheduler.scheduler import Scheduler
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import OneCycleLR
 
 from quadtree_attention.checks import above, at_least, between, one_of
 from quadtree_attention.errors import DataError, OptionError
@@ -46,16 +46,38 @@ def _follows_step(kind: type) -> Any:
     return type(kind.__name__, (kind,), stateless)
 
 
-class OneCycle(OneCycleLR):
-    """PyTorch's OneCycleLR, stepped as timm's schedulers are; AdamW's momentum stays."""
+class OneCycle(Scheduler):
+    """The learning rates of PyTorch's OneCycleLR, in runs of any length; momentum stays.
 
-    def __init__(self, optimizer: torch.optim.Optimizer, steps: int, **options: Any) -> None:
-        highest = [group["lr"] * group.get("lr_scale", 1.0) for group in optimizer.param_groups]
-        super().__init__(optimizer, highest, steps, cycle_momentum=False, **options)
+    Args:
+        optimizer: Its learning rates are the highest ones.
+        steps: Of the run.
+        warmup_t: Steps in which rates rise along a cosine; along another they fall in the rest.
+        warmup_lr_init: Where they start.
+        min_lr: Where they end.
+    """
 
-    def step_update(self, step: int) -> None:
-        self.last_epoch = min(step, self.total_steps - 1) - 1
-        self.step()
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        steps: int,
+        *,
+        warmup_t: int,
+        warmup_lr_init: float,
+        min_lr: float,
+    ) -> None:
+        super().__init__(optimizer, "lr", t_in_epochs=False)
+        self.last = max(1, steps - 1)
+        self.peak = min(max(0, warmup_t - 1), self.last)
+        self.first_lr, self.last_lr = warmup_lr_init, min_lr
+        self.step_update(0)
+
+    def _get_lr(self, t: int) -> list[float]:
+        rises = t < self.peak
+        end, length = (self.first_lr, self.peak) if rises else (self.last_lr, self.last - self.peak)
+        away = min(1.0, abs(t - self.peak) / max(1, length))  # from the peak
+        share = (1 + math.cos(math.pi * away)) / 2
+        return [end + (highest - end) * share for highest in self.base_values]
 
 
 CosineSchedule, DecaySchedule, PolySchedule, OneCycleSchedule = map(
@@ -289,14 +311,8 @@ class TaskModule(pl.LightningModule):
             decays = [round(epoch * steps_per_epoch) + 1 for epoch in h["decay_epochs"]]
             return DecaySchedule(optimizer, decays, decay_rate=h.get("decay", DECAY), **warmup)
         if h.get("schedule") == "onecycle":
-            highest, start = optimizer.param_groups[0]["lr"], max(warmup["warmup_lr_init"], 1e-12)
-            return OneCycleSchedule(
-                optimizer,
-                steps,
-                pct_start=warmup["warmup_t"] / steps,
-                div_factor=highest / start,
-                final_div_factor=start / max(min_lr, 1e-12),
-            )
+            rise = {name: warmup[name] for name in ("warmup_t", "warmup_lr_init")}
+            return OneCycleSchedule(optimizer, steps, min_lr=min_lr, **rise)
         if h.get("schedule") == "poly":
             return PolySchedule(optimizer, steps, power=h["power"], lr_min=min_lr, **warmup)
         return CosineSchedule(optimizer, t_initial=steps, lr_min=min_lr, **warmup)
