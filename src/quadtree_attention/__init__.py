@@ -26,9 +26,11 @@ if TYPE_CHECKING:
         LevelSelection,
         Plan,
         available_backends,
+        merge_attentions,
         plan,
         quadtree_attention,
         quadtree_attention_pyramid,
+        quadtree_sdpa,
         use_backend,
     )
 
@@ -48,9 +50,11 @@ __all__ = [
     "__version__",
     "available_backends",
     "calibrate_topk",
+    "merge_attentions",
     "plan",
     "quadtree_attention",
     "quadtree_attention_pyramid",
+    "quadtree_sdpa",
     "record",
     "set_topk",
     "use_backend",

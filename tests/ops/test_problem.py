@@ -143,8 +143,8 @@ BAD_OPTIONS = [
     ),
     ({"topk": "8"}, "topk must be an int or a sequence of ints, got '8'"),
     ({"topk": None}, "topk must be an int or a sequence of ints, got None"),
-    ({"variant": "C"}, "variant must be 'A' or 'B', got variant='C'"),
-    ({"variant": None}, "variant must be 'A' or 'B', got variant=None"),
+    ({"variant": "D"}, "variant must be 'A', 'B' or 'C', got variant='D'"),
+    ({"variant": None}, "variant must be 'A', 'B' or 'C', got variant=None"),
     ({"scale": float("nan")}, "scale must be a finite number, got scale=nan"),
     ({"scale": "1"}, "scale must be a finite number, got scale='1'"),
     (

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Quadtree attention as functions."""
 
+from quadtree_attention.ops.attention.flat.functional import quadtree_sdpa
+from quadtree_attention.ops.attention.flat.merge import merge_attentions
 from quadtree_attention.ops.attention.functional import (
     LevelSelection,
     available_backends,
@@ -14,8 +16,10 @@ __all__ = [
     "LevelSelection",
     "Plan",
     "available_backends",
+    "merge_attentions",
     "plan",
     "quadtree_attention",
     "quadtree_attention_pyramid",
+    "quadtree_sdpa",
     "use_backend",
 ]

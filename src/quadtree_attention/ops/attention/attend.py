@@ -25,7 +25,7 @@ def attend(
     with_selection: bool,
 ) -> tuple[Tensor, list[Kept]]:
     """Runs `problem` with a backend, see `backends.choose`; the rest is as in `Attend`."""
-    with _without_autocast(problem.device.type):
+    with without_autocast(problem.device.type):
         return backend.attend(
             problem,
             q,
@@ -38,7 +38,7 @@ def attend(
         )
 
 
-def _without_autocast(device: str) -> AbstractContextManager[object]:
+def without_autocast(device: str) -> AbstractContextManager[object]:
     """Inside the op the dtypes are ours to choose: sums are kept in float32."""
     if autocast_dtype(device) is not None:
         return torch.autocast(device, enabled=False)

@@ -2,12 +2,19 @@
 """The public functions: quadtree attention on grids of any size."""
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple, Required, TypedDict, Unpack, overload
+from typing import Any, Literal, NamedTuple, Required, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
 
 from quadtree_attention.ops.attention.attend import attend
+from quadtree_attention.ops.attention.flat.functional import (
+    ONLY_C,
+    Prefix,
+    attend_map,
+    flat_problem,
+)
+from quadtree_attention.ops.attention.flat.functional import run as run_flat
 from quadtree_attention.ops.attention.problem import (
     Variant,
     check_levels_of_maps,
@@ -49,6 +56,10 @@ class PyramidOptions(TypedDict, total=False):
 class Options(PyramidOptions, total=False):
     num_levels: Required[int]
     query_mask: Tensor | None
+    prefix_keys: Tensor | None
+    prefix_values: Tensor | None
+    exact_queries: bool
+    lookahead: bool
 
 
 @overload
@@ -68,6 +79,19 @@ def quadtree_attention(
 ) -> tuple[Tensor, Selection]: ...
 
 
+@overload
+def quadtree_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    return_selection: bool = False,
+    return_lse: bool = False,
+    prefix_queries: Tensor | None = None,
+    **options: Unpack[Options],
+) -> Any: ...
+
+
 def quadtree_attention(
     q: Tensor,
     k: Tensor,
@@ -82,7 +106,13 @@ def quadtree_attention(
     key_mask: Tensor | None = None,
     backend: str = "auto",
     return_selection: bool = False,
-) -> Tensor | tuple[Tensor, Selection]:
+    return_lse: bool = False,
+    prefix_queries: Tensor | None = None,
+    prefix_keys: Tensor | None = None,
+    prefix_values: Tensor | None = None,
+    exact_queries: bool = False,
+    lookahead: bool = False,
+) -> Any:
     """Attention that looks coarse first and refines only where it matters.
 
     Queries, keys and values are averaged into pyramids of `num_levels` levels. At the coarsest
@@ -106,7 +136,9 @@ def quadtree_attention(
             (`num_levels - 1` of them, coarse -> fine). More than there are keeps all.
         variant: "B" runs a softmax over all candidates of a level and mixes the levels by
             `level_weights`; "A" hands the score of a kept cell down to its children, so that the
-            weights of a query sum to 1 over the whole key grid.
+            weights of a query sum to 1 over the whole key grid; "C" runs one softmax over all cells
+            that were not kept, of all levels, each weighted by the tokens it stands for. It is
+            dense attention if `topk` keeps everything and close to it otherwise.
         level_weights: Logits (L,) of the mix of variant B, coarse -> fine. None: equal parts.
         scale: Factor on the scores. None: `D ** -0.5`.
         query_mask: Boolean (B, *grid), True = visible. Keeps padding out of the averaged queries;
@@ -114,10 +146,21 @@ def quadtree_attention(
         key_mask: Boolean (B, *key_grid), True = visible. Hidden keys influence nothing.
         backend: "auto" or the name of a backend, which then never falls back to another.
         return_selection: Also return which cells were kept, per level and with their scores.
+        return_lse: Also return the log-sum-exp (B, *grid, N) of the scores, for
+            `merge_attentions`; variant C, or one level. All that follows is for variant C only.
+        prefix_queries: (B, Pq, N, D), queries without a place on the grid; they see all tokens.
+        prefix_keys, prefix_values: (B, P, N, D), tokens without a place that every query sees.
+        exact_queries: Tokens score the cells of all levels by their own queries instead of the mean
+            query of a cell. Closer to dense attention; costs tokens x coarsest cells more.
+        lookahead: Rank cells by the log-sum-exp of their children's scores instead of their own
+            score. Costs up to F times the scores.
+
+    With variant C the heads of q may be a multiple of those of k and v (grouped queries).
 
     Returns:
-        The result (B, *grid, N, Dv); with `return_selection`, a pair of it and a tuple of
-        `LevelSelection`, coarse -> fine.
+        The result (B, *grid, N, Dv), or a tuple in this order: the result, that of the prefix
+        queries (B, Pq, N, Dv) if given, with `return_selection` a tuple of `LevelSelection`,
+        coarse -> fine, and with `return_lse` the log-sum-exp.
 
     Raises:
         ShapeError, DTypeError, OptionError: An argument is not accepted.
@@ -130,6 +173,15 @@ def quadtree_attention(
         torch.Size([1, 30, 40, 4, 16])
     """
     q, k, v = _cast_for_autocast(q, k, v)
+    prefix = Prefix(*_cast_for_autocast(prefix_queries, prefix_keys, prefix_values))
+    if variant == "C" or return_lse or exact_queries or lookahead or prefix.is_given:
+        return attend_map(
+            q, k, v, prefix,
+            num_levels=num_levels, topk=topk, variant=variant, level_weights=level_weights,
+            scale=scale, query_mask=query_mask, key_mask=key_mask, backend=backend,
+            return_selection=return_selection, return_lse=return_lse,
+            exact_queries=exact_queries, lookahead=lookahead,
+        )  # fmt: skip
     problem = make_problem(
         q, k, v,
         num_levels=num_levels, topk=topk, variant=variant, level_weights=level_weights,
@@ -209,6 +261,12 @@ def quadtree_attention_pyramid(
         num_levels=len(qs), topk=topk, variant=variant, level_weights=level_weights,
         scale=scale, query_mask=None, key_mask=key_mask,
     )  # fmt: skip
+    if variant == "C":
+        out, kept, *_ = run_flat(
+            backend, flat_problem(problem, exact_queries=False, lookahead=False), qs, ks, vs,
+            prefix=Prefix(), query_mask=None, key_mask=key_mask, with_selection=return_selection,
+        )  # fmt: skip
+        return (out, _best_first(kept)) if return_selection else out
     out, kept = attend(
         choose(backend, problem),
         problem,
@@ -240,11 +298,12 @@ def available_backends(
         >>> available_backends(q, k, v, num_levels=3, topk=8)["reference"]
         []
     """
-    asked = {k: v for k, v in options.items() if k not in ("backend", "return_selection")}
+    ignored = ("backend", "return_selection", *ONLY_C)
+    asked = {k: v for k, v in options.items() if k not in ignored}
     return explain_backends(make_problem(*_cast_for_autocast(q, k, v), **asked))  # type: ignore[arg-type]
 
 
-def _cast_for_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+def _cast_for_autocast(*tensors: Any) -> tuple[Any, ...]:
     """Under autocast the op runs in the autocast dtype, as PyTorch's own attention does."""
     device = next((x.device.type for x in tensors if isinstance(x, Tensor)), "cpu")
     dtype = autocast_dtype(device)

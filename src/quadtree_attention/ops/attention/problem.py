@@ -13,7 +13,7 @@ from torch import Tensor
 from quadtree_attention.errors import DTypeError, OptionError, ShapeError
 from quadtree_attention.ops.attention.tree import Tree, grid_of, is_known
 
-Variant = Literal["A", "B"]
+Variant = Literal["A", "B", "C"]
 LEVELS_OF_ANY_MAP = 4  # accepted however small the maps are: networks meet maps of a few cells
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
@@ -210,7 +210,8 @@ def check_depth(num_levels: int, *grids: Sequence[int]) -> None:
 def check_variant(variant: str) -> None:
     if variant not in get_args(Variant):
         raise OptionError(
-            f"variant must be 'A' or 'B', got {variant=}; 'B' is what the paper recommends"
+            f"variant must be 'A', 'B' or 'C', got {variant=}; 'B' is what the paper recommends, "
+            "'C' is for networks that were trained with dense attention"
         )
 
 
@@ -219,9 +220,9 @@ def check_level_weights(
 ) -> None:
     if level_weights is None:
         return
-    if variant == "A":
+    if variant != "B":
         raise OptionError(
-            "level_weights belong to variant 'B', got them with variant='A'; "
+            f"level_weights belong to variant 'B', got them with {variant=}; "
             "pass level_weights=None or variant='B'"
         )
     if not isinstance(level_weights, Tensor) or not level_weights.is_floating_point():

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Partial attentions over disjoint keys, and their union."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from quadtree_attention.errors import ShapeError
+from quadtree_attention.ops.attention.tree import accumulation_dtype
+
+
+def merge_attentions(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Join the attentions of the same queries over disjoint sets of keys.
+
+    The result is the attention over the union of the sets. Merging is associative and commutative
+    up to rounding. A part that saw no key has a log-sum-exp of -inf and counts for nothing.
+
+    Args:
+        outs: Results (..., Dv) of the parts.
+        lses: Log-sum-exp (...) of the scores of each part, see `return_lse`.
+
+    Returns:
+        The result (..., Dv) in the dtype of the first part, and its log-sum-exp (...).
+
+    Raises:
+        ShapeError: There is no part, or the parts do not fit.
+
+    Example:
+        >>> import torch
+        >>> from quadtree_attention import quadtree_attention
+        >>> q, k, v = torch.randn(3, 1, 8, 12, 2, 16).unbind()
+        >>> whole = {"num_levels": 1, "topk": 1, "variant": "C", "return_lse": True}
+        >>> top = quadtree_attention(q, k[:, :4], v[:, :4], **whole)
+        >>> bottom = quadtree_attention(q, k[:, 4:], v[:, 4:], **whole)
+        >>> out, lse = merge_attentions(*zip(top, bottom))
+        >>> torch.allclose(out, quadtree_attention(q, k, v, **whole)[0], atol=1e-6)
+        True
+    """
+    if len(outs) == 0 or len(outs) != len(lses):
+        raise ShapeError(
+            "merge_attentions needs as many log-sum-exps as results and at least one, got "
+            f"{len(outs)} results and {len(lses)} log-sum-exps; pass both of every part"
+        )
+    for i, (out, lse) in enumerate(zip(outs, lses, strict=True)):
+        if out.shape != outs[0].shape or lse.shape != outs[0].shape[:-1]:
+            raise ShapeError(
+                f"parts must have one shape, results (..., Dv) and log-sum-exps (...), got "
+                f"outs[{i}].shape={tuple(out.shape)}, lses[{i}].shape={tuple(lse.shape)} beside "
+                f"outs[0].shape={tuple(outs[0].shape)}; pass parts of the same queries"
+            )
+    dtype = accumulation_dtype(outs[0].dtype)
+    sums = torch.stack([lse.to(dtype) for lse in lses])
+    shift = sums.detach().amax(dim=0)
+    shift = shift.masked_fill(shift == -torch.inf, 0)
+    weights = (sums - shift).exp()
+    total = weights.sum(dim=0)
+    nothing = total == 0
+    total = total.masked_fill(nothing, 1)
+    shares = weights / total
+    out = sum(
+        (share[..., None] * part.to(dtype) for share, part in zip(shares, outs, strict=True)),
+        start=torch.zeros((), dtype=dtype, device=outs[0].device),
+    )
+    lse = (shift + total.log()).masked_fill(nothing, -torch.inf)
+    return out.to(outs[0].dtype), lse

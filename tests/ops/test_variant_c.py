@@ -1,0 +1,310 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Variant C against nested loops, dense attention and finite differences, on each backend."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from quadtree_attention import (
+    DTypeError,
+    OptionError,
+    ShapeError,
+    merge_attentions,
+    quadtree_attention,
+    quadtree_sdpa,
+)
+from tests.ops import brute_force_c
+from tests.ops.test_brute_force import as_map, hidden
+
+pytestmark = pytest.mark.usefixtures("each_backend")
+
+CASES = [
+    # grid, key grid, levels, topk, hidden share of queries and keys, prefix tokens
+    ((5,), (9,), 3, [2, 3], 0.0, 0.0, 0),
+    ((7,), (4,), 4, [1, 2, 9], 0.3, 0.4, 2),
+    ((4, 6), (4, 6), 2, [2], 0.0, 0.0, 1),
+    ((5, 3), (2, 7), 3, [3, 2], 0.0, 0.0, 0),
+    ((3, 5), (6, 7), 3, [2, 4], 0.3, 0.5, 0),
+    ((1, 1), (3, 2), 2, [99], 0.0, 0.0, 0),
+    ((2, 3, 4), (3, 2, 1), 2, [2], 0.0, 0.3, 3),
+]
+
+
+@pytest.mark.parametrize("how", ["mean", "exact", "lookahead"])
+@pytest.mark.parametrize(
+    ("grid", "key_grid", "levels", "topk", "hide_q", "hide_k", "prefix"), CASES
+)
+def test_equals_nested_loops(how, grid, key_grid, levels, topk, hide_q, hide_k, prefix):
+    batch, heads, dim, value_dim = 2, 2, 3, 2
+    draw = {"dtype": torch.float64}
+    q = torch.randn(batch, *grid, heads, dim, **draw)
+    k = torch.randn(batch, *key_grid, heads, dim, **draw)
+    v = torch.randn(batch, *key_grid, heads, value_dim, **draw)
+    prefix_keys = torch.randn(batch, prefix, heads, dim, **draw)
+    prefix_values = torch.randn(batch, prefix, heads, value_dim, **draw)
+    query_mask = torch.rand(batch, *grid) >= hide_q
+    key_mask = torch.rand(batch, *key_grid) >= hide_k
+    out, selection, lse = quadtree_attention(
+        q, k, v, num_levels=levels, topk=topk, variant="C", scale=0.7,
+        query_mask=query_mask if hide_q else None, key_mask=key_mask if hide_k else None,
+        prefix_keys=prefix_keys if prefix else None,
+        prefix_values=prefix_values if prefix else None,
+        exact_queries=how == "exact", lookahead=how == "lookahead",
+        return_selection=True, return_lse=True,
+    )  # fmt: skip
+    for b in range(batch):
+        for n in range(heads):
+            pairs = zip(prefix_keys[b, :, n].tolist(), prefix_values[b, :, n].tolist(), strict=True)
+            expected, kept = brute_force_c.attend(
+                as_map(q[b, ..., n, :]), as_map(k[b, ..., n, :]), as_map(v[b, ..., n, :]),
+                size=grid, key_size=key_grid, levels=levels, topk=topk, scale=0.7,
+                hidden_queries=hidden(query_mask[b]) if hide_q else set(),
+                hidden_keys=hidden(key_mask[b]) if hide_k else set(),
+                prefix=list(pairs), exact_queries=how == "exact", lookahead=how == "lookahead",
+            )  # fmt: skip
+            for cell, (value, log_sum) in expected.items():
+                assert out[b][cell][n].tolist() == pytest.approx(value, abs=1e-12)
+                assert lse[b][cell][n].item() == pytest.approx(log_sum, abs=1e-12)
+            for level, cells_of in enumerate(kept):
+                for cell, cells in cells_of.items():
+                    got = [tuple(c) for c in selection[level].cells[b][cell][n].tolist()]
+                    assert sorted(c for c in got if c[0] >= 0) == sorted(cells)
+
+
+def dense(q, k, v, mask=None):
+    """PyTorch's own attention on maps (B, *grid, N, D)."""
+    grid = q.shape[1:-2]
+    q, k, v = (x.flatten(1, -3).transpose(1, 2) for x in (q, k, v))
+    if mask is not None:
+        mask = mask.flatten(1)[:, None, None]
+    return F.scaled_dot_product_attention(q, k, v, mask).transpose(1, 2).unflatten(1, grid)
+
+
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 2e-2)]
+)
+@pytest.mark.parametrize(
+    ("grid", "key_grid", "levels"),
+    [((9, 14), (6, 11), 3), ((37,), (29,), 4), ((3, 5, 4), (2, 4, 3), 2)],
+)
+def test_keeping_all_is_dense_attention(grid, key_grid, levels, dtype, tolerance, exact):
+    q = torch.randn(2, *grid, 3, 16).to(dtype)
+    k, v = (torch.randn(2, *key_grid, 3, 16).to(dtype) for _ in range(2))
+    mask = torch.rand(2, *key_grid) > 0.4
+    for masks in ({}, {"key_mask": mask}):
+        out, lse = quadtree_attention(
+            q, k, v, num_levels=levels, topk=10**6, variant="C", exact_queries=exact,
+            return_lse=True, **masks,
+        )  # fmt: skip
+        expected = dense(q.double(), k.double(), v.double(), masks.get("key_mask"))
+        assert out.dtype == dtype
+        assert (out.double() - expected).abs().max() <= tolerance
+        logits = (
+            torch.einsum("btnd,bsnd->bnts", *(x.double().flatten(1, -3) for x in (q, k))) / 4
+        )  # D ** -0.5
+        if masks:
+            logits = logits.masked_fill(~mask.flatten(1)[:, None, None], -torch.inf)
+        expected = logits.logsumexp(-1).transpose(1, 2).reshape(lse.shape)
+        assert (lse.double() - expected).abs().max() <= max(tolerance, 1e-12)
+
+
+def test_selection_makes_it_differ_from_dense_attention():
+    q, k, v = torch.randn(3, 1, 8, 12, 2, 16).unbind()
+    out = quadtree_attention(q, k, v, num_levels=2, topk=2, variant="C")
+    error = (out - dense(q, k, v)).norm() / dense(q, k, v).norm()
+    assert 0.01 < error < 0.9
+
+
+def test_constant_keys_give_the_mean_of_all_values():
+    """Every token has the same score; cells past the edge and hidden tokens count for nothing."""
+    q, v = torch.randn(1, 5, 7, 2, 8), torch.randn(1, 9, 6, 2, 8)
+    mask = torch.rand(1, 9, 6) > 0.3
+    out = quadtree_attention(
+        q, torch.ones(1, 9, 6, 2, 8), v, num_levels=3, topk=3, variant="C", key_mask=mask, scale=0.0
+    )
+    mean = v[mask[..., None, None].expand_as(v)].reshape(-1, 2, 8).mean(0)
+    torch.testing.assert_close(out, mean.expand_as(out))
+
+
+@pytest.mark.parametrize("how", ["mean", "exact", "lookahead"])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(("grid", "key_grid", "levels"), [((7,), (9,), 3), ((3, 5), (4, 2), 2)])
+def test_gradcheck(how, masked, grid, key_grid, levels):
+    leaf = {"dtype": torch.float64, "requires_grad": True}
+    q = torch.randn(2, *grid, 2, 3, **leaf)
+    k = torch.randn(2, *key_grid, 2, 3, **leaf)
+    v = torch.randn(2, *key_grid, 2, 2, **leaf)
+    prefix = [torch.randn(2, 2, 2, d, **leaf) for d in (3, 3, 2)]
+    masks = {}
+    if masked:
+        masks = {
+            "query_mask": torch.rand(2, *grid) > 0.3,
+            "key_mask": torch.rand(2, *key_grid) > 0.3,
+        }
+
+    def run(q, k, v, prefix_queries, prefix_keys, prefix_values):
+        return quadtree_attention(
+            q, k, v, num_levels=levels, topk=2, variant="C", return_lse=True,
+            prefix_queries=prefix_queries, prefix_keys=prefix_keys, prefix_values=prefix_values,
+            exact_queries=how == "exact", lookahead=how == "lookahead", **masks,
+        )  # fmt: skip
+
+    assert torch.autograd.gradcheck(run, (q, k, v, *prefix), fast_mode=True)
+
+
+def test_prefix_and_grid_together_are_dense_attention():
+    q, k, v = torch.randn(3, 2, 5, 7, 4, 8, dtype=torch.float64).unbind()
+    first = torch.randn(3, 2, 3, 4, 8, dtype=torch.float64)
+    out, prefix_out = quadtree_attention(
+        q, k, v, num_levels=3, topk=10**6, variant="C",
+        prefix_queries=first[0], prefix_keys=first[1], prefix_values=first[2],
+    )  # fmt: skip
+    whole = [
+        torch.cat([p, x.flatten(1, 2)], 1).transpose(1, 2)
+        for p, x in zip(first, (q, k, v), strict=True)
+    ]
+    expected = F.scaled_dot_product_attention(*whole).transpose(1, 2)
+    torch.testing.assert_close(
+        torch.cat([prefix_out, out.flatten(1, 2)], 1), expected, rtol=0, atol=1e-12
+    )
+
+
+def test_grouped_queries_share_key_heads():
+    q = torch.randn(1, 6, 9, 6, 8)
+    k, v = torch.randn(2, 1, 6, 9, 2, 8).unbind()
+    options = {"num_levels": 2, "topk": 3, "variant": "C"}
+    shared = [x.repeat_interleave(3, dim=-2) for x in (k, v)]
+    expected = quadtree_attention(q, *shared, **options)
+    torch.testing.assert_close(quadtree_attention(q, k, v, **options), expected)
+    with pytest.raises(ShapeError, match="multiple"):
+        quadtree_attention(q, *(x[..., :1, :].expand(1, 6, 9, 4, 8) for x in (k, v)), **options)
+
+
+def test_merging_is_associative():
+    q = torch.randn(1, 5, 6, 2, 8, dtype=torch.float64)
+    parts = [torch.randn(2, 1, 4, n, 2, 8, dtype=torch.float64) for n in (3, 5, 2)]
+    options = {"num_levels": 2, "topk": 10**6, "variant": "C", "return_lse": True}
+    outs, lses = zip(*(quadtree_attention(q, *part, **options) for part in parts), strict=True)
+    whole = quadtree_attention(q, *torch.cat(parts, dim=3), **options)
+    left = merge_attentions(
+        *zip(merge_attentions(outs[:2], lses[:2]), (outs[2], lses[2]), strict=True)
+    )
+    right = merge_attentions(
+        *zip((outs[0], lses[0]), merge_attentions(outs[1:], lses[1:]), strict=True)
+    )
+    for a, b, c, d in zip(left, right, merge_attentions(outs, lses), whole, strict=True):
+        torch.testing.assert_close(a, d, rtol=0, atol=1e-12)
+        torch.testing.assert_close(b, d, rtol=0, atol=1e-12)
+        torch.testing.assert_close(c, d, rtol=0, atol=1e-12)
+
+
+def test_a_part_that_saw_nothing_counts_for_nothing():
+    out, lse = torch.randn(1, 3, 2, 4), torch.randn(1, 3, 2)
+    empty = (torch.zeros_like(out), torch.full_like(lse, -torch.inf))
+    for merged in (merge_attentions(*zip((out, lse), empty, strict=True)),):
+        torch.testing.assert_close(merged, (out, lse))
+    both = merge_attentions(*zip(empty, empty, strict=True))
+    assert both[0].eq(0).all() and both[1].eq(-torch.inf).all()
+
+
+@pytest.mark.parametrize("variant", ["A", "B"])
+def test_lse_of_one_level_of_the_other_variants(variant):
+    q, k, v = torch.randn(3, 1, 5, 6, 2, 8).unbind()
+    one = quadtree_attention(q, k, v, num_levels=1, topk=1, variant=variant, return_lse=True)
+    other = quadtree_attention(q, k, v, num_levels=1, topk=1, variant="C", return_lse=True)
+    torch.testing.assert_close(one, other)
+    with pytest.raises(OptionError, match="return_lse needs variant 'C'"):
+        quadtree_attention(q, k, v, num_levels=2, topk=1, variant=variant, return_lse=True)
+
+
+def test_sdpa_is_the_same_function_on_sequences():
+    grid, key_grid = (6, 9), (5, 8)
+    q = torch.randn(2, *grid, 4, 8)
+    k, v = torch.randn(2, 2, *key_grid, 4, 8).unbind()
+    mask = torch.rand(2, *key_grid) > 0.3
+    options = {"num_levels": 3, "topk": 3}
+    expected = quadtree_attention(q, k, v, variant="C", key_mask=mask, return_lse=True, **options)
+    flat = [x.flatten(1, 2).transpose(1, 2) for x in (q, k, v)]
+    out, lse = quadtree_sdpa(
+        *flat, grid=grid, key_grid=key_grid, key_mask=mask.flatten(1), return_lse=True, **options
+    )
+    torch.testing.assert_close(out, expected[0].flatten(1, 2).transpose(1, 2))
+    torch.testing.assert_close(lse, expected[1].flatten(1, 2).transpose(1, 2))
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_forest_that_keeps_all_is_dense_attention(masked):
+    grids, key_grids = [(3, 5), (4, 2), (1, 7)], [(2, 6), (5, 3)]
+    q = torch.randn(2, 4, 2 + 15 + 8 + 7, 8, dtype=torch.float64, requires_grad=True)
+    k, v = (
+        torch.randn(2, 2, 2 + 12 + 15, 8, dtype=torch.float64, requires_grad=True) for _ in range(2)
+    )
+    mask = torch.rand(2, 29) > 0.3 if masked else None
+    out, lse = quadtree_sdpa(
+        q, k, v, grid=grids, key_grid=key_grids, num_levels=3, topk=10**6, prefix=2, key_mask=mask,
+        return_lse=True,
+    )  # fmt: skip
+    expected = F.scaled_dot_product_attention(
+        q, k, v, None if mask is None else mask[:, None, None], enable_gqa=True
+    )
+    torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
+    grads = [torch.autograd.grad(x.square().sum(), (q, k, v)) for x in (out, expected)]
+    torch.testing.assert_close(*grads, rtol=0, atol=1e-10)
+    assert lse.shape == out.shape[:-1]
+
+
+def test_queries_of_a_forest_choose_among_all_grids():
+    """A forest of the halves of a map has the cells of the map, if they lie one after the other."""
+    q, k, v = torch.randn(3, 1, 2, 8 * 4, 8).unbind()
+    options = {"num_levels": 2, "topk": 2}
+    whole = quadtree_sdpa(q, k, v, grid=(8, 4), **options)
+    halves = quadtree_sdpa(q, k, v, grid=[(4, 4), (4, 4)], **options)
+    torch.testing.assert_close(halves, whole)
+
+
+def test_default_levels_of_sequences():
+    q = torch.randn(1, 1, 32 * 32, 4)
+    assert quadtree_sdpa(q, q, q, grid=(32, 32), topk=4).shape == q.shape
+    torch.testing.assert_close(  # few tokens: one level, which is dense attention
+        quadtree_sdpa(q[:, :, :12], q[:, :, :12], q[:, :, :12], grid=(3, 4)),
+        F.scaled_dot_product_attention(q[:, :, :12], q[:, :, :12], q[:, :, :12]),
+    )
+
+
+@pytest.mark.parametrize(
+    ("error", "match", "options"),
+    [
+        (ShapeError, r"0 \+ 3x4 = 12 tokens, got 20", {"grid": (3, 4)}),
+        (ShapeError, r"2 \+ 4x5 = 22 tokens", {"grid": (4, 5), "prefix": 2}),
+        (OptionError, "size of a grid", {"grid": (4, 5, 1, 1)}),
+        (OptionError, "size of a grid", {"grid": [(4, 5), (3,)]}),
+        (OptionError, "same number of axes", {"grid": (4, 5), "key_grid": (20,)}),
+        (OptionError, "prefix must be", {"grid": (4, 5), "prefix": -1}),
+        (OptionError, "num_levels must be at most", {"grid": (4, 5), "num_levels": 9}),
+        (DTypeError, "key_mask", {"grid": (4, 5), "key_mask": torch.ones(1, 20)}),
+        (ShapeError, "key_mask", {"grid": (4, 5), "key_mask": torch.ones(1, 19).bool()}),
+    ],
+)  # fmt: skip
+def test_bad_sequences(error, match, options):
+    q = torch.randn(1, 2, 20, 4)
+    with pytest.raises(error, match=match):
+        quadtree_sdpa(q, q, q, **options)
+
+
+@pytest.mark.parametrize(
+    ("error", "match", "options"),
+    [
+        (OptionError, "belong to variant 'B'", {"level_weights": torch.zeros(2)}),
+        (OptionError, "belong together", {"prefix_keys": torch.randn(1, 2, 2, 8)}),
+        (ShapeError, r"\(1, P, 2, 8\)", {"prefix_queries": torch.randn(1, 2, 2, 4)}),
+        (ShapeError, "same tokens", {
+            "prefix_keys": torch.randn(1, 2, 2, 8), "prefix_values": torch.randn(1, 3, 2, 8)}),
+        (DTypeError, "prefix_queries", {"prefix_queries": torch.randn(1, 2, 2, 8).double()}),
+        (OptionError, "belong to variant 'C'", {"variant": "B", "exact_queries": True}),
+    ],
+)  # fmt: skip
+def test_bad_options(error, match, options):
+    q = torch.randn(1, 4, 6, 2, 8)
+    with pytest.raises(error, match=match):
+        quadtree_attention(q, q, q, **{"num_levels": 2, "topk": 2, "variant": "C", **options})
