@@ -66,12 +66,13 @@ def all_kernels() -> list[Any]:
     from quadtree_attention.ops.attention.triton import project, whole
     from quadtree_attention.ops.attention.triton.kernels import coarse, fine, pyramid
     from quadtree_attention.ops.depthwise import kernels as depthwise
+    from quadtree_attention.ops.depthwise import position
     from quadtree_attention.ops.kernel import Kernel
     from quadtree_attention.ops.norms import kernels as norms
     from quadtree_attention.ops.transport import kernels as transport
     from quadtree_attention.ops.values import kernels as values
 
-    modules = coarse, fine, norms, depthwise, project, pyramid, transport, values, whole
+    modules = coarse, fine, norms, depthwise, position, project, pyramid, transport, values, whole
     return [
         item
         for part in modules

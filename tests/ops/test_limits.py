@@ -29,7 +29,7 @@ import triton.language as tl
 from quadtree_attention.ops import kernel
 from quadtree_attention.ops.attention.triton import backend, launch
 from quadtree_attention.ops.attention.triton.kernels import places
-from quadtree_attention.ops.depthwise.kernels import add_positions
+from quadtree_attention.ops.depthwise.position import add_positions
 from quadtree_attention.ops.norms import kernels as norms
 from quadtree_attention.ops.transport import kernels as transport
 from quadtree_attention.ops.values.kernels import norm_linear

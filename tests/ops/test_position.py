@@ -6,7 +6,7 @@ import torch
 
 pytest.importorskip("triton", reason="triton comes with the CUDA builds of torch for Linux")
 
-from quadtree_attention.ops.depthwise.kernels import add_positions
+from quadtree_attention.ops.depthwise.position import add_positions
 
 # batch, grid, channels, levels
 CASES = ((1, (4, 6), 8, 2), (2, (5, 3), 12, 3), (1, (1, 1), 5, 1), (1, (3, 4), 136, 2))

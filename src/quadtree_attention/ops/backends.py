@@ -34,6 +34,7 @@ __all__ = [
     "default_backend",
     "explain_backends",
     "fuses",
+    "fuses_more",
     "use_backend",
 ]
 
@@ -101,6 +102,11 @@ def fuses(x: Tensor, name: str) -> bool:
         and not torch.compiler.is_compiling()
         and not is_exporting()
     )
+
+
+def fuses_more() -> bool:
+    """Whether `QUADTREE_FUSED=1` asks for fused convolutions and value branches."""
+    return os.environ.get("QUADTREE_FUSED", "0") == "1"
 
 
 def default_backend() -> str:

@@ -107,6 +107,18 @@ def map_reasons(shape: Sequence[int]) -> list[str]:
     return found + program_reasons("batch x cells x blocks of channels", prod(shape[:-1]) * blocks)
 
 
+def depthwise_reasons(shape: Sequence[int]) -> list[str]:
+    """Why maps (B, *grid, C) do not fit depthwise convolutions."""
+    batch, *grid, channels = shape
+    found = []
+    if prod(grid) > LARGEST_CELLS or prod(grid[:-1]) >= LARGEST_QUOTIENT:
+        found.append(
+            f"a map has {LARGEST_CELLS} cells and 2**21 - 1 rows at most, got {tuple(grid)}"
+        )
+    programs = 3 * batch * prod(grid) * -(-channels // 4)  # an upper bound of all launches
+    return found + program_reasons("3 x batch x cells x blocks of channels", programs)
+
+
 def transport_reasons(shape: Sequence[int], iterations: int) -> list[str]:
     """Why matrices of scores (R, S, T) do not fit Sinkhorn iterations."""
     matrices, sources, targets = shape

@@ -11,7 +11,7 @@ from quadtree_attention.ops import replay
 from quadtree_attention.ops.attention.triton.launch import Options
 from quadtree_attention.ops.attention.triton.project import is_small, project
 from quadtree_attention.ops.attention.triton.walk import Maps, forward
-from quadtree_attention.ops.depthwise.kernels import add_positions
+from quadtree_attention.ops.depthwise.position import add_positions
 from quadtree_attention.ops.kernel import kernel, power_of_two, share_of_levels
 from quadtree_attention.ops.norms.kernels import moments_of
 from quadtree_attention.ops.values.kernels import norm_linear

@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fused depthwise convolutions against torch's, in Triton's interpreter here and on a GPU."""
+
+import os
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="triton comes with the CUDA builds of torch for Linux")
+
+from quadtree_attention.ops.depthwise import plain
+from quadtree_attention.ops.depthwise.functional import add_positions, depthwise
+
+# batch, grid, channels, ReLU before, activation after
+CASES = (
+    (2, (7,), 12, False, None),
+    (1, (5, 6), 8, False, "gelu"),
+    (2, (3, 5), 5, True, "gelu"),
+    (1, (1, 1), 3, False, "relu"),
+    (1, (2, 9), 136, False, None),
+    (2, (3, 2, 5), 6, True, "gelu"),
+    (1, (2, 3, 4), 5, False, None),
+)
+LARGE_CASES = (*CASES, (2, (201, 335), 32, False, "gelu"), (8, (28, 28), 640, True, "gelu"))
+# batch, grid, channels, levels
+TREES = (
+    (1, (4, 6), 8, 2),
+    (2, (5, 3), 12, 3),
+    (1, (1, 1), 5, 1),
+    (1, (11, 13), 5, 4),
+    (1, (3, 4), 136, 2),
+    (1, (9, 17), 4, 5),
+    (2, (9,), 4, 5),
+    (1, (3, 2, 5), 4, 4),
+)
+LARGE_TREES = (*TREES, (2, (201, 335), 32, 4), (1, (100, 167), 64, 3), (8, (14, 14), 320, 2))
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def draw(*shape):
+    return torch.randn(shape, dtype=torch.float64)
+
+
+def compare(fused, plainly, inputs, dtypes):
+    """Results and gradients; float64 is the truth, plain PyTorch in `dtypes` the yardstick."""
+    given = [x.to(dtype).requires_grad_() for x, dtype in zip(inputs, dtypes, strict=True)]
+    exact = [x.detach().double().requires_grad_() for x in given]
+    y = fused(*given)
+    truth = plainly(*exact)
+    assert y.shape == truth.shape
+    dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(y)
+    grads = torch.autograd.grad(y, given, dy)
+    true = torch.autograd.grad(truth, exact, dy.double())
+    for got, expected, like in zip([y, *grads], [truth, *true], [y, *given], strict=True):
+        assert got.dtype == like.dtype
+        assert got.shape == like.shape
+        rounding = 4 * torch.finfo(dtypes[0]).eps  # the interpreter cuts off where a GPU rounds
+        error = (got.double() - expected).abs().max() / expected.abs().max().clamp(min=1e-6)
+        assert error < max(rounding, 1e-5), error
+
+
+def check_depthwise(case, dtype, device):
+    batch, grid, channels, relu, activation = case
+    options = {"relu": relu, "activation": activation}
+    inputs = draw(batch, *grid, channels), draw(channels, 1, *(3,) * len(grid)), draw(channels)
+    os.environ["QUADTREE_FUSED"] = "1"
+    compare(
+        lambda *tensors: depthwise(*tensors, **options),
+        lambda *tensors: plain.depthwise(*tensors, **options),
+        [x.to(device) for x in inputs],
+        [dtype, torch.float32, torch.float32],  # parameters as under autocast
+    )
+
+
+def tree(batch, grid, channels, levels):
+    grids = [grid]
+    for _ in range(levels - 1):
+        grids.insert(0, tuple((side + 1) // 2 for side in grids[0]))
+    values = [draw(batch, *size, channels) for size in grids]
+    weights = [draw(channels, 1, *(3,) * len(grid)) for _ in grids]
+    return [draw(batch, *grid, channels), draw(levels), *values, *weights] + [
+        draw(channels) for _ in grids
+    ]
+
+
+def check_positions(case, dtype, device):
+    levels = case[-1]
+
+    def by(function):
+        def call(message, logits, *rest):
+            lists = [rest[i * levels : (i + 1) * levels] for i in range(3)]
+            return function(message, *lists, logits)
+
+        return call
+
+    os.environ["QUADTREE_FUSED"] = "1"
+    dtypes = [dtype, torch.float32] + [dtype] * levels + [torch.float32] * 2 * levels
+    inputs = [x.to(device) for x in tree(*case)]
+    compare(by(add_positions), by(plain.add_positions), inputs, dtypes)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_kernels_in_the_interpreter(case, interpreter):
+    interpreter(check_depthwise, case, torch.float32, "cpu")
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+@pytest.mark.parametrize("case", CASES[1:3], ids=str)
+def test_half_precision_in_the_interpreter(case, dtype, interpreter):
+    interpreter(check_depthwise, case, dtype, "cpu")
+
+
+@pytest.mark.parametrize("case", TREES, ids=str)
+def test_levels_in_the_interpreter(case, interpreter):
+    interpreter(check_positions, case, torch.float32, "cpu")
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+def test_levels_of_half_precision_in_the_interpreter(dtype, interpreter):
+    interpreter(check_positions, TREES[1], dtype, "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", LARGE_CASES, ids=str)
+def test_on_a_gpu(case, dtype):
+    check_depthwise(case, dtype, "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", LARGE_TREES, ids=str)
+def test_levels_on_a_gpu(case, dtype):
+    check_positions(case, dtype, "cuda")
