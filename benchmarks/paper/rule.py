@@ -63,7 +63,8 @@ def _layer(name: str, module: nn.Module, inputs: tuple[Any, ...], out: Any) -> d
     if isinstance(module, nn.Conv2d | DepthwiseConv):
         per_value = module.weight.numel() // module.weight.shape[0]
         biases = 0 if module.bias is None else out.numel()
-        return {"products": out.numel() * per_value, "biases": biases}
+        relu = out.numel() if getattr(module, "relu", False) else 0
+        return {"products": out.numel() * per_value, "biases": biases, "relu": relu}
     if isinstance(module, nn.Linear):
         biases = out.numel() if name in POINTWISE and module.bias is not None else 0
         return {"products": out.numel() * module.in_features, "biases": biases}

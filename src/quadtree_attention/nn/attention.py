@@ -33,6 +33,7 @@ from quadtree_attention.ops.attention.problem import (
 )
 from quadtree_attention.ops.attention.tree import Tree, grid_of, hide
 from quadtree_attention.ops.backends import Backend, choose
+from quadtree_attention.ops.depthwise.functional import add_positions, can_fuse
 from quadtree_attention.ops.whole import (
     Parameters,
     attend_whole,
@@ -117,7 +118,8 @@ class QuadtreeAttention(nn.Module):
             for _ in range(num_levels - 1 if value_pyramid == "conv" else 0)
         )
         self.lepe = nn.ModuleList(
-            DepthwiseConv(dim, ndim, **dd) for _ in range(num_levels if lepe else 0)
+            DepthwiseConv(dim, ndim, backend=backend, **dd)
+            for _ in range(num_levels if lepe else 0)
         )
         self.proj = nn.Linear(dim, dim, **dd)
         self.proj_drop = nn.Dropout(proj_drop)
@@ -174,7 +176,9 @@ class QuadtreeAttention(nn.Module):
         out = self.attend(
             q, k, [self._heads(x) for x in values], mask, context_mask, problem, backend
         ).flatten(-2)
-        return self.proj(self._plus_position(out, values, shown) if self.lepe else out)
+        if self.lepe:
+            out = self._plus_position(out, values, shown, backend.name)
+        return self.proj(out)
 
     def attend(
         self,
@@ -283,14 +287,18 @@ class QuadtreeAttention(nn.Module):
         return list(reversed(levels))
 
     def _plus_position(
-        self, out: Tensor, values: list[Tensor], shown: list[Tensor | None]
+        self, out: Tensor, values: list[Tensor], shown: list[Tensor | None], backend: str
     ) -> Tensor:
         """LePE of all levels, merged like their messages, and the message (B, *grid, C)."""
         assert self.level_logits is not None
-        weights = self.level_logits.softmax(dim=0)
+        maps = [hide(level, visible) for level, visible in zip(values, shown, strict=True)]
+        convs: list[Any] = list(self.lepe)
+        weights, biases = [conv.weight for conv in convs], [conv.bias for conv in convs]
+        if can_fuse([out, *maps], [*weights, *biases], backend):
+            return add_positions(out, maps, weights, biases, self.level_logits)
         total: Tensor | None = None
-        for conv, level, visible, weight in zip(self.lepe, values, shown, weights, strict=True):
-            local = conv(hide(level, visible), weight)
+        for conv, level, share in zip(convs, maps, self.level_logits.softmax(dim=0), strict=True):
+            local = conv(level, share)
             total = local if total is None else plus_parents(local, total)
         assert total is not None
         return out + total

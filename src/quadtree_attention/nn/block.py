@@ -4,13 +4,11 @@
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quadtree_attention.nn.attention import QuadtreeAttention
 from quadtree_attention.nn.norm import TokenNorm
 from quadtree_attention.nn.position import DepthwiseConv
-from quadtree_attention.nn.untouched import is_everything_watched, is_untouched
 from quadtree_attention.ops.attention.tree import hide
 
 
@@ -38,69 +36,16 @@ class ConvMlp(nn.Module):
     ) -> None:
         super().__init__()
         self.fc1 = nn.Linear(dim, hidden_dim, device=device, dtype=dtype)
-        self.relu = nn.ReLU() if extra_relu else nn.Identity()
-        self.dwconv = DepthwiseConv(hidden_dim, ndim, device=device, dtype=dtype)
-        self.act = nn.GELU()
+        self.dwconv = DepthwiseConv(
+            hidden_dim, ndim, relu=extra_relu, activation="gelu", device=device, dtype=dtype
+        )
         self.fc2 = nn.Linear(hidden_dim, dim, device=device, dtype=dtype)
         self.drop = nn.Dropout(drop)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """(B, *grid, C) -> (B, *grid, C); cells hidden by `mask` do not reach their neighbours."""
-        x = hide(self.relu(self.fc1(x)), mask)
-        x = self.dwconv(x)
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling() and self._is_plain():
-            return _GeluLinear.apply(x, self.fc2.weight, self.fc2.bias)
-        return self.drop(self.fc2(self.drop(self.act(x))))
-
-    def _is_plain(self) -> bool:
-        """Whether nothing but `linear(gelu(x))` follows: layers may be replaced, or have hooks."""
-        act, fc2, drop = self.act, self.fc2, self.drop
-        return (
-            is_untouched(act, nn.GELU)
-            and is_untouched(fc2, nn.Linear)
-            and is_untouched(drop, nn.Dropout)
-            and (act.approximate, drop.p) == ("none", 0)
-            and fc2.bias is not None
-            and not is_everything_watched()
-        )
-
-
-class _GeluLinear(torch.autograd.Function):
-    """`linear(gelu(x))` that keeps x alone for backward: the widest map of a block, but once.
-
-    Made of what torch can differentiate, in every way: twice, forward, and by `torch.func`.
-    """
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        return F.linear(F.gelu(x), weight, bias)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
-        x, weight, _ = inputs
-        ctx.save_for_backward(x, weight)
-        ctx.save_for_forward(x, weight)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        x, weight = ctx.saved_tensors
-        flat = dy.flatten(0, -2)
-        dweight = flat.t() @ F.gelu(x).flatten(0, -2).to(dy.dtype)
-        dx = torch.ops.aten.gelu_backward(dy @ weight.to(dy.dtype), x.to(dy.dtype))
-        dbias = flat.sum(dim=0)
-        return dx.to(x.dtype), dweight.to(weight.dtype), dbias.to(weight.dtype)
-
-    @staticmethod
-    def jvp(ctx: Any, dx: Tensor | None, dweight: Tensor | None, dbias: Tensor | None) -> Tensor:
-        x, weight = ctx.saved_tensors
-        dy = x.new_zeros(()) if dbias is None else dbias
-        if dx is not None:
-            dy = dy + F.linear(torch.ops.aten.gelu_backward(dx, x), weight)
-        if dweight is not None:
-            dy = dy + F.linear(F.gelu(x), dweight)
-        return dy.expand(*x.shape[:-1], weight.shape[0])
+        x = self.dwconv(hide(self.fc1(x), mask))
+        return self.drop(self.fc2(self.drop(x)))
 
 
 class DropPath(nn.Module):
@@ -160,6 +105,8 @@ class Block(nn.Module):
         self.attn = attn
         self.norm2 = TokenNorm(dim, norm_eps, **options)
         self.mlp = mlp
+        if isinstance(mlp, ConvMlp):
+            mlp.dwconv.backend = options["backend"]
         self.drop_path = DropPath(drop_path)
 
     def forward(self, x: Tensor, *, mask: Tensor | None = None) -> Tensor:

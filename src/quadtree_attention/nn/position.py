@@ -5,31 +5,43 @@ import math
 from typing import Any, ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quadtree_attention.nn.renamed import rename_on_load
 from quadtree_attention.nn.untouched import is_untouched
-
-_CONVOLUTIONS: dict[int, Any] = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
+from quadtree_attention.ops.depthwise.functional import depthwise
 
 
 class DepthwiseConv(nn.Module):
     """Depthwise convolution over 3 cells of every grid axis, channels last, zeros past the edge.
 
-    On a value map this is the locally enhanced position encoding (LePE); in the middle of an MLP
-    it lets neighbouring tokens talk.
+    On a value map this is the locally enhanced position encoding (LePE); in the middle of an MLP it
+    mixes neighbouring tokens.
 
     Args:
         dim: Channels.
         ndim: Grid axes, 1 to 3.
+        relu: Put a ReLU before the convolution.
+        activation: "gelu" or "relu" after it; None: none.
+        backend: "auto" or the name of a backend; only "triton" has a kernel.
     """
 
     OLD_NAMES: ClassVar = {"conv.weight": "weight", "conv.bias": "bias"}
 
-    def __init__(self, dim: int, ndim: int = 2, *, device: Any = None, dtype: Any = None) -> None:
+    def __init__(
+        self,
+        dim: int,
+        ndim: int = 2,
+        *,
+        relu: bool = False,
+        activation: str | None = None,
+        backend: str = "auto",
+        device: Any = None,
+        dtype: Any = None,
+    ) -> None:
         super().__init__()
         self.dim, self.ndim = dim, ndim
+        self.relu, self.activation, self.backend = relu, activation, backend
         dd = {"device": device, "dtype": dtype}
         self.weight = nn.Parameter(torch.empty(dim, 1, *(3,) * ndim, **dd))
         self.bias = nn.Parameter(torch.empty(dim, **dd))
@@ -51,14 +63,15 @@ class DepthwiseConv(nn.Module):
         return [weight, bias] if is_as_built else None
 
     def forward(self, x: Tensor, gain: Tensor | None = None) -> Tensor:
-        """(B, *grid, C) -> (B, *grid, C), times a number `gain`."""
+        """(B, *grid, C) -> (B, *grid, C); the convolution is multiplied by a number `gain`."""
         weight: Tensor = self.weight
         bias: Tensor = self.bias
         if gain is not None:  # on the few weights, not on the whole map
             weight, bias = weight * gain, bias * gain
-        x = x.movedim(-1, 1)
-        out: Tensor = _CONVOLUTIONS[self.ndim](x, weight, bias, padding=1, groups=x.shape[1])
-        return out.movedim(1, -1)
+        return depthwise(
+            x, weight, bias, relu=self.relu, activation=self.activation, backend=self.backend
+        )
 
     def extra_repr(self) -> str:
-        return f"{self.dim}, ndim={self.ndim}"
+        options = f"relu={self.relu}, activation={self.activation!r}"
+        return f"{self.dim}, ndim={self.ndim}, {options}"

@@ -73,10 +73,10 @@ def add_positions(
     weights: Sequence[Tensor],
     biases: Sequence[Tensor],
     logits: Tensor,
-    *,
-    backend: str = "auto",
 ) -> Tensor:
     """Add to every cell of a message a depthwise convolution at it and at all cells above it.
+
+    Only where `can_fuse`.
 
     Args:
         message: (B, *grid, C)
@@ -84,13 +84,10 @@ def add_positions(
         weights: Of the convolution at each level, (C, 1, 3, ...).
         biases: (C,) of each level.
         logits: (L,), whose softmax weighs the levels.
-        backend: Of the call this is part of.
 
     Returns:
         (B, *grid, C)
     """
-    if not can_fuse([message, *values], [*weights, *biases], backend):
-        return plain.add_positions(message, values, weights, biases, logits)
     maps, most = [x.contiguous() for x in values], MOST_LEVELS[message.ndim - 2]
     above: Tensor | None = None
     ends = list(range(len(maps), 0, -most))[::-1]  # the finest levels together
