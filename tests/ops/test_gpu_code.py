@@ -113,6 +113,7 @@ def calls(dtype: torch.dtype) -> None:
         for found in results:
             found.zero_()
         _backward(maps, *lists, results, [8, 8], 0.1, variant, False)
+    convolutions(dtype)
     norms.layer_norm(x, weight, weight, 1e-5, dtype)
     norms.layer_norm_backward(x, x, weight, 1e-5)
     flat = x.flatten(1, 2)
@@ -123,6 +124,27 @@ def calls(dtype: torch.dtype) -> None:
         sides = transport.sinkhorn(scores, dustbin, 3)
         dlast = torch.zeros(2, 40), torch.zeros(2, 50), torch.zeros(2, 1)
         transport.sinkhorn_backward(scores, dustbin, *sides, dlast)
+
+
+def convolutions(dtype: torch.dtype) -> None:
+    """Depthwise ones of maps and of trees; parameters are in float32, as under autocast."""
+    from quadtree_attention.ops.depthwise import launch
+    from quadtree_attention.ops.norms.kernels import GELU
+
+    for grid, levels in (
+        ((12, 20), 1),
+        ((12, 20), 4),
+        ((4, 6, 8), 1 if dtype.itemsize == 2 else 2),
+    ):
+        sizes = [[-(-side // 2**i) for side in grid] for i in reversed(range(levels))]
+        values = [torch.zeros(1, *size, 64, dtype=dtype) for size in sizes]
+        weights = [torch.zeros(64, 1, *(3,) * len(grid)) for _ in sizes]
+        biases = [torch.zeros(64) for _ in sizes]
+        logits = torch.zeros(levels) if levels > 1 else None
+        message = values[-1] if levels > 1 else None
+        options = launch.Options(levels - 1, 0 if levels > 1 else GELU, False)
+        launch.forward(message, None, values, weights, biases, logits, options, dtype)
+        launch.backward(values[-1], values, weights, biases, logits, options, False)
 
 
 def test_sizes_of_maps_compile_nothing_anew():
