@@ -8,7 +8,6 @@ training NAME train|measure|evaluate|figures: attentions compared by training.
 tables [--check]: bring the tables in docs/ up to date.
 """
 
-import importlib
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
@@ -41,13 +40,15 @@ def parse(argv: Sequence[str]) -> Namespace:
         for name in suites(group):
             suite = known.add_parser(name)
             if list(argv[:2]) == [group, name]:
-                importlib.import_module(f"benchmarks.{group}").set_up(suite, name)
+                from benchmarks.suite import set_up
+
+                set_up(suite, f"{group}/{name}")
     training = groups.add_parser("training", help="attentions compared by training")
     tables = groups.add_parser("tables", help="bring the tables in docs/ up to date")
     if argv[:1] == ["training"]:
-        from benchmarks.training.compare import set_up
+        from benchmarks.training import compare
 
-        set_up(training)
+        compare.set_up(training)
     if argv[:1] == ["tables"]:
         from benchmarks.tables.write import write
 

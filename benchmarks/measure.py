@@ -3,8 +3,11 @@
 
 import ctypes
 import gc
+import json
 import multiprocessing
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -14,6 +17,8 @@ from typing import Any
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from benchmarks.result import ROOT
 
 Call = Callable[[], object]
 Timing = dict[str, float]  # median_ms, q25_ms, q75_ms, repeats
@@ -177,6 +182,19 @@ def _fresh(function: Callable[..., Any], args: tuple[Any, ...], threads: int) ->
     return function(*args)
 
 
+def printed_by(code: str, **environment: str) -> Any:
+    """What code prints last, in JSON, in a new process.
+
+    Raises:
+        RuntimeError: It fails; has the last line that it said.
+    """
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=os.environ | environment,
+                         capture_output=True, text=True)  # fmt: skip
+    if run.returncode:
+        raise RuntimeError(run.stderr.strip().splitlines()[-1])
+    return json.loads(run.stdout.splitlines()[-1])
+
+
 class Memory:
     """The most memory held in each stage, in MiB beyond what was there at first.
 
@@ -227,7 +245,11 @@ def return_memory_when_freed() -> None:
         set_option(M_MMAP_THRESHOLD, 64 * 1024)
 
 
-def use_threads(threads: int) -> None:
+def use_threads(threads: int, *, opencv: bool = False) -> None:
     """Lets torch, and Numba if it is imported after this, use that many CPU threads."""
     os.environ["NUMBA_NUM_THREADS"] = str(threads)
     torch.set_num_threads(threads)
+    if opencv:
+        import cv2
+
+        cv2.setNumThreads(threads)

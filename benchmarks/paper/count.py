@@ -7,7 +7,7 @@ with mmdet's pyramid and heads. "complexity" is attention alone, beside the clos
 paper's appendix A.1.
 """
 
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from typing import Any
 
 import torch
@@ -15,11 +15,10 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks.options import list_of
 from benchmarks.paper.rule import count
-from benchmarks.speed import Work
 from benchmarks.speed.backbones import TOPK, build, is_ours
 from benchmarks.speed.ops import GROWTH
+from benchmarks.suite import Work
 from quadtree_attention import models, quadtree_attention
 
 SIZES = range(5)
@@ -35,10 +34,6 @@ CHANNELS = 256
 LIBRARIES = ("timm", "torchvision")
 
 
-def add_options(parser: ArgumentParser) -> None:
-    parser.add_argument("--tasks", type=list_of(TASKS), default=",".join(TASKS))
-
-
 def plan(options: Namespace) -> list[list[Work]]:
     """One count after the other."""
     cases = []
@@ -48,7 +43,7 @@ def plan(options: Namespace) -> list[list[Work]]:
     cases += [_case("backbone", "pvt_v2_b0", ODD_IMAGE, None)]
     cases += [_case("mask_rcnn", name, [], TOPK["backbone"]) for name in QUADTREE]
     cases += [_case("complexity", case.name, list(case.grid), case.topk) for case in GROWTH]
-    return [[Work(case, "cpu")] for case in cases if case["task"] in options.tasks]
+    return [[Work(case)] for case in cases if case["task"] in options.tasks]
 
 
 def _case(task: str, model: str, image: list[int], topk: Any) -> dict[str, Any]:

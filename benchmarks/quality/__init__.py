@@ -1,35 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Suites of scores on real data, on a CPU: `python -m benchmarks quality SUITE`.
 
-A suite is a module of this package with the name of its kind: methods x sets. It has `METHODS`,
-functions that make methods from options, by name; `DATA`, `BASELINE`, `LIBRARIES`,
-`add_options(parser)` and `folders(options)`, which must be there;
-`sets(options, work) -> [(case, samples)]`; and `measure(method, samples, folder) -> (values,
-details)`, which writes what a method finds to a folder and scores it from there.
+Methods x sets: what a method finds is written to a folder, and scored from there.
 """
 
-import importlib
-import sys
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from benchmarks.measure import use_threads
-from benchmarks.options import (
-    add_out,
-    add_threads,
-    at_least_one,
-    check_place,
-    list_of,
-    named_weights,
-    working_folder,
-)
-from benchmarks.result import ResultFile, describe, slug
-from benchmarks.tables import views
+from benchmarks.result import slug
+from benchmarks.suite import Work
 from quadtree_attention.files import file_sha256
 from quadtree_attention.tasks.contract import Scores, Source, get_task
 from quadtree_attention.tasks.evaluation import score
@@ -47,74 +31,38 @@ class Method:
     settings: dict[str, Any]
 
 
-def set_up(parser: ArgumentParser, name: str) -> None:
-    """Gives the parser of a suite its options, and what to do with them."""
-    suite = importlib.import_module(f"benchmarks.quality.{name}")
-    parser.description = suite.__doc__
-    add = parser.add_argument
-    known = list(suite.METHODS)
-    add("--data", type=Path, default=suite.DATA, help="folder of the data; default: %(default)s")
-    add("--methods", type=list_of(known), default=known, help="separated by commas")
-    add(
-        "--weights",
-        action="append",
-        type=named_weights,
-        metavar="[NAME=]FILE",
-        help="weights of a network, as often as wanted; default: those of the package",
-    )
-    add("--size", type=at_least_one, help="longer side that networks see; default: theirs")
-    add("--work", help="folder that keeps what methods find; default: a temporary one")  # fmt: skip
-    suite.add_options(parser)
-    add_threads(parser)
-    add_out(parser, f"quality/{name}")
-
-    def check(options: Namespace) -> None:
-        names = [name for name, _ in options.weights or []]
-        if len(set(names)) < len(names) or suite.BASELINE in names:
-            told = f"{', '.join(names)}, and {suite.BASELINE}"
-            parser.error(f"argument --weights: names must differ, got {told}")
-        for folder in suite.folders(options):
-            if not folder.is_dir():
-                parser.error(f"argument --data: there is no folder {folder}")
-        check_place(parser, options, f"quality/{name}")
-
-    parser.set_defaults(
-        run=lambda options, argv: run(suite, options, argv), check_options=check, device="cpu"
-    )
+def check_methods(parser: ArgumentParser, options: Namespace, baseline: str) -> None:
+    names = [name for name, _ in options.weights or []]
+    if len(set(names)) < len(names) or baseline in names:
+        told = f"{', '.join(names)}, and {baseline}"
+        parser.error(f"argument --weights: names must differ, got {told}")
 
 
-def run(suite: ModuleType, options: Namespace, argv: Sequence[str]) -> int:
-    """Runs every method on every set, and writes what there is after each."""
-    import cv2
+def check_folders(parser: ArgumentParser, folders: Iterable[Path]) -> None:
+    for folder in folders:
+        if not folder.is_dir():
+            parser.error(f"argument --data: there is no folder {folder}")
 
-    use_threads(options.threads)
-    cv2.setNumThreads(options.threads)
-    kind = suite.__name__.removeprefix("benchmarks.").replace(".", "/")
-    methods = [method for name in options.methods for method in suite.METHODS[name](options)]
-    file = ResultFile(options.out, kind)
-    about = {method.name: method.settings for method in methods}
-    file.begin(describe(argv, options, libraries=suite.LIBRARIES, methods=about))
-    with working_folder(options.work) as work:
-        sets = suite.sets(options, work)
-        for i, (case, samples) in enumerate(sets, start=1):
-            for k, method in enumerate(methods, start=1):
-                folder = work.joinpath(*case.values(), slug(method.name))
-                folder.mkdir(parents=True, exist_ok=True)
-                values, details = suite.measure(method, samples, folder)
-                row = {"case": {**case, "method": method.name}, "values": values}
-                file.add(row | {"details": details}, complete=(i, k) == (len(sets), len(methods)))
-                told = ", ".join([*case.values(), method.name])
-                print(f"{told}: done", file=sys.stderr, flush=True)
-    print(views.text(file.read()))
-    print(f"written: {options.out}")
-    return 0
+
+def works(
+    options: Namespace, known: Mapping[str, Any], sets: Iterable[tuple[dict[str, str], Source[Any]]]
+) -> list[list[Work]]:
+    """Every method on every set; the settings of methods become those of the result."""
+    use_threads(options.threads, opencv=True)
+    methods = [method for name in options.methods for method in known[name](options)]
+    options.methods = {method.name: method.settings for method in methods}
+    return [
+        [Work({**case, "method": method.name}, "cpu", {"method": method, "samples": samples})]
+        for case, samples in sets
+        for method in methods
+    ]
 
 
 def find_and_score(
     task: str, method: Method, source: Source[Any], folder: Path
 ) -> tuple[Scores, list[float]]:
-    """Scores of a method on all samples, from the files it has written, and its seconds."""
-    seconds = []
+    """Scores of a method on all samples, from the files it writes to a folder, and its seconds."""
+    seconds, folder = [], folder / slug(method.name)
     for index in range(len(source)):
         found = method.find(*source.images(index), source.truth(index))
         path = folder / f"{source.name(index)}.npz"

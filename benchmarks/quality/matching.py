@@ -19,9 +19,16 @@ from typing import Any
 import cv2
 import numpy as np
 
-from benchmarks.options import at_least_one, list_of
-from benchmarks.quality import Method, find_and_score, networks
+from benchmarks.quality import (
+    Method,
+    check_folders,
+    check_methods,
+    find_and_score,
+    networks,
+    works,
+)
 from benchmarks.result import ROOT, THRESHOLDS
+from benchmarks.suite import Work
 from benchmarks.tables.views import ESTIMATORS
 from quadtree_attention.images import Array, ImageLike, to_image
 from quadtree_attention.tasks.match.predictor import Matcher
@@ -35,15 +42,19 @@ RATIO = 0.8  # Lowe's: the nearest descriptor must be that much nearer than the 
 FEATURES = 8192
 
 
-def add_options(parser: ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--sets", type=list_of(list(SETS)), default=list(SETS), help="separated by commas")
-    add("--features", type=at_least_one, default=FEATURES, help="most features of SIFT")
+def check_options(parser: ArgumentParser, options: Namespace) -> None:
+    check_methods(parser, options, BASELINE)
+    check_folders(parser, [options.data / SETS[name][0] for name in options.sets])
 
 
-def folders(options: Namespace) -> list[Path]:
-    """Those that must be there."""
-    return [options.data / SETS[name][0] for name in options.sets]
+def plan(options: Namespace) -> list[list[Work]]:
+    """Every method on the pairs of every set."""
+    pairs = [(name, prepare(name, options.data, options.folder / name)) for name in options.sets]
+    return works(options, METHODS, [({"set": name}, source) for name, source in pairs])
+
+
+def measure_row(work: Work, options: Namespace) -> dict[str, Any]:
+    return measure(work.more["method"], work.more["samples"], options.folder / work["set"])
 
 
 # ---- methods
@@ -102,10 +113,8 @@ def _matchers(options: Namespace) -> list[Method]:
 METHODS = {"matcher": _matchers, "sift": _sift_method}
 
 
-def measure(
-    method: Method, samples: PairsSource, folder: Path
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Values and details of a method on a set, scored from the files it has written."""
+def measure(method: Method, samples: PairsSource, folder: Path) -> dict[str, Any]:
+    """Values and details of a method on a set, scored from the files it writes to a folder."""
     scores, seconds = find_and_score("match", method, samples, folder)
     found = scores.to_dict()
     mean, facts, rows = found["mean"], found["facts"], found["rows"]
@@ -128,15 +137,10 @@ def measure(
         for row in rows
     ]
     settings = {key: facts[key] for key in ("pose_pixels", "epipolar", "side")}
-    return values, {"settings": settings, "pairs": pairs}
+    return values | {"details": {"settings": settings, "pairs": pairs}}
 
 
 # ---- sets
-
-
-def sets(options: Namespace, work: Path) -> list[tuple[dict[str, str], PairsSource]]:
-    """The pairs of all sets."""
-    return [({"set": name}, prepare(name, options.data, work / name)) for name in options.sets]
 
 
 def prepare(name: str, data: Path, work: Path) -> PairsSource:

@@ -14,19 +14,24 @@ themselves, by EPE and D1 alike.
 import statistics
 import time
 from argparse import ArgumentParser, Namespace
-from pathlib import Path
 from typing import Any
 
 import cv2
 import numpy as np
 from PIL import Image
 
-from benchmarks.options import positive
-from benchmarks.quality import Method, find_and_score, networks
+from benchmarks.quality import (
+    Method,
+    check_folders,
+    check_methods,
+    find_and_score,
+    networks,
+    works,
+)
 from benchmarks.result import ROOT
+from benchmarks.suite import Work
 from quadtree_attention.errors import DataError
 from quadtree_attention.images import Array
-from quadtree_attention.tasks.contract import Source
 from quadtree_attention.tasks.stereo.filling import from_farther_side
 from quadtree_attention.tasks.stereo.predictor import StereoMatcher
 from quadtree_attention.tasks.stereo.readers import StereoTruth, open_source
@@ -44,36 +49,31 @@ MEDIAN = 5  # pixels of a side of the filter at the end
 SIXTEENTHS = 16  # SGBM counts in them, and its range is a multiple of so many pixels
 
 
-def add_options(parser: ArgumentParser) -> None:
-    parser.add_argument("--max-disparity", type=positive,
-                        help="largest that the network looks for, in pixels")  # fmt: skip
+def check_options(parser: ArgumentParser, options: Namespace) -> None:
+    check_methods(parser, options, BASELINE)
+    check_folders(parser, [options.data])
 
 
-def folders(options: Namespace) -> list[Path]:
-    """Those that must be there."""
-    return [options.data]
+def plan(options: Namespace) -> list[list[Work]]:
+    """Every method on all pairs."""
+    return works(options, METHODS, [({}, open_source(options.data))])
 
 
-def sets(options: Namespace, work: Path) -> list[tuple[dict[str, str], Source[StereoTruth]]]:
-    """All pairs."""
-    return [({}, open_source(options.data))]
-
-
-def measure(
-    method: Method, samples: Source[StereoTruth], folder: Path
-) -> tuple[dict[str, Any], dict[str, Any]]:
+def measure_row(work: Work, options: Namespace) -> dict[str, Any]:
     """Values and details of a method, scored from the files it has written."""
-    scores, seconds = find_and_score("stereo", method, samples, folder)
+    scores, seconds = find_and_score(
+        "stereo", work.more["method"], work.more["samples"], options.folder
+    )
     if scores.missing or scores.skipped:
         raise DataError(f"not all pairs could be scored: {[*scores.missing, *scores.skipped]}")
     found = scores.to_dict()
-    details = [
+    pairs = [
         {"name": row.pop("name"), "scores": row, "seconds": taken}
         for row, taken in zip(found["rows"], seconds, strict=True)
     ]
     middle = statistics.median(seconds)
-    values = {"pairs": len(details), "median_seconds": middle, "mean": found["mean"]}
-    return values, {"pairs": details}
+    values = {"pairs": len(pairs), "median_seconds": middle, "mean": found["mean"]}
+    return values | {"details": {"pairs": pairs}}
 
 
 def sgbm(left: Image.Image, right: Image.Image, truth: StereoTruth) -> Disparity:

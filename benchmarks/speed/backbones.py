@@ -4,7 +4,7 @@
 A training step is forward, loss and the gradients of all parameters, without an optimizer.
 """
 
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,9 +15,8 @@ from torch import Tensor, nn
 
 import quadtree_attention.models.backbone  # noqa: F401  registers our models with timm
 from benchmarks.measure import Call
-from benchmarks.options import at_least_one, list_of
 from benchmarks.result import PASSES, TASKS
-from benchmarks.speed import Work, cases
+from benchmarks.suite import Work, cases
 
 # What each model of ours replaces: the same layout with another attention.
 BASELINES = {
@@ -26,36 +25,16 @@ BASELINES = {
 }
 MODELS = (*BASELINES, *dict.fromkeys(BASELINES.values()))
 TEST_MODEL = "test_quadtree"
+KNOWN = (*MODELS, TEST_MODEL)
 DEFAULT = (
     "quadtree_b_b0,pvt_v2_b0,quadtree_b_b2,pvt_v2_b2,swin_tiny_quadtree_b,"
     "swin_tiny_patch4_window7_224"
 )
 TOPK = {"classification": 8, "backbone": 32}
 IMAGE = {"classification": (224, 224), "backbone": (800, 1344)}
-MODES = ("eager", "graph", "compile", "compile+graph")
 CLASSES = 1000
 SEED = 0
-SECONDS = 0.5
 LIBRARIES = ("timm",)
-
-
-def add_models(parser: ArgumentParser, default: str) -> None:
-    known = (*MODELS, TEST_MODEL)
-    parser.add_argument("--models", type=list_of(known), default=default,
-                        help=f"of {', '.join(known)}")  # fmt: skip
-
-
-def add_options(parser: ArgumentParser) -> None:
-    add = parser.add_argument
-    add_models(parser, DEFAULT)
-    add("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
-    add("--precision", choices=("usual", "cast", "autocast"), default="usual",
-        help="how bfloat16 is reached: the model cast to it, autocast around float32 weights, or "
-        "what is usual: cast for forward, autocast for training")  # fmt: skip
-    add("--modes", type=list_of(MODES), default="graph" if torch.cuda.is_available() else "eager")
-    add("--tasks", type=list_of(TASKS), default=",".join(TASKS))
-    add("--passes", type=list_of(PASSES), default=",".join(PASSES))
-    add("--batch", type=at_least_one, default=64, help="images per call; backbones take one")
 
 
 def plan(options: Namespace) -> list[list[Work]]:

@@ -6,7 +6,7 @@ RetinaNet around a backbone is torchvision's neck and head, 80 classes.
 """
 
 import json
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from collections import OrderedDict
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -18,27 +18,18 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks.result import FIGURES, RESULTS, ROOT, TASKS
-from benchmarks.speed import Work
-from benchmarks.speed.backbones import BASELINES, MODELS, TOPK, add_models, build, is_ours
+from benchmarks.result import FIGURES, ROOT, TASKS
+from benchmarks.speed.backbones import BASELINES, TOPK, build, is_ours
+from benchmarks.suite import Work
 
 PUBLISHED = ROOT / "benchmarks" / "published.json"
 IMAGE = {"classification": (224, 224), "backbone": (800, 1333)}
 LIBRARIES = ("timm",)
 
 
-def add_options(parser: ArgumentParser) -> None:
-    add_models(parser, ",".join(MODELS))
-    parser.set_defaults(device="cpu", threads=1)
-
-
-def check_options(parser: ArgumentParser, options: Namespace) -> None:
-    options.out = options.out or RESULTS / "speed" / "counts.json"  # of any machine
-
-
 def plan(options: Namespace) -> list[list[Work]]:
     """Every model for classification, then every backbone."""
-    return [[Work({"task": task, "model": m}, "cpu")] for task in TASKS for m in options.models]
+    return [[Work({"task": task, "model": m})] for task in TASKS for m in options.models]
 
 
 def measure_row(work: Work, options: Namespace) -> dict[str, Any]:

@@ -7,23 +7,19 @@ is that of the prediction, without imports and weights; memory is that of the wh
 """
 
 import json
-import os
 import resource
-import subprocess
-import sys
 import tempfile
 import time
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from PIL import Image
 
-from benchmarks.measure import Call, summarise
-from benchmarks.options import list_of
-from benchmarks.result import ROOT
-from benchmarks.speed import Work, backbones
+from benchmarks.measure import Call, printed_by, summarise
+from benchmarks.speed import backbones
+from benchmarks.suite import Work
 from quadtree_attention import tasks
 
 # part: model, images, pass
@@ -39,19 +35,7 @@ PARTS = (*BACKBONES, *COMMANDS)
 SIZE = (640, 480)
 SHIFT = 8  # of the second image, in pixels
 LATER = 3  # processes with compiled kernels on disk
-SECONDS = 5.0
 LIBRARIES = ("timm",)
-
-
-def add_options(parser: ArgumentParser) -> None:
-    parser.set_defaults(device="cpu")
-    parser.add_argument("--parts", type=list_of(PARTS), default=",".join(BACKBONES | COMMANDS),
-                        help=f"of {', '.join(PARTS)}")  # fmt: skip
-
-
-def check_options(parser: ArgumentParser, options: Namespace) -> None:
-    if options.device != "cpu":
-        parser.error("argument --device: this suite measures the CPU; leave it out")
 
 
 def plan(options: Namespace) -> list[list[Work]]:
@@ -110,11 +94,7 @@ def _new_process(part: str, images: list[str], folder: Path, threads: int) -> li
     """Milliseconds and MiB of one prediction in a process of its own."""
     names = {"OMP_NUM_THREADS": str(threads), "NUMBA_CACHE_DIR": str(folder / "kernels")}
     code = f"from benchmarks.speed.cpu import predict; predict({part!r}, {images!r})"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=os.environ | names,
-                          capture_output=True, text=True)  # fmt: skip
-    if done.returncode:
-        raise RuntimeError(done.stderr.strip().splitlines()[-1])
-    return json.loads(done.stdout.splitlines()[-1])
+    return printed_by(code, **names)
 
 
 def predict(part: str, images: list[str]) -> None:

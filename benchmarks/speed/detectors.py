@@ -6,7 +6,7 @@ the scores of all queries, and by PyTorch's fused kernels, which do not. "networ
 pyramid and heads; "detector" also resizes the images and chooses boxes.
 """
 
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -17,8 +17,7 @@ import torch._functorch.config
 from torch import Tensor, nn
 
 from benchmarks.measure import Call, scores_held
-from benchmarks.options import at_least_one, list_of, sizes
-from benchmarks.speed import Work, cases
+from benchmarks.suite import Work, cases
 from quadtree_attention import models
 
 ATTENTIONS: dict[str, dict[str, Any]] = {  # options of the detector
@@ -27,13 +26,10 @@ ATTENTIONS: dict[str, dict[str, Any]] = {  # options of the detector
     "quadtree": {},
 }
 PARTS = ("network", "detector")
-PRECISIONS = ("float32", "bfloat16")
-MODES = ("eager", "compile", "graph", "compile+graph")
 CLASSES = 80
 # Off, since with it torch 2.11 fails on PVTv2's attention in bfloat16 ("CantSplit").
 INDUCTOR = {"triton.coalesce_tiling_analysis": False}
 SEED = 0
-SECONDS = 1.0
 LIBRARIES = ("torchvision",)
 
 
@@ -48,19 +44,6 @@ class Network(nn.Module):
         return self.head(list(self.backbone(images).values()))
 
 
-def add_options(parser: ArgumentParser) -> None:
-    add = parser.add_argument
-    modes = MODES if torch.cuda.is_available() else MODES[:2]
-    add("--model", default="retinanet_quadtree_b_b0", help="name of a RetinaNet")
-    add("--attentions", type=list_of(list(ATTENTIONS)), default=",".join(ATTENTIONS))
-    add("--parts", type=list_of(PARTS), default=",".join(PARTS))
-    add("--images", type=sizes, default="1333x800", help="WIDTHxHEIGHT, several with commas")
-    add("--batch", type=at_least_one, default=1, help="images at a time")
-    add("--precisions", type=list_of(PRECISIONS), default=",".join(PRECISIONS))
-    add("--modes", type=list_of(MODES), default=",".join(modes),
-        help="of the network; detectors are eager")  # fmt: skip
-
-
 def plan(options: Namespace) -> list[list[Work]]:
     """Every call to measure, together with those that it is compared with."""
     planned = cases(model=[options.model], image=options.images, part=options.parts,
@@ -69,7 +52,7 @@ def plan(options: Namespace) -> list[list[Work]]:
     lists = []
     for case in planned:
         if case["part"] == PARTS[0] or case["mode"] == options.modes[0]:
-            case |= {"mode": case["mode"] if case["part"] == PARTS[0] else MODES[0]}
+            case |= {"mode": case["mode"] if case["part"] == PARTS[0] else "eager"}
             works = [case | {"attention": attention} for attention in options.attentions]
             lists.append([Work(work, options.device) for work in works])
     return lists

@@ -16,53 +16,24 @@ import torch
 from torch import nn
 
 from benchmarks.measure import Call, Memory, in_fresh_process, measure, release_memory
-from benchmarks.options import at_least_one, list_of, positive, sizes
 from benchmarks.result import STAGES
-from benchmarks.speed import Work, cases
 from benchmarks.speed.stereo import PRECISIONS
+from benchmarks.suite import Work, cases
 from quadtree_attention import models
 from quadtree_attention.models.parts.coarse_matching import CoarseMatches
-from quadtree_attention.models.parts.context_attention import ATTENTIONS
 
-IMAGES = {"cuda": "640x480,1024x1024,2048x2048", "cpu": "640x480"}
-DEFAULT = "loftr_quadtree_small,loftr_quadtree_indoor"
 SMALL = [64, 64]  # image of the call before that whose memory is measured
 SEED = 0
 
 
-def add_options(parser: ArgumentParser) -> None:
-    add = parser.add_argument
-    add(
-        "--models",
-        type=list_of(models.names("match")),
-        default=DEFAULT,
-        help=f"matchers whose attention is exchanged, of {', '.join(models.names('match'))}",
-    )
-    add("--attentions", type=list_of(list(ATTENTIONS)), default="quadtree_b,linear,full")
-    add(
-        "--images",
-        type=sizes,
-        help="WIDTHxHEIGHT, several with commas; default: "
-        f"{IMAGES['cuda']} on a GPU, {IMAGES['cpu']} on a CPU",
-    )
-    add("--matches", type=at_least_one, default=2000, help="that go to the fine stage")
-    add(
-        "--precisions",
-        type=list_of(list(PRECISIONS)),
-        default="float32",
-        help=f"of {', '.join(PRECISIONS)}",
-    )
-    add("--memory", type=positive, metavar="GIB", help="let torch have no more of the GPU")
+def match_names() -> list[str]:
+    return models.names("match")
 
 
 def check_options(parser: ArgumentParser, options: Namespace) -> None:
     if options.device == "cpu" and options.memory is not None:
         parser.error("argument --memory: only the memory of a GPU can be limited; leave it out")
-    options.images = options.images or sizes(IMAGES[options.device])
-
-
-def settings(options: Namespace) -> dict[str, Any]:
-    return {"memory_gib": options.memory}
+    options.memory_gib = options.memory
 
 
 def plan(options: Namespace) -> list[list[Work]]:

@@ -3,7 +3,7 @@
 
 import gc
 import math
-from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from argparse import ArgumentTypeError, Namespace
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,13 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.measure import Call, Memory, in_fresh_process, measure
-from benchmarks.options import list_of, positive
-from benchmarks.speed import SkippedError, Work, cases
+from benchmarks.suite import SkippedError, Work, cases
 from benchmarks.tables.table import number
 from quadtree_attention import available_backends, quadtree_attention
 from quadtree_attention.ops.backends import BACKENDS
 
-DTYPES = ("float32", "bfloat16", "float16", "float64")
 PASSES = ("forward", "forward+backward")
 SEED = 0
 
@@ -81,22 +79,6 @@ def find_cases(names: str) -> tuple[Case, ...]:
 def implementations() -> list[str]:
     """Every implementation that can be asked for."""
     return ["quadtree", *(f"quadtree:{b.name}" for b in BACKENDS), "reference", "sdpa"]
-
-
-def add_options(parser: ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--cases", type=find_cases, default="all", help="all, growth, or names with commas")
-    add("--implementations", type=list_of(implementations()), default="quadtree,reference,sdpa",
-        help="quadtree[:backend], reference, sdpa")  # fmt: skip
-    add("--dtypes", type=list_of(DTYPES), default="float32,bfloat16")
-    add("--passes", type=list_of(PASSES), default=",".join(PASSES))
-    add("--variant", choices=("A", "B"), default="B")
-    add("--modes", type=list_of(("eager", "graph")), default="eager", help="graph: CUDA graph")
-    add("--max-estimated-seconds", type=positive, default=60.0, help="skip slower calls")
-
-
-def settings(options: Namespace) -> dict[str, Any]:
-    return {"variant": options.variant}
 
 
 def plan(options: Namespace) -> list[list[Work]]:

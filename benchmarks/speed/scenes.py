@@ -6,7 +6,7 @@ two at most. The first call on a GPU compiles, and has a row of its own.
 """
 
 import time
-from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from argparse import Namespace
 from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -15,8 +15,7 @@ from typing import Any
 import torch
 
 from benchmarks.measure import Call, cuda_peak_mib, measure, summarise
-from benchmarks.options import at_least_one
-from benchmarks.speed import Work
+from benchmarks.suite import Work
 from quadtree_attention.synthetic import (
     HomographyOptions,
     ProceduralTextures,
@@ -31,28 +30,9 @@ from quadtree_attention.synthetic.layout import first_camera, place, second_came
 from quadtree_attention.synthetic.views import both_views
 
 TEXTURES = 32
+SAMPLES = (1, 2, 4)
 WHOLE = ("scenes", "planes")
 FIRST = "first call"  # of a process, or of another batch size: they may compile
-
-
-def add_options(parser: ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--size", type=_size, default=[384, 512], metavar="HxW", help="of both views")
-    add("--batch", type=at_least_one, default=16, help="pairs")
-    add("--samples", type=int, choices=(1, 2, 4), default=2, help="rays per pixel")
-    add("--plain", action="store_true", help="do not compile on the GPU")
-
-
-def _size(text: str) -> list[int]:
-    height, _, width = text.partition("x")
-    size = [int(side) if side.isdecimal() else 0 for side in (height, width)]
-    if min(size) < 8:
-        raise ArgumentTypeError(f"must be HEIGHTxWIDTH, at least 8x8, got {text!r}")
-    return size
-
-
-def settings(options: Namespace) -> dict[str, Any]:
-    return {key: getattr(options, key) for key in ("size", "batch", "samples", "plain")}
 
 
 def plan(options: Namespace) -> list[list[Work]]:

@@ -7,23 +7,18 @@ the start of CUDA are not counted.
 """
 
 import json
-import os
 import random
-import subprocess
-import sys
 import tempfile
 import time
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from benchmarks.measure import summarise
-from benchmarks.options import at_least_one, list_of
-from benchmarks.result import ROOT
-from benchmarks.speed import Work, cases
+from benchmarks.measure import printed_by, summarise
 from benchmarks.speed.backbones import build
+from benchmarks.suite import Work, cases
 from quadtree_attention import models
 
 # network: smallest side, largest side, and what sides are multiples of
@@ -36,17 +31,6 @@ SIDES = {
 FIRST = "new size", "new process"
 SEED = 0
 LIBRARIES = ("timm",)
-
-
-def add_options(parser: ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--networks", type=list_of(list(SIDES)), default=",".join(SIDES))
-    add("--first", type=list_of(FIRST), default=",".join(FIRST), help=f"of {', '.join(FIRST)}")
-    add("--sizes", type=at_least_one, default=60, help="random image sizes of a network")
-
-
-def settings(options: Namespace) -> dict[str, Any]:
-    return {"sizes": options.sizes}
 
 
 def plan(options: Namespace) -> list[list[Work]]:
@@ -107,11 +91,7 @@ def _new_process(network: str, device: str, cache: str) -> list[float]:
     """First and second call in a process whose kernels are cached in a folder."""
     caches = {"TRITON_CACHE_DIR": f"{cache}/triton", "NUMBA_CACHE_DIR": f"{cache}/numba"}
     code = f"from benchmarks.speed.sizes import two_calls; two_calls({network!r}, {device!r})"
-    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=os.environ | caches,
-                         capture_output=True, text=True)  # fmt: skip
-    if run.returncode:
-        raise RuntimeError(run.stderr.strip().splitlines()[-1])
-    return json.loads(run.stdout.splitlines()[-1])
+    return printed_by(code, **caches)
 
 
 def two_calls(network: str, device: str) -> None:

@@ -6,7 +6,7 @@ all scores of a layer, as STTR's own code does; `full-*` is PyTorch's fused atte
 """
 
 import sys
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from contextlib import ExitStack
 from functools import cache
 from typing import Any
@@ -18,10 +18,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.measure import Call, scores_held
-from benchmarks.options import list_of, sizes
 from benchmarks.result import PASSES
-from benchmarks.speed import Work, cases
 from benchmarks.speed.counts import is_attention
+from benchmarks.suite import Work, cases
 from quadtree_attention import models, use_backend
 from quadtree_attention.models import registry
 from quadtree_attention.tasks.stereo.losses import stereo_losses
@@ -36,16 +35,6 @@ NETWORKS: dict[str, dict[str, Any]] = {
     for name, attention in (("explicit", "full"), ("full", "full"), ("quadtree", "quadtree_b"))
 }
 SEED = 0
-
-
-def add_options(parser: ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--networks", type=list_of(list(NETWORKS)), default=",".join(NETWORKS))
-    add("--images", type=sizes, default="960x540", help="WIDTHxHEIGHT, several with commas")
-    add("--large", type=sizes, default="1920x1080", help="the same, forward only")
-    add("--passes", type=list_of(PASSES), default=",".join(PASSES))
-    add("--precisions", type=list_of(list(PRECISIONS)), default="float32",
-        help=f"of {', '.join(PRECISIONS)}")  # fmt: skip
 
 
 def plan(options: Namespace) -> list[list[Work]]:

@@ -59,11 +59,6 @@ class Column:
         return "-" if value is None else self.format(value)
 
 
-def words(keys: str) -> list[Column]:
-    """Columns of text that show entries of the case."""
-    return [Column(key, f"case.{key}", str, words=True) for key in keys.split()]
-
-
 @dataclass(frozen=True)
 class View:
     """A table.

@@ -15,7 +15,7 @@ from typing import Any
 from benchmarks.result import Result, Row
 from benchmarks.tables import words
 from benchmarks.tables.table import Column, View, find, number
-from benchmarks.tables.views import TRUTHS, circumstances, errors_of, matching_view, shape
+from benchmarks.tables.views import circumstances, errors_of, shape, stored_views
 from benchmarks.training import comparison as compared
 from benchmarks.training.comparison import PEAK, SYNTHETIC, Comparison, rows_of, short
 
@@ -35,11 +35,12 @@ def section(name: str, result: Result) -> str:
     trained = [run["machine"] for run in result["runs"] if "size" not in run["settings"]]
     devices = ", ".join(dict.fromkeys(machine["device_name"] for machine in trained))
     pictures = comparison.pictures if any(runs.values()) else {}
+    scores = pooled(comparison, result)
     paragraphs = [
         [f"### {devices or NOT_YET}: `{name}.json`"],
         [_summary(comparison, runs)],
         _table(comparison, result, runs).markdown([{"case": {"recipe": name}} for name in runs]),
-        *(matching_view(truth).markdown(pooled(comparison, result)) for truth in TRUTHS),
+        *(view.markdown(scores) for view in stored_views()["quality/matching"]),
         *([sentence] for sentence in _sentences(comparison, result, runs)),
         *_missing(comparison, result, runs),
         *([f"![{about}]({file})"] for file, about in pictures.items()),

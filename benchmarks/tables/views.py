@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tables of results of `speed` and `quality`; those with fixed columns are in views.yaml."""
+"""The tables of results that views.yaml declares: values, formats, and the sections of a page."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
@@ -8,26 +8,15 @@ from typing import Any
 
 import yaml
 
-from benchmarks.result import FIGURES, OUT_OF_MEMORY, THRESHOLDS, Result, Row, deviation
-from benchmarks.tables.table import Column, View, name_of, number, outcome_of, words
+from benchmarks.result import FIGURES, OUT_OF_MEMORY, Result, Row, deviation
+from benchmarks.tables.table import Column, View, name_of, number, outcome_of
 
 FILE = Path(__file__).with_name("views.yaml")
 NOT_MEASURED = "Not measured yet."
 CHECKSUM = 12  # characters that are shown of one
-DETECTOR_ATTENTIONS = {
-    "held": "spatial reduction (PVTv2), scores held",
-    "sr": "spatial reduction, fused",
-    "quadtree": "QuadTree-B, K 32",
-}
-STEREO_NETWORKS = {
-    "explicit": "full attention, scores held",
-    "full": "full attention, fused",
-    "quadtree": "QuadTree-B",
-}
 # Of the paper, at 960x540: STTR, features at 1/3; QuadTree-B, features at 1/2
 STEREO_PAPER = {"explicit-3": "490 GFLOPs, 8507 MB", "quadtree-2": "254 GFLOPs, 5381 MB"}
 ESTIMATORS = {"opencv": "OpenCV", "poselib": "poselib"}
-TRUTHS = {"pose": ("Poses", "°"), "homography": ("Homographies", " px")}
 
 
 # ---- values and formats of the columns in views.yaml
@@ -72,121 +61,10 @@ def published(name: str, row: Row) -> str:
     return f"{shown} [{row['sources'].index(figure['source']) + 1}]"
 
 
-def shape(sides: Sequence[int]) -> str:
-    """Of a tensor, or (height, width)."""
-    return " x ".join(map(str, sides))
-
-
-def _network(name: str) -> str:
-    kind, _, stride = name.partition("-")
-    return f"{STEREO_NETWORKS[kind]}, 1/{stride}"
-
-
-VALUES: dict[str, Callable[[Row], Any]] = {
-    "spread": spread,
-    "baseline": baseline,
-    "batch_of_images": lambda row: "{batch} of {image[0]}x{image[1]}".format(**row["case"]),
-    "stereo_paper": stereo_paper,
-    "code_params": code_params,
-    **{f"published_{name}": partial(published, name) for name in FIGURES},
-}
-WORDS: dict[str, Callable[[Any], str]] = {  # formats of text, which is aligned to the left
-    "text": str,
-    "size": lambda image: "x".join(map(str, image)),
-    "shape": shape,
-    "attention": lambda name: DETECTOR_ATTENTIONS.get(name, name),
-    "network": _network,
-}
-NUMBERS: dict[str, Callable[[Any], str]] = {
-    "number": number,
-    "string": str,
-    "times": lambda value: f"{number(value)}x",
-    "share": lambda value: f"{value:.2f}x",
-    "1e6": lambda value: number(value / 1e6),
-    "1e9": lambda value: number(value / 1e9),
-    ".0f": "{:.0f}".format,
-    ".1f": "{:.1f}".format,
-    ".2f": "{:.2f}".format,
-}
-
-
-@cache
-def stored_views() -> dict[str, list[View]]:
-    """The views of views.yaml."""
-    content = yaml.safe_load(FILE.read_text())
-    return {kind: [_view(**fields) for fields in views] for kind, views in content.items()}
-
-
-def _view(
-    columns: Sequence[Sequence[Any]],
-    where: Mapping[str, Any] | None = None,
-    each: Mapping[str, Sequence[str]] | None = None,
-    **fields: Any,
-) -> View:
-    case = dict(where or {})
-    return View(
-        [column(*fields) for fields in columns],
-        each=next(iter(each.items())) if each else None,
-        rows=lambda rows: [row for row in rows if case.items() <= row["case"].items()],
-        **fields,
-    )
-
-
-def column(
-    heading: str, value: str, form: Any = "number", options: Mapping[str, Any] | None = None
-) -> Column:
-    """A column as in views.yaml."""
-    options = {key: _function(option) for key, option in (options or {}).items()}
-    text = str(form) in WORDS
-    formats = WORDS if text else NUMBERS
-    return Column(heading, _function(value), formats[str(form)], words=text, **options)
-
-
-def _function(value: Any) -> Any:
-    return VALUES[value[1:]] if isinstance(value, str) and value.startswith("=") else value
-
-
-# ---- tables whose columns depend on their rows
-
-
-def _ops(rows: Sequence[Row]) -> list[Column]:
-    """Time and memory of every implementation, then their speed relative to full attention."""
-    names = dict.fromkeys(row["case"]["implementation"] for row in rows)
-    ofs = {name: {"implementation": name} for name in names}
-    columns = words("case dtype mode")
-    for name, of in ofs.items():
-        columns += [column(f"{name} ms", "values.median_ms", "number", {"of": of}),
-                    column(f"{name} MiB", "values.peak_mib", "number", {"of": of})]  # fmt: skip
-    for name in (name for name in ofs if "sdpa" in ofs and name != "sdpa"):
-        more = {"of": ofs[name], "relative": ofs["sdpa"], "inverse": True}
-        columns.append(column(f"{name} vs sdpa", "values.median_ms", "times", more))
-    return columns
-
-
-def matching_view(truth: str) -> View:
-    """Matches and what two estimators make of them, of poses or of homographies."""
-    title, unit = TRUTHS[truth]
-    thresholds = THRESHOLDS[truth]
-    columns = words("set method")
-    columns += [column("matches", "values.matches", ".0f"),
-                column("correct %", "values.precision", ".1f")]  # fmt: skip
-    for name, label in ESTIMATORS.items():
-        areas = f"{label} AUC@{'/'.join(thresholds)}{unit}"
-        columns += [Column(areas, f"values.estimators.{name}.auc", _areas)]
-        within = f"{label} within {thresholds[-1]}{unit}"
-        columns += [Column(within, partial(_within, name, float(thresholds[-1])), str)]
-    columns.append(column("s per pair", "values.median_seconds"))
-    chosen = lambda rows: [row for row in rows if row["values"]["truth"] == truth]  # noqa: E731
-    return View(columns, title=title, rows=chosen)
-
-
-def _areas(areas: Mapping[str, float]) -> str:
-    return " / ".join(f"{area:.1f}" for area in areas.values())
-
-
-def _within(estimator: str, largest: float, row: Row) -> str:
+def within(estimator: str, largest: str, row: Row) -> str:
+    """Pairs whose error is below a limit."""
     errors = errors_of(row, estimator)
-    return f"{sum(e is not None and e < largest for e in errors)} of {len(errors)}"
+    return f"{sum(e is not None and e < float(largest) for e in errors)} of {len(errors)}"
 
 
 def errors_of(row: Row, estimator: str) -> list[float | None]:
@@ -197,42 +75,117 @@ def errors_of(row: Row, estimator: str) -> list[float | None]:
     return [pair["errors"][estimator] for pair in details["pairs"]]
 
 
-def _pairs(rows: Sequence[Row]) -> list[Row]:
+def pairs(rows: Sequence[Row]) -> list[Row]:
     """A row for every pair and method."""
     return [{"case": {"pair": pair["name"], **row["case"]}, "values": pair["scores"]}
             for row in rows for pair in row["details"]["pairs"]]  # fmt: skip
 
 
-def _pair_columns(rows: Sequence[Row]) -> list[Column]:
-    columns = words("pair")
-    for method in dict.fromkeys(row["case"]["method"] for row in rows):
-        for name, title in (("epe", "EPE px"), ("bad3", "bad-3 %"), ("d1", "D1 %")):
-            of = {"of": {"method": method}}
-            columns.append(column(f"{method} {title}", f"values.{name}_all", ".2f", of))
+def shape(sides: Sequence[int]) -> str:
+    """Of a tensor, or (height, width)."""
+    return " x ".join(map(str, sides))
+
+
+VALUES: dict[str, Callable[..., Any]] = {  # of words after the name, if there are any, and of a row
+    "spread": spread,
+    "baseline": baseline,
+    "batch_of_images": lambda row: "{batch} of {image[0]}x{image[1]}".format(**row["case"]),
+    "stereo_paper": stereo_paper,
+    "code_params": code_params,
+    "published": published,
+    "within": within,
+    "pairs": pairs,
+}
+WORDS: dict[str, Callable[[Any], str]] = {  # formats of text, which is aligned to the left
+    "text": str,
+    "size": lambda image: "x".join(map(str, image)),
+    "shape": shape,
+}
+NUMBERS: dict[str, Callable[[Any], str]] = {
+    "number": number,
+    "string": str,
+    "times": lambda value: f"{number(value)}x",
+    "share": lambda value: f"{value:.2f}x",
+    "1e6": lambda value: number(value / 1e6),
+    "1e9": lambda value: number(value / 1e9),
+    "areas": lambda areas: " / ".join(f"{area:.1f}" for area in areas.values()),
+    ".0f": "{:.0f}".format,
+    ".1f": "{:.1f}".format,
+    ".2f": "{:.2f}".format,
+}
+
+
+@cache
+def stored_views() -> dict[str, list[View]]:
+    """The views of views.yaml, by kind."""
+    content = yaml.safe_load(FILE.read_text())
+    return {kind: [_view(**fields) for fields in views] for kind, views in content.items()}
+
+
+def _view(
+    columns: Sequence[Any],
+    where: Mapping[str, Any] | None = None,
+    each: Mapping[str, Sequence[str]] | None = None,
+    rows: str | None = None,
+    **fields: Any,
+) -> View:
+    chosen = (where or {}).items()
+
+    def shown(found: Sequence[Row]) -> list[Row]:
+        found = VALUES[rows](found) if rows else found
+        return [row for row in found if chosen <= (row["case"] | _scalars(row)).items()]
+
+    one = next(iter(each.items())) if each else None
+    return View(partial(_columns, columns), each=one, rows=shown, **fields)
+
+
+def _scalars(row: Row) -> dict[str, Any]:
+    return {key: value for key, value in row.get("values", {}).items() if isinstance(value, str)}
+
+
+def _columns(declared: Sequence[Any], rows: Sequence[Row]) -> list[Column]:
+    """The columns of views.yaml; those of `for` once for every value of a key of the case."""
+    columns = []
+    for fields in declared:
+        if not isinstance(fields, dict):
+            columns.append(column(*fields))
+            continue
+        key, base = fields["for"], fields.get("relative")
+        values = dict.fromkeys(row["case"][key] for row in rows)
+        for value in (v for v in values if base is None or (base in values and v != base)):
+            for heading, path, form, *more in fields["columns"]:
+                options = {"of": {key: value}, **(more[0] if more else {})}
+                columns.append(column(heading.format(value), path, form, options))
     return columns
 
 
-OPS = View(_ops, by=("case", "dtype", "mode"), each=("pass", ("forward", "forward+backward")))
-VIEWS = {"speed/ops": [OPS], "quality/matching": [matching_view(truth) for truth in TRUTHS]}
-PAIRS = View(_pair_columns, by=("pair",), rows=_pairs)
+def column(
+    heading: str, value: str, form: Any = "number", options: Mapping[str, Any] | None = None
+) -> Column:
+    """A column as in views.yaml."""
+    options = {key: _function(option) for key, option in (options or {}).items()}
+    if isinstance(form, dict):  # words by value
+        return Column(heading, value, lambda name: form.get(name, name), words=True, **options)
+    text = str(form) in WORDS
+    formats = WORDS if text else NUMBERS
+    return Column(heading, _function(value), formats[str(form)], words=text, **options)
+
+
+def _function(value: Any) -> Any:
+    if not isinstance(value, str) or not value.startswith("="):
+        return value
+    name, *arguments = value[1:].split()
+    return partial(VALUES[name], *arguments) if arguments else VALUES[name]
 
 
 # ---- sections
 
 
-def views_of(result: Result) -> list[View]:
-    """The tables of a result."""
-    kind = result["kind"]
-    return [
-        *VIEWS.get(kind, stored_views().get(kind, [])),
-        *([PAIRS] if kind == "quality/stereo" else []),
-    ]
-
-
 def text(result: Result) -> str:
     """All tables of a result, for a terminal."""
     rows = _rows(result)
-    tables = [view.text(rows) for view in views_of(result) if view.rows(rows)]
+    views = stored_views().get(result["kind"], [])
+    tables = [view.text(rows) for view in views if view.rows(rows)]
     return "\n\n".join(filter(None, [*tables, "\n".join(_not_measured(rows))]))
 
 
@@ -243,7 +196,7 @@ def section(name: str, result: Result) -> str:
     for run in result["runs"]:
         lines += ["", circumstances(run), "", f"    {run['command']}"]
         lines += [line for about in _settings(run["settings"]) for line in ("", about)]
-    for view in views_of(result):
+    for view in stored_views().get(result["kind"], []):
         if table := view.markdown(rows):
             notes = _notes(view.rows(rows))
             lines += ["", *table, *(["", *notes] if notes else [])]

@@ -7,9 +7,9 @@
 `figures`: the pictures of the page in docs/results.
 """
 
-import shlex
+import sys
 import time
-from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -34,51 +34,11 @@ def set_up(parser: ArgumentParser) -> None:
     actions = parser.add_subparsers(
         required=True, metavar="train|measure|evaluate|figures", parser_class=shared.OneLineParser
     )
-    for run, add in ((train, _add_train), (measure, _add_measure),
-                     (evaluate, scores.add_options), (figures, _add_figures)):  # fmt: skip
+    for run in (train, measure, evaluate, figures):
         action = actions.add_parser(run.__name__, description=run.__doc__)
-        add(action)
-        action.set_defaults(run=run, check_options=partial(_check, action))
-
-
-def _add_recipes(parser: ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--variants", help="of the recipe, separated by commas; default: all")
-    add("--recipe", type=Path, help="default: that of the comparison")
-    add("--data", help="folder of the data or of textures; default: as the recipe has it")
-    add("--extra", type=shlex.split, default="", help='more options: --extra "--trainer.x y"')
-    shared.add_out(parser, "training/NAME")
-
-
-def _add_train(parser: ArgumentParser) -> None:
-    add = parser.add_argument
-    _add_recipes(parser)
-    add("--seeds", type=_seeds, help="separated by commas; default: of the comparison")
-    add("--jobs", type=shared.at_least_one, default=1, help="runs at the same time")
-    add("--time-limit", type=float, default=float("inf"), help="seconds; then runs are stopped")
-    add("--epochs", type=shared.at_least_one, help="default: as the recipe has it")
-    add("--work", help="folder that keeps checkpoints and output; default: a temporary one")
-    add("--weights", type=Path, help="folder for weights that are kept; default: runs/NAME")
-    parser.set_defaults(threads=1, device=shared.available())
-
-
-def _seeds(text: str) -> list[int]:
-    try:
-        return list(dict.fromkeys(int(seed) for seed in text.split(",")))
-    except ValueError:
-        raise ArgumentTypeError(f"must be numbers with commas, got {text!r}") from None
-
-
-def _add_measure(parser: ArgumentParser) -> None:
-    _add_recipes(parser)
-    shared.add_machine(parser, seconds=1.0)
-    parser.add_argument("--memory-only", action="store_true", help="add memory to measured speeds: "
-                        "what else a GPU is doing changes the speed alone")  # fmt: skip
-
-
-def _add_figures(parser: ArgumentParser) -> None:
-    parser.add_argument("--results", type=Path, help="default: the only file there is")
-    parser.add_argument("--out", type=Path, default=PICTURES, help="folder to draw into")
+        shared.add_options(action, f"training/{run.__name__}", sys.modules[__name__])
+        more = {"threads": 1, "device": None} if run is train else {}
+        action.set_defaults(run=run, check_options=partial(_check, action), **more)
 
 
 def _check(parser: ArgumentParser, options: Namespace) -> None:
@@ -95,8 +55,8 @@ def _check(parser: ArgumentParser, options: Namespace) -> None:
         options.weights = options.weights or WEIGHTS / comparison.name
     if options.run is evaluate:
         scores.check_options(parser, options)
-    elif options.run is not figures:
-        shared.check_place(parser, options, comparison.kind)
+    if options.run is not figures:
+        shared.complete(parser, options, comparison.kind, sys.modules[__name__])
     if getattr(options, "memory_only", False) and options.device != "cuda":
         parser.error("argument --memory-only: only the memory of a GPU is measured; leave it out")
 

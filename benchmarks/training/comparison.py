@@ -19,28 +19,7 @@ SIFT = "sift"  # stands beside the attentions that are scored
 class Comparison:
     """Variants of a recipe that differ in the attention, and what is looked at in their runs.
 
-    Attributes:
-        name: How names of result files and pictures begin.
-        recipe: "task/name" of the recipe.
-        variants: Label by variant of the recipe, in the order of the table.
-        scores: Heading by metric; the first tells the best epoch.
-        noise: Difference of that score that says nothing.
-        order: In which variants are trained, the most important first; default: ours first.
-        losses: Columns of the history beside the scores.
-        optional: Columns that a run may lack, altogether or in some epochs.
-        ours: The variant that others are compared with.
-        seeds: Default of `--seeds`.
-        data: Option of the data module that `--data` sets.
-        options: Options of training beyond the recipe.
-        step: Options of the recipe that a measured training step has.
-        weights: Whether weights are kept, to be scored by `evaluate`.
-        columns: Heading, source and format of the columns of the table; see `tables.training`.
-        digits: Of scores in sentences.
-        claim, note: Sentences of the page.
-        lepe: Variant with LePE by variant without.
-        topk: Variant by number of cells kept.
-        pictures: Description by file; see `figures`.
-        panels: Title by column of the history, of the pictured curves.
+    comparisons.yaml says what the fields mean.
     """
 
     name: str

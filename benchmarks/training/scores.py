@@ -8,14 +8,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import cv2
 from PIL import Image
 
 from benchmarks.measure import use_threads
-from benchmarks.options import add_threads, at_least_one, list_of, working_folder
+from benchmarks.options import working_folder
 from benchmarks.quality import Method, matching, without_truth
-from benchmarks.result import ROOT, ResultFile, ResultFileError, Row, describe, slug
-from benchmarks.tables.views import TRUTHS, matching_view
+from benchmarks.result import ROOT, ResultFile, ResultFileError, Row, describe
+from benchmarks.tables.views import stored_views
 from benchmarks.training import comparison as compared
 from benchmarks.training.comparison import SIFT, SYNTHETIC, Comparison
 from benchmarks.training.runs import Job, RunFailedError, find_recipes, tell
@@ -49,21 +48,6 @@ def keep_weights(job: Job, folder: Path, *, target: Path) -> dict[str, Any]:
     return {"weights": {"sha256": stored["sha256"], "bytes": size, "epoch": card["epoch"]}}
 
 
-def add_options(parser: ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--results", type=Path, help="file to add scores to; default: the only one there is")
-    add("--weights", type=Path, help="folder that `train` has filled; default: runs/NAME")
-    add("--data", type=Path, default=matching.DATA, help="folder of the real pairs")
-    add("--sets", type=list_of(SETS), default=list(SETS), help="separated by commas")
-    add("--pairs", type=at_least_one, default=100, help="synthetic pairs")
-    add("--textures", help="folder of photographs for them; default: procedural ones")
-    add("--size", type=at_least_one, default=640, help="longer side that a matcher sees")
-    add("--recipe-file", type=Path, help="whose scenes are rendered; default: of the comparison")
-    add("--work", help="folder that keeps scenes and matches; default: a temporary one")
-    add_threads(parser)
-    parser.set_defaults(device="cpu")
-
-
 def check_options(parser: ArgumentParser, options: Namespace) -> None:
     if not options.comparison.weights:
         kept = ", ".join(name for name, other in compared.comparisons().items() if other.weights)
@@ -79,8 +63,7 @@ def evaluate(options: Namespace, argv: Sequence[str], path: Path) -> int:
 
     Scores of other settings, or of runs that were made again, are removed.
     """
-    use_threads(options.threads)
-    cv2.setNumThreads(options.threads)
+    use_threads(options.threads, opencv=True)
     comparison: Comparison = options.comparison
     file = options.recipe_file or ROOT / "recipes" / f"{comparison.recipe}.yaml"
     options.scenes = find_recipes(comparison, file)[0].content["data"]
@@ -107,7 +90,7 @@ def evaluate(options: Namespace, argv: Sequence[str], path: Path) -> int:
                 tell(f"{name}: {case['recipe']} done")
     labels = [(row, comparison.label(row["case"]["recipe"])) for row in _current(results)]
     shown = [row | {"case": row["case"] | {"method": label}} for row, label in labels]
-    views = [matching_view(truth) for truth in TRUTHS]
+    views = stored_views()["quality/matching"]
     print("\n\n".join(view.text(shown) for view in views if view.rows(shown)))
     print(f"written: {path}")
     return 0
@@ -155,9 +138,8 @@ def _method(path: Path | None, size: int) -> Method:
 
 def _scores(method: Method, source: PairsSource | None, folder: Path) -> dict[str, Any]:
     assert source is not None
-    place = folder / slug(method.name)
-    place.mkdir(parents=True, exist_ok=True)
-    values, details = matching.measure(method, source, place)
+    values = matching.measure(method, source, folder)
+    details = values.pop("details")
     errors: dict[str, list[float | None]] = {name: [] for name in values["estimators"]}
     for pair in details["pairs"]:
         for name, error in pair["errors"].items():

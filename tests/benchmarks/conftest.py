@@ -8,21 +8,24 @@ from typing import Any
 
 import pytest
 
+pytest.importorskip("timm", reason="networks need the extra 'models'")
+pytest.importorskip("poselib", reason="estimators need the extra 'models'")
+pytest.importorskip("pytorch_lightning", reason="training needs the extra 'train'")
+
+from benchmarks.__main__ import main
+from benchmarks.result import check
 from tests.conftest import ROOT
 
 
 @pytest.fixture(autouse=True)
 def from_root(monkeypatch: pytest.MonkeyPatch) -> None:
     """`benchmarks` is a folder of the repository, not part of the installed package."""
-    monkeypatch.syspath_prepend(str(ROOT))
     path = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
     monkeypatch.setenv("PYTHONPATH", path)
 
 
 def command(*arguments: Any) -> int:
     """Runs a command of `python -m benchmarks`; returns the exit code."""
-    from benchmarks.__main__ import main
-
     words = [arguments[0].split(), arguments[1:]] if arguments else []
     return main([str(word) for part in words for word in part])
 
@@ -40,8 +43,6 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: Any) -> str:
 
 def read(path: Path) -> dict[str, Any]:
     """A result file, checked."""
-    from benchmarks.result import check
-
     result = json.loads(path.read_text())
     check(result)
     return result
@@ -60,8 +61,6 @@ def run_of(**settings: Any) -> dict[str, Any]:
 
 def result_of(kind: str, *rows: dict[str, Any], **settings: Any) -> dict[str, Any]:
     """A checked result with one run."""
-    from benchmarks.result import check
-
     rows = [{"run": 0} | row for row in rows]
     runs = [run_of(**settings)]
     result = {"schema": 2, "kind": kind, "complete": True, "runs": runs, "rows": rows}

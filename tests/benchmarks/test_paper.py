@@ -2,12 +2,22 @@
 """The paper's counting rule, and the page that puts its numbers beside ours."""
 
 import pytest
+import torch
+import yaml
 from torch import nn
 
+from benchmarks.paper.count import measure_row
+from benchmarks.paper.page import ROWS, STATES, cells_of, train_command
+from benchmarks.paper.rule import count
+from benchmarks.result import ResultFileError, read_all
+from benchmarks.speed.ops import GROWTH
+from benchmarks.suite import Work
+from benchmarks.tables.write import DOCS, updated
+from quadtree_attention.models import create
+from quadtree_attention.nn import QuadtreeAttention
+from quadtree_attention.tasks.training.recipe import read_recipe
 from tests.benchmarks.conftest import command, read
-
-pytest.importorskip("timm", reason="backbones need timm")
-pytest.importorskip("torchvision", reason="detectors need torchvision")
+from tests.conftest import ROOT
 
 TABLE_4 = {  # GMACs by the authors' rule at 800 x 1344, K 32; the paper prints one digit less
     "pvt_v2_b1": 78.76, "pvt_v2_b2": 149.09, "pvt_v2_b3": 243.03, "pvt_v2_b4": 353.33,
@@ -33,8 +43,6 @@ MASK_RCNN = {"b0": 23.369, "b1": 33.312, "b2": 44.726, "b3": 65.919, "b4": 83.85
 
 @pytest.fixture(scope="module")
 def rows() -> list[dict]:
-    from benchmarks.result import read_all
-
     return read_all("paper/count")["paper/count"]["rows"]
 
 
@@ -50,8 +58,6 @@ def values(rows, task, model, image=None):
 
 
 def test_rule_counts_layers_as_the_authors_do():
-    from benchmarks.paper.rule import count
-
     layers = nn.Sequential(
         nn.Conv2d(3, 4, 3, padding=1),  # 27 products and a bias for each of 4 x 5 x 6 values
         nn.GroupNorm(1, 4),
@@ -69,9 +75,6 @@ def test_rule_counts_layers_as_the_authors_do():
 
 
 def test_rule_counts_attention_by_the_formula():
-    from benchmarks.paper.rule import count
-    from quadtree_attention.nn import QuadtreeAttention
-
     class Net(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -117,8 +120,6 @@ def test_mask_rcnn_parameters(rows):
 
 
 def test_closed_form_leaves_out_the_finest_level(rows):
-    from benchmarks.speed.ops import GROWTH
-
     for case in GROWTH:
         found = values(rows, "complexity", case.name)
         coarsest = 2 * (16 * 16) ** 2 * case.head_dim
@@ -126,9 +127,6 @@ def test_closed_form_leaves_out_the_finest_level(rows):
 
 
 def test_committed_counts_are_those_of_this_code(rows):
-    from benchmarks.paper.count import measure_row
-    from benchmarks.speed import Work
-
     wanted = ("quadtree_b_b0", "pvt_v2_b0", "growth_64")
     some = [row for row in rows if row["case"]["model"] in wanted]
     assert len(some) == 7
@@ -147,16 +145,10 @@ def test_command_counts(tmp_path, capsys):
 
 
 def all_rows() -> list[dict]:
-    import yaml
-
-    from benchmarks.paper.page import ROWS
-
     return [row for part in yaml.safe_load(ROWS.read_text()) for row in part["rows"]]
 
 
 def test_page_is_up_to_date_and_covers_the_paper():
-    from benchmarks.tables.write import DOCS, updated
-
     text = (DOCS / "paper.md").read_text()
     assert updated(text) == text
     for part in [*(f"Table {i}:" for i in range(1, 13)), "Figures 3 to 5", "Complexity", "Running"]:
@@ -164,9 +156,6 @@ def test_page_is_up_to_date_and_covers_the_paper():
 
 
 def test_every_row_has_something_of_ours():
-    from benchmarks.paper.page import STATES, cells_of
-    from benchmarks.result import ResultFileError
-
     for row in all_rows():
         cells = cells_of(row)
         assert cells[2] and cells[3] in STATES and cells[4] and cells[6], row
@@ -178,8 +167,6 @@ def test_every_row_has_something_of_ours():
 
 
 def test_states_follow_the_numbers():
-    from benchmarks.paper.page import cells_of
-
     row = next(row for row in all_rows() if row["what"] == "QuadTree-B-b4, GFLOPs")
     assert cells_of(row)[1:4] == ["11.5", "11.5", "reproduced"]
     assert cells_of(row | {"paper": "11.4"})[2:4] == ["11.5", "differs"]
@@ -188,13 +175,6 @@ def test_states_follow_the_numbers():
 
 def test_rows_name_variants_that_build():
     """At full size, without memory; and recipes of the paper have no other variants."""
-    import torch
-
-    from benchmarks.paper.page import train_command
-    from quadtree_attention.models import create
-    from quadtree_attention.tasks.training.recipe import read_recipe
-    from tests.conftest import ROOT
-
     built, named = set(), {}
     for row in (row for row in all_rows() if "recipe" in row):
         recipe = read_recipe(ROOT / "recipes" / f"{row['recipe']}.yaml", row["variant"])

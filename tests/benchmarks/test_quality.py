@@ -5,13 +5,15 @@ import json
 
 import numpy as np
 import pytest
+from PIL import Image
 
-pytest.importorskip("cv2", reason="SIFT and SGBM need the extra 'models'")
-pytest.importorskip("poselib", reason="estimators need the extra 'models'")
-pytest.importorskip("timm")
-
+from benchmarks.quality.matching import RATIO, nearest
+from benchmarks.quality.stereo import fill_holes
+from quadtree_attention import models
 from tests.benchmarks.conftest import command, read, refused
 from tests.conftest import ROOT
+from tests.support.tiny import write_weights
+from tests.tasks.stereo.test_result import write_pairs
 
 DATA = ROOT.parent / "shared" / "data"
 needs_data = pytest.mark.skipif(not DATA.is_dir(), reason="there are no pairs in ../shared/data")
@@ -20,8 +22,6 @@ needs_data = pytest.mark.skipif(not DATA.is_dir(), reason="there are no pairs in
 @needs_data
 def test_sift_on_real_pairs(tmp_path, capsys):
     """SIFT copes with blurred bikes and with the room, whose frames are not far apart."""
-    from benchmarks.quality.matching import RATIO
-
     out, work = tmp_path / "matching--here.json", tmp_path / "work"
     options = "--methods sift --sets bikes,rgbd --features 2048 --threads 1"
     places = ["--data", DATA / "matching", "--out", out, "--work", work]
@@ -43,8 +43,6 @@ def test_sift_on_real_pairs(tmp_path, capsys):
 
 
 def test_neighbours_are_mutual_and_pass_the_ratio_test():
-    from benchmarks.quality.matching import nearest
-
     d = np.random.default_rng(0).integers(0, 255, (4, 128)).astype(np.float32)
     rows, columns, ratio = nearest(d, d[[2, 0, 1]])
     assert (rows.tolist(), columns.tolist(), ratio.tolist()) == ([0, 1, 2], [1, 2, 0], [0, 0, 0])
@@ -57,10 +55,6 @@ def test_neighbours_are_mutual_and_pass_the_ratio_test():
 
 def test_a_matcher_of_ones_own(tmp_path):
     """Weights of a tiny model, which finds what it finds, beside SIFT."""
-    from PIL import Image
-
-    from quadtree_attention import models
-
     kwargs = {"dims": [16, 24, 32], "num_pairs": 1, "num_heads": 2, "fine_heads": 2}
     card = {"model": "loftr_quadtree_small", "kwargs": kwargs, "task": "match"}
     weights = tmp_path / "tiny.safetensors"
@@ -107,8 +101,6 @@ def test_sgbm_on_real_pairs(tmp_path, capsys):
 
 
 def test_holes_get_what_is_farther_away():
-    from benchmarks.quality.stereo import fill_holes
-
     values = np.array([[5, -1, -1, 9, -1], [-1, 4, -1, 2, 7], [-1, -1, -1, -1, -1]], np.float32)
     filled = fill_holes(values, values >= 0)
     assert filled.tolist() == [[5, 5, 5, 9, 9], [4, 4, 2, 2, 7], [5, 5, 5, 5, 5]]
@@ -118,9 +110,6 @@ def test_holes_get_what_is_farther_away():
 
 @pytest.mark.usefixtures("only_reference")
 def test_a_stereo_network_of_ones_own_beside_sgbm(tmp_path):
-    from tests.support.tiny import write_weights
-    from tests.tasks.stereo.test_result import write_pairs
-
     weights, out = write_weights("stereo", tmp_path / "tiny.safetensors"), tmp_path / "out.json"
     data = write_pairs(tmp_path / "data", ["a"])
     places = ["--data", data, "--weights", f"tiny={weights}", "--out", out]

@@ -6,6 +6,19 @@ from argparse import Namespace
 
 import pytest
 
+from benchmarks.result import (
+    KINDS,
+    RESULTS,
+    ROOT,
+    ResultFile,
+    ResultFileError,
+    check,
+    describe,
+    dumps,
+    hide_paths,
+    read_all,
+)
+from benchmarks.training.comparison import comparisons
 from tests.benchmarks.conftest import read, result_of, run_of, times
 
 CASE = {"model": "m", "attention": "sr", "part": "network", "image": [4, 3], "batch": 1,
@@ -34,8 +47,6 @@ KIND = "speed/detectors"
     ],
 )
 def test_invalid_results_are_refused(change, message):
-    from benchmarks.result import check
-
     result = result_of(KIND, ROW)
     change(result)
     with pytest.raises(ValueError, match=message):
@@ -50,9 +61,6 @@ def test_rows_without_values_say_why():
 
 
 def test_committed_results_are_valid():
-    from benchmarks.result import KINDS, RESULTS, read_all
-    from benchmarks.training.comparison import comparisons
-
     kinds = [k for k in KINDS if not k.startswith("training/")]
     kinds += [comparison.kind for comparison in comparisons().values()]
     found = {name: result for kind in kinds for name, result in read_all(kind).items()}
@@ -64,8 +72,6 @@ def test_committed_results_are_valid():
 
 
 def test_other_files_are_refused(tmp_path):
-    from benchmarks.result import ResultFile, ResultFileError, read_all
-
     path = tmp_path / KIND
     path.parent.mkdir()
     path = path.with_name("detectors--x.json")
@@ -78,8 +84,6 @@ def test_other_files_are_refused(tmp_path):
 
 
 def test_a_result_takes_its_place_when_it_is_complete(tmp_path):
-    from benchmarks.result import ResultFile
-
     path = tmp_path / "new folder" / "x.json"
     file = ResultFile(path, KIND)
     file.begin(run_of())
@@ -92,8 +96,6 @@ def test_a_result_takes_its_place_when_it_is_complete(tmp_path):
 
 
 def test_a_file_grows_over_commands(tmp_path):
-    from benchmarks.result import ResultFile
-
     path, other = tmp_path / "x.json", run_of() | {"command": "python -m benchmarks speed y"}
     for i, run in enumerate((run_of(), other)):
         file = ResultFile(path, KIND, grows=True)
@@ -109,8 +111,6 @@ def test_a_file_grows_over_commands(tmp_path):
 
 
 def test_rows_are_written_on_few_lines():
-    from benchmarks.result import dumps
-
     value = {"rows": [{"case": {"a": '  "[1], {', "b": [1, 2]}, "values": {"c,\n": None}}], "d": []}
     text = dumps(value)
     assert json.loads(text) == value
@@ -118,8 +118,6 @@ def test_rows_are_written_on_few_lines():
 
 
 def test_no_path_of_this_machine_is_recorded(tmp_path):
-    from benchmarks.result import ROOT, describe, hide_paths
-
     data = tmp_path / "photos"
     options = Namespace(device="cpu", threads=1, data=str(data), work=None)
     out = ROOT / "benchmarks" / "results" / "x.json"

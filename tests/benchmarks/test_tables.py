@@ -3,20 +3,19 @@
 
 import pytest
 
+from benchmarks.result import KINDS, dumps
+from benchmarks.tables import views, write
+from benchmarks.tables.table import number
 from tests.benchmarks.conftest import command, result_of, times
 
 STAGES = ["CNN", "transformer", "coarse matching", "fine"]
 
 
 def section(result: dict, name: str = "x") -> str:
-    from benchmarks.tables.views import section
-
-    return section(name, result)
+    return views.section(name, result)
 
 
 def test_numbers():
-    from benchmarks.tables.table import number
-
     shown = [number(value) for value in (None, 1234.5, 12.34, 1.234, 0.0123)]
     assert shown == ["-", "1234", "12.3", "1.23", "0.012"]
 
@@ -152,8 +151,6 @@ def test_matching():
 
 
 def test_stereo_scores():
-    from benchmarks.result import KINDS
-
     names = KINDS["quality/stereo"]["values"]["mean"]
     scores = dict.fromkeys(names, 1.25) | {"occlusion_iou": None}
     of_pair = scores | {"epe_all": 2.5, "d1_all": 30.0}
@@ -174,9 +171,6 @@ def test_stereo_scores():
 
 
 def test_pages_are_updated_and_checked(tmp_path, monkeypatch, capsys):
-    from benchmarks.result import dumps
-    from benchmarks.tables import write
-
     page, results = tmp_path / "docs" / "page.md", tmp_path / "results"
     page.parent.mkdir()
     monkeypatch.setattr(write, "DOCS", page.parent)

@@ -14,13 +14,24 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import yaml
+from PIL import Image
 
-pytest.importorskip("pytorch_lightning", reason="training needs the extra 'train'")
-pytest.importorskip("timm")
-yaml = pytest.importorskip("yaml")
-
-from tests.benchmarks.conftest import command, read, refused  # noqa: E402
-from tests.conftest import ROOT  # noqa: E402
+from benchmarks.result import read_all
+from benchmarks.tables.training import section
+from benchmarks.training import runs
+from benchmarks.training.comparison import comparisons
+from benchmarks.training.runs import Job, find_recipes, read_history, seconds_before
+from benchmarks.training.scores import HELD_OUT
+from quadtree_attention import models
+from quadtree_attention.files import file_sha256
+from quadtree_attention.models.weights import read_checkpoint
+from quadtree_attention.tasks.match.data import MatchData
+from quadtree_attention.tasks.match.module import images
+from quadtree_attention.tasks.match.readers import read_pairs
+from tests.benchmarks.conftest import command, read, refused
+from tests.benchmarks.test_training_tables import match_result
+from tests.conftest import ROOT
 
 DATA = ROOT.parent / "shared" / "data" / "matching"
 CLASSIFY = {
@@ -64,8 +75,6 @@ for epoch in range(int(options["--trainer.max_epochs"])):
 
 @pytest.fixture
 def pretend(monkeypatch):
-    from benchmarks.training import runs
-
     monkeypatch.setattr(runs, "TRAIN", PRETEND)
 
 
@@ -108,10 +117,6 @@ def names(path: Path, *, failed: bool = False) -> list[tuple[str, int]]:
 )
 def test_variants_differ_in_the_attention_alone(name):  # fmt: skip
     """And they are those of the runs that are stored, whose recipes have not changed since."""
-    from benchmarks.result import read_all
-    from benchmarks.training.comparison import comparisons
-    from benchmarks.training.runs import find_recipes
-
     comparison = comparisons()[name]
     recipes = find_recipes(comparison, ROOT / "recipes" / f"{comparison.recipe}.yaml")
     assert {recipe.name for recipe in recipes} == set(comparison.variants)
@@ -213,8 +218,6 @@ def test_only_what_changed_is_trained_again(recipe, tmp_path):
 
 @pytest.mark.usefixtures("pretend")
 def test_failures_stop_nothing_and_are_forgotten_when_mended(recipe, tmp_path, monkeypatch, capsys):
-    from benchmarks.training import runs
-
     path, out = recipe(diverged={}, fine={}, killed={}, mute={}), tmp_path / "result.json"
     train = ["training attentions train --seeds 0", "--recipe", path, "--out", out]
     assert command(*train) == 1
@@ -260,9 +263,6 @@ def test_what_would_not_be_ready_is_not_started(recipe, tmp_path):
 
 
 def test_epochs_that_were_not_validated_are_left_out(tmp_path):
-    from benchmarks.training.comparison import comparisons
-    from benchmarks.training.runs import read_history
-
     path, comparison = tmp_path / "history.csv", comparisons()["attentions"]
     head = "epoch,seconds,val/loss,val/top1,val/top5,train/loss"
     lines = ["1,0.5,,,,2.0", "2,0.75,1.5,50,90,1.25", "3,0.5,,,,1.0", "4,0.75,1.25,60,95,0.75"]
@@ -278,9 +278,6 @@ def test_epochs_that_were_not_validated_are_left_out(tmp_path):
 @pytest.mark.slow
 def test_stopped_run_goes_on(recipe, tmp_path):
     """A command that is ended in the second epoch leaves what the next one continues."""
-    from benchmarks.training.comparison import comparisons
-    from benchmarks.training.runs import Job, find_recipes, seconds_before
-
     out, work = tmp_path / "result.json", tmp_path / "work"
     path = recipe(MATCH, linear={"model": {"options": {"attention": "linear"}}})
     train = ["training", "match-attentions", "train", "--recipe", str(path), "--out", str(out)]
@@ -376,9 +373,6 @@ def test_memory_is_added_to_speed(recipe, tmp_path):
 
 
 def test_from_training_to_pictures(recipe, tmp_path, capsys):
-    pytest.importorskip("poselib", reason="estimators need the extra 'models'")
-    from benchmarks.tables.training import section
-
     tree = {"num_levels": 2, "topk": 2, "attention": "quadtree_b"}
     variants = {
         "linear": {"attention": "linear"},
@@ -433,10 +427,6 @@ def test_from_training_to_pictures(recipe, tmp_path, capsys):
 
 
 def assert_weights_are_those_of_the_runs(weights: Path, work: Path, runs: list[dict]) -> None:
-    from quadtree_attention import models
-    from quadtree_attention.files import file_sha256
-    from quadtree_attention.models.weights import read_checkpoint
-
     files = sorted(weights.iterdir())  # one a run, and nothing else: they travel as files
     assert [path.name for path in files] == ["linear-s3.safetensors", "quadtree-b-s3.safetensors"]
     checksums = {row["case"]["recipe"]: row["details"]["weights"]["sha256"] for row in runs}
@@ -452,13 +442,6 @@ def assert_weights_are_those_of_the_runs(weights: Path, work: Path, runs: list[d
 
 def assert_scenes_are_new(folder: Path) -> None:
     """They are not the validation scenes of the run, and their poses are exact."""
-    from PIL import Image
-
-    from benchmarks.training.scores import HELD_OUT
-    from quadtree_attention.tasks.match.data import MatchData
-    from quadtree_attention.tasks.match.module import images
-    from quadtree_attention.tasks.match.readers import read_pairs
-
     pairs = read_pairs(folder / "pairs.txt")
     data = MatchData(**MATCH["data"] | {"val_pairs": 2}, seed=HELD_OUT)
     data.setup()
@@ -473,9 +456,6 @@ def assert_scenes_are_new(folder: Path) -> None:
 
 
 def test_weights_of_other_runs_are_refused(tmp_path, capsys):
-    pytest.importorskip("cv2", reason="scores need the extra 'models'")
-    from tests.benchmarks.test_training_tables import match_result
-
     weights, path = tmp_path / "weights", tmp_path / "x.json"
     weights.mkdir()
     path.write_text(json.dumps(match_result()))

@@ -3,16 +3,17 @@
 
 import pytest
 
-pytest.importorskip("yaml")
-
+from benchmarks.result import check, dumps
+from benchmarks.tables.table import find
+from benchmarks.tables.training import area, difference, pooled, section
+from benchmarks.training.comparison import comparisons
+from quadtree_attention.tasks.match.metrics import auc
 from tests.benchmarks.conftest import command, run_of, times
 
 HISTORY = {"train/loss": [2.0, 1.0, 1.0], "val/loss": [1.5] * 3, "val/top5": [90.0] * 3}
 
 
 def result_with(name: str, rows: list[dict], *runs: dict) -> dict:
-    from benchmarks.result import check
-
     rows = [{"run": 0} | row for row in rows]
     result = {"schema": 2, "kind": f"training/{name}", "complete": True}
     result |= {"runs": list(runs) or [run_of(seeds=[0, 1], extra=[])], "rows": rows}
@@ -55,8 +56,6 @@ def attentions() -> dict:
 
 
 def said(result: dict) -> str:
-    from benchmarks.tables.training import section
-
     return section("x", result)
 
 
@@ -80,8 +79,6 @@ def test_table_says_what_is_there_and_what_is_not():
 
 
 def test_memory_that_another_command_measured():
-    from benchmarks.result import check
-
     result = attentions()
     command = "python -m benchmarks training attentions measure --memory-only"
     result["runs"].append(run_of(batch=128, precision="bfloat16") | {"command": command})
@@ -160,8 +157,6 @@ def test_runs_of_stereo_with_and_without_measured_steps():
     ],
 )
 def test_other_files_are_refused(change, message):
-    from benchmarks.result import check
-
     result = attentions()
     change(result)
     with pytest.raises(ValueError, match=message):
@@ -186,8 +181,6 @@ def match_run(recipe: str, loss: float, fscore: float, *, poses: bool = False) -
 
 
 def score_row(recipe: str, errors: list[float | None], set_: str = "synthetic") -> dict:
-    from quadtree_attention.tasks.match.metrics import auc
-
     infinite = [float("inf") if error is None else error for error in errors]
     areas = dict(zip(("5", "10", "20"), auc(infinite, (5, 10, 20)), strict=True))
     score = {"auc": areas, "median": None, "failed": errors.count(None)}
@@ -240,10 +233,6 @@ def test_scores_say_what_is_there_and_what_is_not():
 
 
 def test_order_is_claimed_only_where_pairs_decide_it():
-    from benchmarks.tables.table import find
-    from benchmarks.tables.training import difference, pooled
-    from benchmarks.training.comparison import comparisons
-
     result = match_result()
     text = said(result)
     start = text.index("On synthetic (20 pairs) QuadTree-B (K 8) has AUC@10° (poselib) 8")
@@ -267,10 +256,6 @@ def test_order_is_claimed_only_where_pairs_decide_it():
 
 
 def test_seeds_are_pooled():
-    from benchmarks.tables.table import find
-    from benchmarks.tables.training import area, difference, pooled
-    from benchmarks.training.comparison import comparisons
-
     result = match_result()
     again = match_run("linear", 0.9, 40.0)
     again["case"]["seed"] = 1
@@ -297,8 +282,6 @@ def test_seeds_are_pooled():
     ],
 )
 def test_scores_that_are_not_right_are_refused(change, message):
-    from benchmarks.result import check
-
     result = match_result()
     change(result)
     with pytest.raises(ValueError, match=message):
@@ -310,8 +293,6 @@ def test_scores_that_are_not_right_are_refused(change, message):
 
 def test_figures_show_runs_means_and_names(tmp_path):
     pytest.importorskip("matplotlib")
-    from benchmarks.result import dumps
-    from benchmarks.training.comparison import comparisons
     from benchmarks.training.figures import curves, topk
 
     comparison, result = comparisons()["attentions"], attentions()
@@ -336,9 +317,6 @@ def test_figures_show_runs_means_and_names(tmp_path):
 
 def test_figures_of_matchers():
     pytest.importorskip("matplotlib")
-    from benchmarks.tables.table import find
-    from benchmarks.tables.training import area, pooled
-    from benchmarks.training.comparison import comparisons
     from benchmarks.training.figures import areas, curves, styles
 
     comparison, result = comparisons()["match-attentions"], match_result()

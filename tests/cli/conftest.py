@@ -9,6 +9,7 @@ pytest.importorskip("typer", reason="the command needs typer")
 pytest.importorskip("timm", reason="networks need the extra 'models'")
 pytest.importorskip("cv2", reason="checking pairs needs the extra 'models'")
 
+from quadtree_attention.tasks.contract import NAMES
 from tests.support import tiny
 from tests.support.commands import invoke, refused
 
@@ -18,27 +19,39 @@ def _in_a_folder_of_its_own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
+@pytest.fixture(scope="session")
+def all_weights(tmp_path_factory):
+    """A folder with weights of all tasks."""
+    folder = tmp_path_factory.mktemp("weights")
+    for name in NAMES:
+        tiny.write_weights(name, folder / f"{name}.safetensors")
+    return folder
+
+
 @pytest.fixture(scope="module")
-def weights(request, tmp_path_factory):
-    path = tmp_path_factory.mktemp("weights") / "best.safetensors"
-    return tiny.write_weights(request.module.TASK, path)
+def task(request):
+    return request.module.TASK
+
+
+@pytest.fixture(scope="module")
+def weights(task, all_weights):
+    return all_weights / f"{task}.safetensors"
 
 
 @pytest.fixture
-def run(request, weights):
+def run(task, weights):
     """Runs the command of the task with its tiny weights."""
 
     def run(*options, **more):
-        task = request.module.TASK
         return invoke(task, *options, "--weights", weights, "--device", "cpu", **more)
 
     return run
 
 
 @pytest.fixture
-def fails(request, weights):
+def fails(task, weights):
     """The line of the command of the task where it refuses to run."""
-    return lambda *options: refused(request.module.TASK, *options, "--weights", weights)
+    return lambda *options: refused(task, *options, "--weights", weights)
 
 
 @pytest.fixture

@@ -34,19 +34,10 @@ def cells(text):
     return [line.split() for line in text.splitlines()]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """Weights of all tasks."""
-    root = tmp_path_factory.mktemp("weights")
-    for task in NAMES:
-        tiny.write_weights(task, root / f"{task}.safetensors")
-    return root
-
-
 @pytest.mark.parametrize("task", NAMES)
-def test_a_network_then_its_files(task, folder):
+def test_a_network_then_its_files(task, all_weights):
     """Text, JSON and a report of the same scores; a second run, and one without the network."""
-    weights = folder / f"{task}.safetensors"
+    weights = all_weights / f"{task}.safetensors"
     given = tiny.write_data(task, Path("data"), count=2)
     data = ["--data", given["data"]]
     if task == "match":
@@ -68,11 +59,11 @@ def test_a_network_then_its_files(task, folder):
     assert "--predictions excludes [WEIGHTS], --save, --size, --device" in both
 
 
-def test_in_a_process(tmp_path, folder):
+def test_in_a_process(tmp_path, all_weights):
     given = tiny.write_data("classify", tmp_path / "pets", count=3)
     bad = tmp_path / "pets" / "val" / "disc" / "0.png"
     bad.write_bytes(b"no image")
-    weights, out = folder / "classify.safetensors", tmp_path / "out.npz"
+    weights, out = all_weights / "classify.safetensors", tmp_path / "out.npz"
     options = ["evaluate", "classify", weights, "--data", given["data"], "--save", out, "--json"]
     first = invoke(*options)
     assert first.exit_code == 0 and f"cannot decode {bad}: " in first.stderr
@@ -86,7 +77,7 @@ def test_in_a_process(tmp_path, folder):
 # ---- each task
 
 
-def test_classify(folder):
+def test_classify(all_weights):
     write_predictions(Path("p.npz"))
     text = printed("evaluate", "classify", "--predictions", "p.npz")
     assert row(text, "top1") == "66.67"
@@ -95,7 +86,7 @@ def test_classify(folder):
     tiny.write_data("classify", Path("pets"))
     Path("pets/val/disc/notes.txt").write_text("hello")
     Path("pets/val").rename("pets/test")
-    run = ("evaluate", "classify", folder / "classify.safetensors", "--data", "pets")
+    run = ("evaluate", "classify", all_weights / "classify.safetensors", "--data", "pets")
     assert "there is no folder pets/val" in refused(*run)
     assert "1 files are no images" in refused(*run, "--split", "test", "--strict")
     result = invoke(*run, "--split", "test", "--save", "new.npz")
@@ -173,7 +164,7 @@ def test_mistakes_with_matches(options, message):
     assert message in refused(*MATCH, *options)
 
 
-def test_stereo(folder):
+def test_stereo(all_weights):
     write_pairs(Path("data"))
     Path("answers").mkdir()
     answer = np.full(SIZE, 8.0, np.float32)
@@ -205,7 +196,7 @@ def test_stereo(folder):
     assert "c.png" in refused(*run, "--strict")
 
 
-def test_detect(folder):
+def test_detect(all_weights):
     objects = [with_mask(entry(1, [2, 3, 10, 8])), with_mask(entry(2, [20, 9, 7, 8], category=7))]
     write_split("cells", annotations=[*objects, entry(3, [1, 1, 0, 0])])
     found = {"image_id": 1, "category_id": 3, "bbox": [2, 3, 10, 8], "score": 0.9}
@@ -231,14 +222,14 @@ def test_detect(folder):
     assert "counts for boxes alone: " in shown.stderr and row(shown.stdout, "mask_ap") == "100.00"
     message = refused(*run, "--strict")
     assert "annotation 2: there is no segmentation" in message and "--strict" in message
-    weights = folder / "detect.safetensors"
+    weights = all_weights / "detect.safetensors"
     message = refused("evaluate", "detect", weights, "--data", "cells", "--split", "test")
     assert "no JSON file of the test objects" in message
 
 
-def test_segment(folder):
+def test_segment(all_weights):
     tiny.write_data("segment", Path("data"))
-    run = ("evaluate", "segment", folder / "segment.safetensors", "--data", "data")
+    run = ("evaluate", "segment", all_weights / "segment.safetensors", "--data", "data")
     text = printed(*run)
     assert [row(text, name) for name in ("images",)] == ["3"]
     titles, *classes = cells(text)[-3:]
@@ -295,7 +286,7 @@ def test_mistakes(task, options, message):
         (["--save", "p.txt"], "written as .npz"),
     ],
 )
-def test_options_that_are_refused(folder, options, message):
+def test_options_that_are_refused(all_weights, options, message):
     tiny.write_data("classify", Path("pets"))
-    weights = folder / "classify.safetensors"
+    weights = all_weights / "classify.safetensors"
     assert message in refused("evaluate", "classify", weights, "--data", "pets", *options)

@@ -13,7 +13,7 @@ from quadtree_attention.errors import DataError, OptionError
 from quadtree_attention.tasks import evaluate
 from quadtree_attention.tasks.contract import get_task
 from quadtree_attention.tasks.store import Store
-from tests.support import tiny
+from tests.support import raises, tiny
 from tests.support.commands import contents, environment
 
 pytestmark = pytest.mark.usefixtures("only_reference")
@@ -60,12 +60,10 @@ def test_results_are_reused_and_only_those_that_fit(task, run, data, save, monke
         patch.setattr(predictor, "forward", lambda *_: pytest.fail("the network ran again"))
         assert run().to_dict() == first.to_dict()
     assert contents(save.parent) == before
-    with pytest.raises(OptionError, match=r"other settings: size None there, 64 now.*--force"):
-        run(size=64)
+    raises(OptionError, r"other settings: size None there, 64 now.*--force", run, size=64)
     assert contents(save.parent) == before
     assert run(size=64, force=True).settings["options"]["size"] == 64
-    with pytest.raises(OptionError, match="leave out weights"):
-        run(predictions=save)
+    raises(OptionError, "leave out weights", run, predictions=save)
 
 
 def test_other_data_of_the_same_names_are_refused(task, run, weights, save, tmp_path):
@@ -81,8 +79,7 @@ def test_files_of_others_stay(task, run, save):
     mine.parent.mkdir(exist_ok=True)
     mine.write_text("precious")
     for force in (False, True):
-        with pytest.raises(OptionError, match=r"no .*settings\.json"):
-            run(force=force)
+        raises(OptionError, r"no .*settings\.json", run, force=force)
     assert mine.read_text() == "precious"
 
 
@@ -109,12 +106,10 @@ def test_bad_samples_are_left_out_or_refused(task, run, data, save):
     mended = run()  # what is there is kept, what failed is done
     assert not mended.skipped and not mended.missing
     bad.write_bytes(b"no image")
-    with pytest.raises((DataError, OptionError), match=rf"{bad.name}|lacks 1 of 3"):
-        run(strict=True, force=True)
+    raises((DataError, OptionError), rf"{bad.name}|lacks 1 of 3", run, strict=True, force=True)
     for path in tiny.files_of(root_of(data)):
         path.write_bytes(b"no image")
-    with pytest.raises(DataError, match=r"can be read|can be scored"):
-        run(force=True)
+    raises(DataError, r"can be read|can be scored", run, force=True)
 
 
 def test_predictions_that_are_missing(task, run, data, save, tmp_path):

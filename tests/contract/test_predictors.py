@@ -12,7 +12,7 @@ from PIL import Image
 
 from quadtree_attention.errors import CheckpointError, DataError, OptionError
 from quadtree_attention.tasks.contract import NAMES, Result, get_task
-from tests.support import tiny
+from tests.support import raises, tiny
 
 pytestmark = pytest.mark.usefixtures("only_reference")
 COMMON = ("images", "seen", "seconds", "warnings")
@@ -68,8 +68,7 @@ def test_a_bad_sample_is_named_or_returned(task, predictor, tmp_path):
     bad = tmp_path / "bad.png"
     bad.write_bytes(b"no image")
     broken = (*images[:-1], bad)
-    with pytest.raises(DataError, match=r"cannot decode .*bad\.png"):
-        predictor(*broken)
+    raises(DataError, r"cannot decode .*bad\.png", predictor, *broken)
     with pytest.raises(DataError, match=r"cannot read .*none\.png: No such file"):
         predictor(*images[:-1], tmp_path / "none.png")
     items = [tiny.item(images), tiny.item(broken), tiny.item(images)]
@@ -78,8 +77,7 @@ def test_a_bad_sample_is_named_or_returned(task, predictor, tmp_path):
     assert_same(outcomes[0], outcomes[2])
     with pytest.raises(DataError):
         list(predictor.many(items))
-    with pytest.raises(OptionError, match=rf"takes {len(images)} image"):
-        predictor(*images, images[0])
+    raises(OptionError, rf"takes {len(images)} image", predictor, *images, images[0])
 
 
 def test_weights_of_another_task(task, folder, tmp_path):
@@ -110,15 +108,12 @@ def test_weights_without_their_card(task, weights, tmp_path):
 
 def test_weights_that_are_missing_or_damaged(task, weights, tmp_path):
     load = task.load("predictor").from_pretrained
-    with pytest.raises(CheckpointError, match="there is no file"):
-        load(tmp_path / "none.safetensors")
+    raises(CheckpointError, "there is no file", load, tmp_path / "none.safetensors")
     broken = tmp_path / "broken.safetensors"
     broken.write_bytes(weights.read_bytes()[:1000])
-    with pytest.raises(CheckpointError, match=r"broken\.safetensors is not a checkpoint"):
-        load(broken)
+    raises(CheckpointError, r"broken\.safetensors is not a checkpoint", load, broken)
     if task.name not in ("match", "stereo"):
-        with pytest.raises(CheckpointError, match="pass the path of weights that quadtree train"):
-            load()
+        raises(CheckpointError, "pass the path of weights that quadtree train", load)
 
 
 def test_options_that_are_refused(task, weights):
@@ -129,8 +124,7 @@ def test_options_that_are_refused(task, weights):
         assert len(str(caught.value)) < 250
     with pytest.raises(OptionError, match="dtype must be one of float32, bfloat16, float16"):
         load(weights, dtype="float8")
-    with pytest.raises(OptionError, match="size must be at least"):
-        load(weights, size=0)
+    raises(OptionError, "size must be at least", load, weights, size=0)
 
 
 def test_half_precision_is_close(task, weights, predictor):
@@ -171,8 +165,7 @@ def test_pictures_and_files(task, predictor, tmp_path):
     drawn = found.draw(tmp_path / "picture.png", title="a title")
     with Image.open(tmp_path / "picture.png") as stored:
         assert stored.size == drawn.size
-    with pytest.raises(OptionError, match=r"pictures are written as \.png"):
-        found.draw(tmp_path / "picture.txt")
+    raises(OptionError, r"pictures are written as \.png", found.draw, tmp_path / "picture.txt")
     codec = task.load("codec")()
     path = tmp_path / f"result{codec.suffixes[0]}"
     found.save(path)
@@ -181,11 +174,9 @@ def test_pictures_and_files(task, predictor, tmp_path):
     codec_bytes = path.read_bytes()
     again.save(path)
     assert len(path.read_bytes()) == len(codec_bytes)
-    with pytest.raises(OptionError, match="results are written as"):
-        found.save(tmp_path / "result.doc")
+    raises(OptionError, "results are written as", found.save, tmp_path / "result.doc")
     path.write_bytes(b"something else")
-    with pytest.raises(DataError, match=path.name):
-        type(found).load(path)
+    raises(DataError, path.name, type(found).load, path)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["picture.png", path.name]
 
 
@@ -204,5 +195,4 @@ def test_preprocessing_travels_and_settings_build_the_same(task, weights, predic
 
 
 def test_names_of_tasks_are_checked():
-    with pytest.raises(OptionError, match=r"the task must be one of .* did you mean stereo"):
-        get_task("sterio")
+    raises(OptionError, r"the task must be one of .* did you mean stereo", get_task, "sterio")

@@ -17,6 +17,7 @@ from quadtree_attention import CheckpointError, OptionError, QuadtreeAttention, 
 from quadtree_attention.models.convert import check_fit, convert_backbone
 from quadtree_attention.nn import BASELINES
 from tests.conftest import Golden, golden_files, golden_path
+from tests.support import raises
 
 timm = pytest.importorskip("timm", reason="the backbones need timm (extra 'models')")
 import quadtree_attention.models.backbone  # noqa: E402, F401  registers the names
@@ -196,8 +197,7 @@ def test_names_that_are_not_official_are_refused():
         r"^2 tensors are not part of an official backbone: "
         r"pos_embed, block1\.0\.attn\.sr\.weight; pass the state dict"
     )
-    with pytest.raises(CheckpointError, match=message):
-        convert_backbone(state)
+    raises(CheckpointError, message, convert_backbone, state)
 
 
 @pytest.mark.parametrize(
@@ -238,8 +238,7 @@ def test_all_names_are_registered():
         cfg = timm.get_pretrained_cfg(name)
         assert not cfg.has_weights
         assert (cfg.first_conv, cfg.classifier) == ("patch_embed.proj", "head")
-    with pytest.raises(RuntimeError, match="No pretrained weights exist for test_quadtree"):
-        tiny(pretrained=True)
+    raises(RuntimeError, "No pretrained weights exist for test_quadtree", tiny, pretrained=True)
 
 
 SLOW = ("_b2", "_b3", "_b4")
@@ -540,8 +539,7 @@ def test_options_reach_the_attention():
     same = tiny(dtype=torch.float64, topk=(4, 4, 4, 99), value_act="gelu")
     same.load_state_dict(state)
     assert torch.equal(same(x), base)
-    with pytest.raises(OptionError, match="nonsense"):
-        tiny(backend="nonsense")(x.float())
+    raises(OptionError, "nonsense", tiny(backend="nonsense"), x.float())
 
 
 def test_position_encoding_can_be_left_out():
@@ -574,25 +572,18 @@ def test_drop_path_and_dropout():
     ],
 )
 def test_options_that_are_refused(options, message):
-    with pytest.raises(OptionError, match=message):
-        tiny(**options)
+    raises(OptionError, message, tiny, **options)
 
 
 def test_calls_that_are_refused():
     model, x = tiny(), image(66, 47)
-    with pytest.raises(
-        ShapeError, match=r"\(batch, 3, y, x\).* got x\.shape=\(2, 1, 66, 47\); pass"
-    ):
-        model(x[:, :1])
-    with pytest.raises(ShapeError, match=r"got x\.shape=\(3, 66, 47\)"):
-        model(x[0])
-    with pytest.raises(ShapeError, match=r"at least 1 pixels, got x\.shape=\(2, 3, 66, 0\)"):
-        model(x[..., :0])
+    raises(ShapeError, r"\(batch, 3, y, x\).* got x\.shape=\(2, 1, 66, 47\); pass", model, x[:, :1])
+    raises(ShapeError, r"got x\.shape=\(3, 66, 47\)", model, x[0])
+    raises(ShapeError, r"at least 1 pixels, got x\.shape=\(2, 3, 66, 0\)", model, x[..., :0])
     with pytest.raises(OptionError, match=r"from -4 to 3, got indices=\[4\]"):
         model.forward_intermediates(x, indices=[4])
     with pytest.raises(OptionError, match=r"must be 1 to 4 .* got indices=0"):
         model.forward_intermediates(x, indices=0)
     with pytest.raises(OptionError, match="'NCHW' or 'NHWC', got output_fmt='NLC'"):
         model.forward_intermediates(x, output_fmt="NLC")
-    with pytest.raises(OptionError, match="got global_pool='sum'"):
-        model.reset_classifier(3, "sum")
+    raises(OptionError, "got global_pool='sum'", model.reset_classifier, 3, "sum")

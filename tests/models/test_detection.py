@@ -20,6 +20,7 @@ from quadtree_attention.models.detection import (  # noqa: E402
 from quadtree_attention.models.parts.padded_detection import PyramidAnchors  # noqa: E402
 from quadtree_attention.models.registry import create  # noqa: E402
 from quadtree_attention.models.weights import save_weights  # noqa: E402
+from tests.support import raises  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("only_reference", "one_thread")
 
@@ -430,8 +431,7 @@ def test_options_reach_detector_and_backbone():
 )
 def test_options_that_are_refused(options, message):
     options = {"num_classes": 3} | options
-    with pytest.raises(OptionError, match=message):
-        create("retinanet_test_quadtree", **options)
+    raises(OptionError, message, create, "retinanet_test_quadtree", **options)
 
 
 # ---- weights of a backbone
@@ -474,8 +474,7 @@ def test_images_that_are_refused():
     model = tiny("retinanet")
     with pytest.raises(ShapeError, match=r"list of \(3, y, x\), .* got a tensor \(1, 3, 4, 5\)"):
         model(torch.rand(1, 3, 4, 5))
-    with pytest.raises(ShapeError, match="one or more, got nothing"):
-        model([])
+    raises(ShapeError, "one or more, got nothing", model, [])
     with pytest.raises(ShapeError, match=r"images\[1\]\.shape=\(1, 4, 5\)"):
         model([torch.rand(3, 4, 5), torch.rand(1, 4, 5)])
     with pytest.raises(DTypeError, match=r"images\[0\]\.dtype=torch\.uint8; divide bytes by 255"):
@@ -496,17 +495,13 @@ def test_images_that_are_refused():
 )
 def test_targets_that_are_refused(change, kind, message):
     model = tiny("mask_rcnn").train()
-    with pytest.raises(kind, match=message):
-        model(images(torch.float32)[:1], [targets()[0] | change])
+    raises(kind, message, model, images(torch.float32)[:1], [targets()[0] | change])
 
 
 def test_targets_that_are_missing():
     model = tiny("mask_rcnn").train()
     batch, truth = images(torch.float32), targets()
-    with pytest.raises(ShapeError, match="one target for each of the 3 images, got none; pass"):
-        model(batch)
-    with pytest.raises(ShapeError, match="each of the 3 images, got 2"):
-        model(batch, truth[:2])
+    raises(ShapeError, "one target for each of the 3 images, got none; pass", model, batch)
+    raises(ShapeError, "each of the 3 images, got 2", model, batch, truth[:2])
     del truth[1]["masks"]
-    with pytest.raises(ShapeError, match=r"boxes, labels, masks, got targets\[1\] without masks"):
-        model(batch, truth)
+    raises(ShapeError, r"boxes, labels, masks, got targets\[1\] without masks", model, batch, truth)

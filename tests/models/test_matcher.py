@@ -20,6 +20,7 @@ from quadtree_attention.models.parts.coarse_matching import CoarseMatches, match
 from quadtree_attention.models.registry import create, names
 from tests.conftest import Golden, golden_files, golden_path
 from tests.models.test_backbone import load_official, recipe
+from tests.support import raises
 
 pytestmark = pytest.mark.usefixtures("only_reference", "one_thread")
 
@@ -181,8 +182,7 @@ def test_manifest_converts_with_nothing_left_over(path):
     if name == "loftr":
         assert infer_matcher(converted) == "loftr"
     else:
-        with pytest.raises(CheckpointError, match=r"indoor .* and .*outdoor .* name the"):
-            infer_matcher(converted)
+        raises(CheckpointError, r"indoor .* and .*outdoor .* name the", infer_matcher, converted)
 
 
 def test_names_that_are_not_official_are_refused():
@@ -192,8 +192,7 @@ def test_names_that_are_not_official_are_refused():
         "matcher.backbone.layer4.0.conv1.weight": torch.zeros(1),
     }
     message = r"^2 tensors are not part of an official matcher: backbone\.layer4.*, loftr_c.*gate"
-    with pytest.raises(CheckpointError, match=message):
-        convert_matcher(state)
+    raises(CheckpointError, message, convert_matcher, state)
     assert not is_official_matcher({"backbone.conv1.weight": torch.zeros(1)})
 
 
@@ -442,8 +441,7 @@ def test_maps_can_be_made_one_by_one():
     assert not torch.equal(model(data)["keypoints1"], found["keypoints1"])
     with pytest.raises(ShapeError, match="same batch size, got 1 and 2; pass such"):
         model.pair(model.maps(image(32, 32)), model.maps(image(32, 32, batch=2)))
-    with pytest.raises(ShapeError, match=r"image must be \(batch, 1, y, x\)"):
-        model.maps(torch.rand(1, 3, 9, 9))
+    raises(ShapeError, r"image must be \(batch, 1, y, x\)", model.maps, torch.rand(1, 3, 9, 9))
 
 
 @torch.no_grad()
@@ -487,8 +485,7 @@ def test_what_is_refused():
         create("loftr", topk=3)
     with pytest.raises(OptionError, match=r"window_size must be an odd number .*, got 4"):
         create("loftr", window_size=4)
-    with pytest.raises(OptionError, match=r"dim=98; change"):
-        create("loftr", dims=(8, 8, 98), num_heads=2)
+    raises(OptionError, r"dim=98; change", create, "loftr", dims=(8, 8, 98), num_heads=2)
 
 
 @pytest.mark.parametrize(
@@ -506,5 +503,4 @@ def test_what_is_refused():
 def test_bad_input(change, error, message):
     data = {"image0": torch.rand(1, 1, 9, 9), "image1": torch.rand(1, 1, 9, 9)} | change
     data = {name: tensor for name, tensor in data.items() if tensor is not None}
-    with pytest.raises(error, match=message):
-        tiny(dtype=torch.float32)(data)
+    raises(error, message, tiny(dtype=torch.float32), data)

@@ -11,6 +11,7 @@ import torch
 from quadtree_attention import CheckpointError, OptionError, models
 from quadtree_attention.models.registry import SPECS, complete, create, load, load_with_card, names
 from quadtree_attention.models.weights import card_path, read_checkpoint, save_weights
+from tests.support import raises
 
 safetensors_torch = pytest.importorskip("safetensors.torch", reason="weights need safetensors")
 pytestmark = pytest.mark.usefixtures("only_reference")
@@ -54,8 +55,7 @@ def test_names():
     assert len(names()) == sum(len(names(task)) for task in TINY) == len(set(names()))
     assert not any("test_quadtree" in name for name in names())  # which can be built all the same
     assert names(pretrained=True) == ["loftr_quadtree_small", "sttr_quadtree_small"]
-    with pytest.raises(OptionError, match=r"task must be one of classify, .*; did you mean stereo"):
-        names("sterio")
+    raises(OptionError, r"task must be one of classify, .*; did you mean stereo", names, "sterio")
 
 
 def test_presets_name_options_of_their_class():
@@ -83,8 +83,7 @@ def test_presets_name_options_of_their_class():
     ],
 )
 def test_what_cannot_be_built(name, options, message):
-    with pytest.raises(OptionError, match=message):
-        create(name, **options)
+    raises(OptionError, message, create, name, **options)
 
 
 def test_names_of_another_attention():
@@ -160,19 +159,16 @@ def test_cards_with_old_names(tmp_path, task, old):
     assert type(loaded) is type(model)
     with pytest.raises(CheckpointError, match="for the task match or stereo, not for detect"):
         load(path, task="detect")
-    with pytest.raises(CheckpointError, match=r"was renamed; pass loftr_quadtree_small \(task m"):
-        load(path)
+    raises(CheckpointError, r"was renamed; pass loftr_quadtree_small \(task m", load, path)
 
 
 def test_packaged_weights():
-    with pytest.raises(CheckpointError, match="no weights of sttr come with the package, only"):
-        load("sttr")
+    raises(CheckpointError, "no weights of sttr come with the package, only", load, "sttr")
     with pytest.raises(
         CheckpointError, match="no weights of the task detect come with the package"
     ):
         load_with_card(None, task="detect")
-    with pytest.raises(CheckpointError, match="there is no file 'outdoor'"):
-        load("outdoor")
+    raises(CheckpointError, "there is no file 'outdoor'", load, "outdoor")
     card, network = load_with_card(None, task="match")
     assert card["model"] == "loftr_quadtree_small" and network.symmetric
     assert (

@@ -9,6 +9,7 @@ from quadtree_attention import use_backend
 from quadtree_attention.errors import DTypeError, OptionError, ShapeError
 from quadtree_attention.models.parts.stereo_features import ConvNorm, resampled
 from quadtree_attention.models.registry import create, names
+from tests.support import raises
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -235,18 +236,14 @@ def test_names():
     ],
 )
 def test_bad_images(change, error, message):
-    with pytest.raises(error, match=message):
-        tiny()({**pair(32, 48), **change})
+    raises(error, message, tiny(), {**pair(32, 48), **change})
 
 
 def test_bad_options():
-    with pytest.raises(OptionError, match="add image1"):
-        tiny()({"image0": torch.rand(1, 3, 32, 48)})
+    raises(OptionError, "add image1", tiny(), {"image0": torch.rand(1, 3, 32, 48)})
     with pytest.raises(OptionError, match="accepts no options of quadtree attention, got topk"):
         create("sttr", topk=3)
-    with pytest.raises(OptionError, match="stride must be one of 2, 3, 4, got 5"):
-        create("sttr", stride=5)
-    with pytest.raises(OptionError, match="dims must be four numbers of channels"):
-        create("sttr", dims=(8, 8, 8))
+    raises(OptionError, "stride must be one of 2, 3, 4, got 5", create, "sttr", stride=5)
+    raises(OptionError, "dims must be four numbers of channels", create, "sttr", dims=(8, 8, 8))
     with pytest.raises(OptionError, match=r"context must be four .* 1/8, 1/16, 1/32, all"):
         create("sttr", context=(8, 8, 8, 12))

@@ -30,6 +30,7 @@ from quadtree_attention.models.weights import (  # noqa: E402
     read_checkpoint,
     save_weights,
 )
+from tests.support import raises  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("only_reference")
 
@@ -157,8 +158,7 @@ def test_files_of_something_else(tmp_path, content, suffix):
     path = tmp_path / f"x{suffix}"
     path.write_bytes(content)
     message = "is empty; get" if not content else "is not a checkpoint, or a damaged one: it cannot"
-    with pytest.raises(CheckpointError, match=message):
-        read_checkpoint(path)
+    raises(CheckpointError, message, read_checkpoint, path)
 
 
 @pytest.mark.parametrize("unpacked", [80, 40])
@@ -191,8 +191,7 @@ def test_truncated_files(tmp_path, kind):
     whole = path.read_bytes()
     for length in (1, 9, 60, len(whole) // 3, len(whole) // 2, len(whole) - 1):
         path.write_bytes(whole[:length])
-        with pytest.raises(CheckpointError, match="not a checkpoint, or a damaged one"):
-            read_checkpoint(path)
+        raises(CheckpointError, "not a checkpoint, or a damaged one", read_checkpoint, path)
     path.write_bytes(whole)
     assert same(read_checkpoint(path), state)
 
@@ -331,11 +330,9 @@ def test_a_card_of_other_weights(tmp_path):
     mine = card_path(path).read_text()
     save_weights(path, {"a": torch.zeros(1)}, CARD, overwrite=True)
     card_path(path).write_text(mine)
-    with pytest.raises(CheckpointError, match=r"x\.json is the card of other weights: it has sha"):
-        read_card(path)
+    raises(CheckpointError, r"x\.json is the card of other weights: it has sha", read_card, path)
     card_path(path).write_text("[1, 2]")
-    with pytest.raises(CheckpointError, match=r"x\.json is not a card"):
-        read_card(path)
+    raises(CheckpointError, r"x\.json is not a card", read_card, path)
 
 
 def test_a_card_does_not_override_the_weights(tmp_path):
@@ -396,8 +393,7 @@ def test_one_number_that_is_not_finite(tmp_path, number):
     path, state = tmp_path / "x.safetensors", tiny().state_dict()
     state["head.weight"][2, 3] = number
     save_weights(path, state, CARD)
-    with pytest.raises(CheckpointError, match=r"x\.safetensors holds numbers .*, in head\.weight;"):
-        load(path)
+    raises(CheckpointError, r"x\.safetensors holds numbers .*, in head\.weight;", load, path)
 
 
 def test_loading_is_strict(tmp_path):
@@ -409,8 +405,6 @@ def test_loading_is_strict(tmp_path):
         r"1 missing: head\.bias; 1 unexpected: extra; "
         r"1 mismatched: head\.weight is \(6, 32\), must be \(5, 32\)"
     )
-    with pytest.raises(CheckpointError, match=message):
-        load(path)
+    raises(CheckpointError, message, load, path)
     torch.save(state, tmp_path / "x.pth")
-    with pytest.raises(CheckpointError, match=r"must be a \.safetensors file, got .*x\.pth"):
-        load(tmp_path / "x.pth")
+    raises(CheckpointError, r"must be a \.safetensors file, got .*x\.pth", load, tmp_path / "x.pth")

@@ -11,6 +11,7 @@ from PIL import Image
 from quadtree_attention.errors import DataError, OptionError, ShapeError
 from quadtree_attention.synthetic import MixedTextures, PhotoTextures, ProceduralTextures, Textures
 from quadtree_attention.synthetic.textures import level_sizes
+from tests.support import raises
 
 
 def sample(textures, index, u, v, footprint=1.0):
@@ -71,8 +72,7 @@ def test_coarse_levels_are_means(bank):
 
 def test_not_textures():
     for images in (torch.zeros(2, 3, 8, 9, dtype=torch.uint8), torch.zeros(2, 3, 8, 8)):
-        with pytest.raises(ShapeError, match="square uint8 images"):
-            Textures(images)
+        raises(ShapeError, "square uint8 images", Textures, images)
 
 
 def test_procedural_textures_follow_the_seed():
@@ -85,8 +85,7 @@ def test_procedural_textures_follow_the_seed():
 
 
 def test_no_procedural_textures():
-    with pytest.raises(OptionError, match="count=0"):
-        ProceduralTextures(0)
+    raises(OptionError, "count=0", ProceduralTextures, 0)
 
 
 def test_mixed(bank):
@@ -127,10 +126,7 @@ def test_damaged_photographs_are_reported_and_left_out(tmp_path):
 
 
 def test_nothing_to_read(tmp_path):
-    with pytest.raises(DataError, match="no photographs that can be read"):
-        PhotoTextures(tmp_path)
+    raises(DataError, "no photographs that can be read", PhotoTextures, tmp_path)
     (tmp_path / "bad.png").write_bytes(b"no image")
-    with pytest.raises(DataError, match=r"1 with a known suffix .* 1 of them unreadable"):
-        PhotoTextures(tmp_path)
-    with pytest.raises(DataError, match="no folder of photographs at"):
-        PhotoTextures(tmp_path / "missing")
+    raises(DataError, r"1 with a known suffix .* 1 of them unreadable", PhotoTextures, tmp_path)
+    raises(DataError, "no folder of photographs at", PhotoTextures, tmp_path / "missing")
