@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 
 from quadtree_attention.errors import OptionError
-from quadtree_attention.tasks.match.draw import MAX_LINES, OUTLIER, draw, spread
+from quadtree_attention.tasks.match.draw import OUTLIER, draw, spread
 from quadtree_attention.tasks.match.pose import Pose
 from quadtree_attention.tasks.match.result import Matches
 from quadtree_attention.viz.canvas import HEADER, lay_out
@@ -103,24 +103,6 @@ def test_inliers_of_a_pose_are_in_colour():
     assert near(picture.getpixel(both), CONFIDENCE[-1])  # inliers are on top
     bars = [image.crop((0, 0, 700, HEADER)).tobytes() for image in (picture, plain)]
     assert bars[0] != bars[1]  # inliers are counted
-
-
-def test_draw_and_save(tmp_path):
-    images = grey(320, 200), grey(320, 200)
-    matches = some(3 * MAX_LINES, images=images)
-    picture = matches.draw(tmp_path / "m.png", max_lines=20)
-    with Image.open(tmp_path / "m.png") as stored:
-        assert stored.format == "PNG" and stored.tobytes() == picture.tobytes()
-    matches.draw(tmp_path / "m.JPG")
-    with Image.open(tmp_path / "m.JPG") as stored:
-        assert stored.format == "JPEG" and stored.size == picture.size
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["m.JPG", "m.png"]
-    with pytest.raises(OptionError, match=r"pictures are written as .png, .jpg, .*, got '.*m.txt'"):
-        matches.draw(tmp_path / "m.txt")
-    (tmp_path / "folder.png").mkdir()
-    with pytest.raises(OptionError, match="cannot be written: Is a directory"):
-        matches.draw(tmp_path / "folder.png")
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["folder.png", "m.JPG", "m.png"]
 
 
 def test_images_can_be_handed_in():

@@ -23,16 +23,11 @@ def focal(p):
 def test_coarse_loss_by_hand():
     confidence = torch.tensor([[[0.9, 0.2], [0.1, 0.5]]])
     expected = (focal(0.9) + focal(0.5)) / 2 + (focal(0.8) + focal(0.9)) / 2
-    found = coarse_loss(confidence, pairs((0, 0, 0), (0, 1, 1)))
-    assert found.item() == pytest.approx(expected, rel=1e-5)
-
-
-def test_masked_cells_do_not_count():
-    confidence = torch.tensor([[[0.9, 0.2], [0.1, 0.5]]])
-    mask = torch.tensor([[True, False]])
-    found = coarse_loss(confidence, pairs((0, 0, 0), (0, 1, 1)), mask0=mask)
+    true, mask = pairs((0, 0, 0), (0, 1, 1)), torch.tensor([[True, False]])
+    assert coarse_loss(confidence, true).item() == pytest.approx(expected, rel=1e-5)
+    found = coarse_loss(confidence, true, mask0=mask)  # masked cells do not count
     assert found.item() == pytest.approx(focal(0.9) + focal(0.8), rel=1e-5)
-    both = coarse_loss(confidence, pairs((0, 0, 0), (0, 1, 1)), mask0=mask, mask1=mask)
+    both = coarse_loss(confidence, true, mask0=mask, mask1=mask)
     assert both.item() == pytest.approx(focal(0.9), rel=1e-5)
 
 

@@ -84,25 +84,13 @@ def errors_of(row):
     return [row[f"error_{name}"] for name in ESTIMATORS]
 
 
-# ---- errors
-
-
 def test_auc_of_hand_made_errors():
     # recall rises from 0 to 1/2 over [0, 2], to 1 at 4, and stays: 0.5 + 1.5 + 1 of 5
     assert auc([2.0, 4.0], [5.0]) == pytest.approx([60.0])
-
-
-def test_auc_counts_failures_as_never_recalled():
-    assert auc([0.0, np.inf], [10.0]) == pytest.approx([50.0])
+    assert auc([0.0, np.inf], [10.0]) == pytest.approx([50.0])  # a failure is never recalled
     assert auc([np.inf], [5.0, 20.0]) == [0.0, 0.0]
-
-
-def test_auc_of_perfect_and_of_no_pairs():
     assert auc([0.0, 0.0], [5.0, 10.0]) == pytest.approx([100.0, 100.0])
     assert np.isnan(auc([], [5.0])[0])
-
-
-def test_auc_does_not_depend_on_order():
     errors = [3.0, 0.5, 12.0, 7.0]
     assert auc(errors, [5.0, 10.0]) == auc(errors[::-1], [5.0, 10.0])
 
@@ -156,33 +144,19 @@ def test_epipolar_error_by_hand():
     (error,) = epipolar_errors(np.array([[100.0, 0]]), np.array([[100.0, 25.0]]), *cameras, T)
     # rays (0.2, 0), (0.4, 0.1): 0.1 from the line of the first, 0.2 / sqrt(17) from the other's
     assert error == pytest.approx(0.1**2 + 0.2**2 / 17)
-
-
-def test_precision_without_matches():
     nothing = np.zeros((0, 2))
     assert np.isnan(precision(epipolar_errors(nothing, nothing, K0, K1, POSE)))
 
 
-def test_corner_error_of_a_shift():
-    shift = np.array([[1, 0, 3.0], [0, 1, 4.0], [0, 0, 1]])
-    assert corner_error(shift, np.eye(3), 640, 480) == pytest.approx(5.0)
-    assert corner_error(2 * shift, np.eye(3), 640, 480) == pytest.approx(5.0)
-    assert corner_error(None, np.eye(3), 640, 480) == np.inf
-    assert corner_error(np.full((3, 3), np.nan), np.eye(3), 640, 480) == np.inf
-
-
-def test_corner_error_on_a_wide_image():
-    """Twice as wide, three times as high: corners of 9 x 3 pixels move by 0, 8, 4 and both."""
+def test_corner_error_and_transform():
+    shift, still = np.array([[1, 0, 3.0], [0, 1, 4.0], [0, 0, 1]]), np.eye(3)
+    for moved, expected in ((shift, 5), (2 * shift, 5), (None, np.inf), (shift * np.nan, np.inf)):
+        assert corner_error(moved, still, 640, 480) == pytest.approx(expected)
+    # Twice as wide, three times as high: corners of 9 x 3 pixels move by 0, 8, 4 and both
     stretch = np.diag([2.0, 3.0, 1.0])
-    assert corner_error(stretch, np.eye(3), 9, 3) == pytest.approx((0 + 8 + 4 + 80**0.5) / 4)
-
-
-def test_transform_is_projective():
-    homography = np.array([[2, 0, 1.0], [0, 3, 0], [0.5, 0, 1]])
-    assert transform(np.array([[2.0, 4.0]]), homography) == pytest.approx(np.array([[2.5, 6.0]]))
-
-
-# ---- poses
+    assert corner_error(stretch, still, 9, 3) == pytest.approx((0 + 8 + 4 + 80**0.5) / 4)
+    projective = np.array([[2, 0, 1.0], [0, 3, 0], [0.5, 0, 1]])
+    assert transform(np.array([[2.0, 4.0]]), projective) == pytest.approx(np.array([[2.5, 6.0]]))
 
 
 def test_good_matches_give_the_pose(tmp_path):
@@ -272,9 +246,6 @@ def test_points_of_turned_images(tmp_path):
     assert scores_of(tmp_path, pose_line()).mean["pose_precision"] < 50
 
 
-# ---- homographies
-
-
 @pytest.mark.parametrize(
     ("side", "error", "correct"), [(480, 3.75, 0), (0, 5, 0), (240, 1.875, 100)]
 )
@@ -328,9 +299,6 @@ def test_turned_photos_are_measured_upright(tmp_path):
     assert turned.mean["homography_opencv_median"] == pytest.approx(3.75, abs=1e-3)
 
 
-# ---- sets
-
-
 def test_both_kinds_and_failures_in_one_set(tmp_path):
     save_scene(tmp_path)
     save_scene(tmp_path, "few0__few1", count=4)
@@ -375,9 +343,6 @@ def test_the_states_of_several_metrics_are_merged():
     mean = whole.compute().mean
     assert mean["pose_poselib_auc20"] == pytest.approx(50, abs=0.1)
     assert not any("opencv" in name for name in mean)
-
-
-# ---- mistakes
 
 
 def test_mistakes(tmp_path):

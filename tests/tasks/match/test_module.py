@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Synthetic pairs in batches, and a matcher that learns from them."""
 
-import csv
 import sys
 
 import pytest
@@ -13,9 +12,10 @@ from quadtree_attention.tasks.match.metrics import MatchMetric
 from quadtree_attention.tasks.match.module import MatchModule, add_poses, correct, f_scores, views
 from quadtree_attention.tasks.match.truth import true_matches, view_from_flow
 from quadtree_attention.tasks.training.loader import Draw
-from quadtree_attention.tasks.training.run import run_command as train
 from tests.conftest import ROOT
+from tests.support.training import train
 
+RECIPE = ROOT / "recipes" / "match" / "debug.yaml"
 SMALL = {"dims": (16, 24, 32), "num_pairs": 1, "num_heads": 2, "fine_heads": 2}
 
 
@@ -32,11 +32,6 @@ def data():
 
 def batch_of(data, loader, draws):
     return data.on_after_batch_transfer(loader.dataset.__getitems__(draws), 0)
-
-
-def test_no_textures_at_all_are_refused():
-    with pytest.raises(OptionError, match="textures must be at least one"):
-        MatchData(procedural=0).setup()
 
 
 def test_batches_follow_from_epoch_and_sample(data):
@@ -99,15 +94,17 @@ def test_curriculum_grows_the_motion():
     assert 1 < spans[0].focal_ratio[1] < spans[2].focal_ratio[1]
 
 
-def test_wrong_options_are_named():
-    with pytest.raises(
-        OptionError, match=r"an option of scene must be one of objects, .* got 'basline'"
-    ):
-        MatchData(scene={"basline": [0, 1]})
-    with pytest.raises(OptionError, match=r"planes must be in \[0, 1\], got 2"):
-        MatchData(planes=2)
-    with pytest.raises(OptionError, match="3 training pairs do not fill one batch of 4"):
-        MatchData(pairs=3).train_dataloader()
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"scene": {"basline": [0, 1]}}, "an option of scene must be one of objects, .* 'basline'"),
+        ({"planes": 2}, r"planes must be in \[0, 1\], got 2"),
+        ({"procedural": 0}, "textures must be at least one"),
+    ],
+)
+def test_wrong_options_are_named(options, told):
+    with pytest.raises(OptionError, match=told):
+        MatchData(**options).setup()
 
 
 def test_true_matches_are_correct_and_give_the_pose(data):
@@ -182,10 +179,7 @@ def test_a_batch_can_be_learnt(data):
 
 
 def test_debug_recipe_trains(tmp_path):
-    recipe = ROOT / "recipes" / "match" / "debug.yaml"
-    options = ["--trainer.max_epochs", "1", "--trainer.enable_progress_bar", "false"]
-    train("match", ["--config", str(recipe), "--run_dir", str(tmp_path / "run"), *options])
-    (row,) = csv.DictReader((tmp_path / "run" / "history.csv").open())
+    (row,) = train("match", RECIPE, tmp_path / "run", "--trainer.max_epochs=1")
     assert float(row["train/coarse"]) > 0 and float(row["train/fine"]) > 0
     assert {"val/auc5", "val/auc10", "val/auc20", "val/matches", "val/fscore"} <= set(row)
 
@@ -193,15 +187,10 @@ def test_debug_recipe_trains(tmp_path):
 def test_trains_without_estimators(tmp_path, monkeypatch, capsys):
     """The best epoch is told by what needs no estimator; their scores are left out, and said so."""
     monkeypatch.setitem(sys.modules, "poselib", None)  # what an import finds if it is not installed
-    recipe = ROOT / "recipes" / "match" / "debug.yaml"
-    options = ["--trainer.max_epochs", "1", "--trainer.enable_progress_bar", "false"]
-    options += ["--data.pairs", "4"]
-    train("match", ["--config", str(recipe), "--run_dir", str(tmp_path / "run"), *options])
-    (row,) = csv.DictReader((tmp_path / "run" / "history.csv").open())
+    short = ("--trainer.max_epochs=1", "--data.pairs=4")
+    (row,) = train("match", RECIPE, tmp_path / "run", *short)
     assert {"val/fscore", "val/matches"} <= set(row) and "val/auc10" not in row
     assert (tmp_path / "run" / "best.safetensors").exists()
     said = capsys.readouterr().err
-    assert (
-        said.count("validation leaves out val/auc5") == 1
-        and "needs poselib, which is not installed" in said
-    )
+    assert said.count("validation leaves out val/auc5") == 1
+    assert "needs poselib, which is not installed" in said

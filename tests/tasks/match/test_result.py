@@ -29,36 +29,17 @@ def test_best_and_save(tmp_path):
 
 def test_files_that_hold_no_matches(tmp_path):
     path, points = tmp_path / "m.npz", np.zeros((3, 2))
-    with pytest.raises(DataError, match=r"there is no file '.*m.npz'; check the path"):
-        Matches.load(path)
-    for content, words in (
-        (
-            {"keypoints0": points, "keypoints1": points},
-            "must hold the arrays keypoints0, keypoints1, confidence, got no confidence",
-        ),
-        (
-            {"keypoints0": points, "keypoints1": points[:2], "confidence": np.zeros(3)},
-            r"must hold .* got \(3, 2\), \(2, 2\), \(3,\) of float64, float64, float64",
-        ),
-        (
-            {
-                "keypoints0": points,
-                "keypoints1": np.full((3, 2), np.inf),
-                "confidence": np.zeros(3),
-            },
-            "must hold finite points",
-        ),
-        (
-            {"keypoints0": points, "keypoints1": points, "confidence": np.array([{}] * 3)},
-            "cannot read .*: Object arrays cannot be loaded",
-        ),
+    arrays = {"keypoints0": points, "keypoints1": points, "confidence": np.zeros(3)}
+    shapes = r"\(3, 2\), \(2, 2\), \(3,\) of float64, float64, float64"
+    for change, words in (
+        ({"confidence": None}, "must hold the arrays keypoints0, keypoints1, confidence, got no c"),
+        ({"keypoints1": points[:2]}, f"must hold .* got {shapes}"),
+        ({"keypoints1": np.full((3, 2), np.inf)}, "must hold finite points"),
+        ({"confidence": np.array([{}] * 3)}, "cannot read .*: Object arrays cannot be loaded"),
     ):
-        np.savez(path, **content)
+        np.savez(path, **{k: v for k, v in (arrays | change).items() if v is not None})
         with pytest.raises(DataError, match=words):
             Matches.load(path)
-    path.write_bytes(path.read_bytes()[:100])
-    with pytest.raises(DataError, match=r"cannot read .*m.npz: "):
-        Matches.load(path)
 
 
 def test_homography_of_matches():

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Frames in the layout of ScanNet: rendered, written, read back and trained on."""
 
-import csv
 import shutil
 
 import numpy as np
@@ -13,7 +12,7 @@ from quadtree_attention.tasks.match.metrics import MatchMetric
 from quadtree_attention.tasks.match.module import add_poses, views
 from quadtree_attention.tasks.match.scannet import ScanNetData
 from quadtree_attention.tasks.match.truth import true_matches, view_from_flow
-from quadtree_attention.tasks.training.run import run_command as train
+from tests.support.training import train
 from tests.tasks.match.posed_files import batch_of, scannet_pairs, write_scannet
 from tests.tasks.match.test_module import pose_errors
 
@@ -125,18 +124,9 @@ def test_epochs_draw_as_many_pairs_from_each_scene(stored):
     assert drawn(ready(stored, pairs_per_scene=5, seed=1), 0) != first
 
 
-def test_resuming_gives_the_rest_of_an_epoch(stored):
-    loader = ready(stored, pairs_per_scene=4).train_dataloader()
-    whole = [batch["T_0to1"] for batch in loader]
-    loader.load_state_dict({"epoch": 0, "batches": 5})
-    rest = [batch["T_0to1"] for batch in loader]
-    assert len(rest) == 3 and all(map(torch.equal, rest, whole[5:]))
-
-
 def test_overlap_and_lists_decide_what_is_used(root):
-    assert (
-        len(ready(root, min_overlap=0.55).source("train").scenes) == 1
-    )  # the second has none left
+    found = ready(root, min_overlap=0.55).source("train").scenes  # the second has none left
+    assert len(found) == 1
     folder = root / "scannet_indices" / "scene_data" / "train_list"
     folder.mkdir()
     (folder / "scannet_all.txt").write_text("scene0002_02.npz\nscene0000_02.npz\n")
@@ -172,9 +162,7 @@ def write_official(root):
 
 
 def test_official_pairs_are_validated_on_in_their_order(root, pairs):
-    with pytest.raises(
-        DataError, match=r"no folder .*scannet_test_1500; .* pass --data\.val_scenes"
-    ):
+    with pytest.raises(DataError, match=r"no folder .*scannet_test_1500; .* --data\.val_scenes"):
         ready(root, val_scenes=0)
     write_official(root)
     data = ready(root, val_scenes=0, batch_size=2)
@@ -220,22 +208,17 @@ def test_a_training_run(root, tmp_path, capsys):
     """As `quadtree train match` does it; broken files are replaced, counted and named."""
     (root / "train" / "scene0001_02" / "depth" / "0.png").unlink()
     (tmp_path / "recipe.yaml").write_text(RECIPE)
-    options = ["--config", str(tmp_path / "recipe.yaml"), "--run_dir", str(tmp_path / "run")]
-    train("match", [*options, "--data.root", str(root)])
-    (row,) = csv.DictReader((tmp_path / "run" / "history.csv").open())
+    options = [tmp_path / "run", f"--data.root={root}"]
+    (row,) = train("match", tmp_path / "recipe.yaml", *options)
     assert float(row["train/coarse"]) > 0 and float(row["train/fine"]) > 0
     assert {"val/auc10", "val/opencv_auc10", "val/matches"} <= set(row)
     assert (tmp_path / "run" / "best.safetensors").exists()
     told = capsys.readouterr().err
-    assert (
-        "quadtree: skipped 1 unusable files so far: there is no file" in told
-        and "get the depth again" in told
-    )
-    assert "scene0001_02/depth/0.png" in told
+    assert "quadtree: skipped 1 unusable files so far: there is no file" in told
+    assert "scene0001_02/depth/0.png" in told and "get the depth again" in told
     # The recipe as it was run knows its source, and goes on
-    again = ["--config", str(tmp_path / "run" / "config.yaml"), "--resume"]
-    train("match", [*again, "--trainer.max_epochs", "2"])
-    rows = list(csv.DictReader((tmp_path / "run" / "history.csv").open()))
+    again = ["--resume", "--trainer.max_epochs=2"]
+    rows = train("match", tmp_path / "run" / "config.yaml", *options, *again)
     assert rows[0] == row and len(rows) == 2
 
 
@@ -261,26 +244,23 @@ def test_broken_files(root, kind):
     with pytest.raises(DataError, match=r"leave out --data\.strict") as caught:
         next(iter(data.val_dataloader()))
     assert told in str(caught.value)
-    lenient = ready(root)
-    with pytest.raises(DataError, match="50 pairs in a row cannot be read") as caught:
-        next(iter(lenient.val_dataloader()))  # both directions have the broken file
-    assert told in str(caught.value)
+    lenient = ready(root).val_dataloader()  # both directions have the broken file
+    with pytest.raises(DataError, match="50 pairs in a row cannot be read"):
+        next(iter(lenient))
 
 
-def test_what_is_refused_before_any_work(tmp_path, stored):
-    with pytest.raises(OptionError, match=r"ScanNet needs the folder .* pass --data\.root"):
-        ScanNetData()
-    with pytest.raises(OptionError, match="min_overlap must be from 0 to below max_overlap"):
-        ScanNetData(root="x", min_overlap=1)
-    with pytest.raises(OptionError, match=r"got min_overlap=0\.5 and max_overlap=0\.5"):
-        ScanNetData(root="x", min_overlap=0.5, max_overlap=0.5)
-    with pytest.raises(OptionError, match="scenes must be at least 1, got 0"):
-        ScanNetData(root="x", scenes=0)
-    with pytest.raises(OptionError, match="pairs_per_scene must be at least 1, got 0"):
-        ScanNetData(root="x", pairs_per_scene=0)
-    with pytest.raises(DataError, match="there is no folder nowhere; pass the one of ScanNet"):
-        ScanNetData(root="nowhere").setup()
-    with pytest.raises(DataError, match=r"no folder .*scannet_indices or .*index; put LoFTR's"):
-        ScanNetData(root=str(tmp_path)).setup()
-    with pytest.raises(OptionError, match="4 training pairs do not fill one batch of 8"):
-        ready(stored, pairs_per_scene=2, batch_size=8).train_dataloader()
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"root": None}, r"ScanNet needs the folder .* pass --data\.root"),
+        ({"min_overlap": 1}, "min_overlap must be from 0 to below max_overlap"),
+        ({"min_overlap": 0.5, "max_overlap": 0.5}, r"got min_overlap=0\.5 and max_overlap=0\.5"),
+        ({"scenes": 0}, "scenes must be at least 1, got 0"),
+        ({"pairs_per_scene": 0}, "pairs_per_scene must be at least 1, got 0"),
+        ({"root": "nowhere"}, "there is no folder nowhere; pass the one of ScanNet"),
+        ({}, r"no folder .*scannet_indices or .*index; put LoFTR's"),
+    ],
+)
+def test_what_is_refused_before_any_work(tmp_path, options, told):
+    with pytest.raises((OptionError, DataError), match=told):
+        ScanNetData(**{"root": str(tmp_path)} | options).setup()
