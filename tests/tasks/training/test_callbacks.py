@@ -1,70 +1,42 @@
 # SPDX-License-Identifier: Apache-2.0
 """The table, the curves and the progress bar of a run."""
 
-import csv
 import re
 from types import SimpleNamespace
 
-import pytest
 import torch
 from PIL import Image
 
 from quadtree_attention.tasks.training.callbacks import History, draw_curves, write_table
 from quadtree_attention.tasks.training.run import run_command
+from tests.support.training import history, train
 from tests.tasks.training.test_run import write_recipe
 
 
-def read(path):
-    return list(csv.DictReader(path.open()))
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    """A run of one epoch that went on for two more."""
-    folder = tmp_path_factory.mktemp("history")
-    options = ["--config", str(write_recipe(folder)), "--run_dir", str(folder / "run")]
-    run_command("classify", [*options, "--trainer.max_epochs=1"])
-    first = read(folder / "run" / "history.csv")
-    run_command("classify", [*options, "--trainer.max_epochs=3", "--resume"])
-    return folder / "run", first
-
-
-def test_table(run):
-    folder, _ = run
-    rows = read(folder / "history.csv")
-    assert [row["epoch"] for row in rows] == ["1", "2", "3"]
+def test_a_run_that_went_on(tmp_path):
+    """One epoch, and two more."""
+    recipe, folder = write_recipe(tmp_path), tmp_path / "run"
+    first = train("classify", recipe, folder, "--trainer.max_epochs=1")
+    rows = train("classify", recipe, folder, "--trainer.max_epochs=3", "--resume")
+    assert [row["epoch"] for row in rows] == ["1", "2", "3"] and rows[:1] == first
     names = {"epoch", "seconds", "train/loss", "val/loss", "val/top1", "val/top5"}
     assert names <= rows[0].keys()
     for row in rows:
         assert 0 < float(row["seconds"]) < 60
         assert 0.3 < float(row["train/loss"]) < 3 and 0 < float(row["val/loss"]) < 5
         assert 0 <= float(row["val/top1"]) <= float(row["val/top5"]) == 100
-
-
-def test_epochs_without_validation_have_no_scores(tmp_path):
-    options = ["--config", str(write_recipe(tmp_path)), "--run_dir", str(tmp_path / "run")]
-    every = "--trainer.check_val_every_n_epoch=2"
-    run_command("classify", [*options, "--trainer.max_epochs=4", every])
-    rows = read(tmp_path / "run" / "history.csv")
-    assert [bool(row["val/top1"]) for row in rows] == [False, True, False, True]
-    assert all(row["train/loss"] for row in rows)
-
-
-def test_rows_of_before_are_kept(run):
-    folder, first = run
-    assert read(folder / "history.csv")[:1] == first
-
-
-def test_curves_open(run):
-    folder, _ = run
     with Image.open(folder / "curves.png") as image:
         image.load()
         assert image.format == "PNG" and image.width > 600 and image.height > 200
         assert image.convert("L").entropy() > 0.3  # not blank
+    assert not list(folder.glob("*.unfinished"))
 
 
-def test_nothing_unfinished_stays(run):
-    assert not list(run[0].glob("*.unfinished"))
+def test_epochs_without_validation_have_no_scores(tmp_path):
+    options = ("--trainer.max_epochs=4", "--trainer.check_val_every_n_epoch=2")
+    rows = train("classify", write_recipe(tmp_path), tmp_path / "run", *options)
+    assert [bool(row["val/top1"]) for row in rows] == [False, True, False, True]
+    assert all(row["train/loss"] for row in rows)
 
 
 def test_state_round_trip():
@@ -93,7 +65,7 @@ def test_table_with_columns_that_come_later(tmp_path):
     write_table([{"epoch": 1, "train/loss": 2.0}], tmp_path / "history.csv")
     rows = [{"epoch": 1, "train/loss": 2.0}, {"epoch": 2, "train/loss": 1.0, "val/top1": 50.0}]
     write_table(rows, tmp_path / "history.csv")
-    assert read(tmp_path / "history.csv") == [
+    assert history(tmp_path) == [
         {"epoch": "1", "train/loss": "2.0", "val/top1": ""},
         {"epoch": "2", "train/loss": "1.0", "val/top1": "50.0"},
     ]

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a run leaves behind, and how the parser's words are put."""
 
-import csv
 import json
 import os
 from pathlib import Path
@@ -14,6 +13,9 @@ from quadtree_attention.errors import OptionError
 from quadtree_attention.models.registry import load
 from quadtree_attention.models.weights import read_card
 from quadtree_attention.tasks.training.run import prepare, run_command, train
+from tests.support import training
+from tests.support.commands import refusal
+from tests.support.training import history as rows
 
 # 2 epochs of 4 steps, in a second
 RECIPE = """\
@@ -45,55 +47,31 @@ def write_recipe(folder, text=RECIPE, name="tiny.yaml"):
     return path
 
 
+def run(folder, *options, text=RECIPE):
+    """The rows of a run of the recipe."""
+    return training.train("classify", write_recipe(folder, text), folder / "run", *options)
+
+
+def last(folder):
+    return torch.load(folder / "last.ckpt", weights_only=True)
+
+
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     """The folder of a run that came to its end."""
     folder = tmp_path_factory.mktemp("finished")
-    recipe = write_recipe(folder)
-    run_command("classify", ["--config", str(recipe), "--run_dir", str(folder / "run")])
+    run(folder)
     return folder / "run"
 
 
-def rows(folder):
-    return list(csv.DictReader((folder / "history.csv").open()))
-
-
 def test_files_of_a_run(finished):
-    assert sorted(path.name for path in finished.iterdir()) == [
-        "best.ckpt",
-        "best.json",
-        "best.safetensors",
-        "config.yaml",
-        "curves.png",
-        "history.csv",
-        "last.ckpt",
-    ]
-    last = torch.load(finished / "last.ckpt", weights_only=True)
-    assert last["global_step"] == 8
+    names = ["best.ckpt", "best.json", "best.safetensors", "config.yaml", "curves.png"]
+    assert sorted(os.listdir(finished)) == [*names, "history.csv", "last.ckpt"]
+    assert last(finished)["global_step"] == 8
     assert [row["epoch"] for row in rows(finished)] == ["1", "2"]
-
-
-def test_averaged_weights_by_lightnings_callback(tmp_path):
-    averaging = "pytorch_lightning.callbacks.EMAWeightAveraging"
-    callbacks = f"  callbacks: [{{class_path: {averaging}, init_args: {{decay: 0.9}}}}]\n"
-    recipe = str(write_recipe(tmp_path, RECIPE + callbacks))
-    options = ["--config", recipe, "--run_dir", str(tmp_path / "run")]
-    run_command("classify", [*options, "--trainer.max_epochs", "1"])
-    run_command("classify", [*options, "--resume"])
-    last = torch.load(tmp_path / "run" / "last.ckpt", weights_only=True)
-    averaged, current = last["state_dict"], last["current_model_state"]
-    assert last["global_step"] == 8
-    assert any(not torch.equal(averaged[name], current[name]) for name in averaged)
-
-
-def test_weights_are_those_of_the_best_epoch(finished):
     best = torch.load(finished / "best.ckpt", weights_only=True)["state_dict"]
-    model = load(finished / "best.safetensors")
-    for name, tensor in model.state_dict().items():
+    for name, tensor in load(finished / "best.safetensors").state_dict().items():
         assert torch.equal(tensor, best[f"model.{name}"])
-
-
-def test_card(finished):
     card = read_card(finished / "best.safetensors")
     assert card["model"] == "test_quadtree"
     expected = {"num_classes": 4, "depths": [1, 1, 2, 1], "topk": 4}
@@ -102,6 +80,18 @@ def test_card(finished):
     assert (card["task"], card["image_size"]) == ("classify", 32)
     assert card["command"][:3] == ["quadtree", "train", "classify"]
     assert card == json.loads((finished / "best.json").read_text())
+    assert run(finished.parent, "--resume") == rows(finished)  # nothing is left to do
+
+
+def test_averaged_weights_by_lightnings_callback(tmp_path):
+    averaging = "pytorch_lightning.callbacks.EMAWeightAveraging"
+    callbacks = f"  callbacks: [{{class_path: {averaging}, init_args: {{decay: 0.9}}}}]\n"
+    run(tmp_path, "--trainer.max_epochs=1", text=RECIPE + callbacks)
+    run(tmp_path, "--resume", text=RECIPE + callbacks)
+    stored = last(tmp_path / "run")
+    averaged, current = stored["state_dict"], stored["current_model_state"]
+    assert stored["global_step"] == 8
+    assert any(not torch.equal(averaged[name], current[name]) for name in averaged)
 
 
 def test_config_can_be_run_again(finished, tmp_path):
@@ -109,38 +99,17 @@ def test_config_can_be_run_again(finished, tmp_path):
     stored = yaml.safe_load((finished / "config.yaml").read_text())
     assert stored["model"]["lr"] == 0.05
     assert stored["model"]["label_smoothing"] == 0.1  # a default
-    config = str(finished / "config.yaml")
-    run_command("classify", ["--config", config, "--run_dir", str(tmp_path / "again")])
-    again, before = (
-        torch.load(folder / "last.ckpt", weights_only=True)["state_dict"]
-        for folder in (tmp_path / "again", finished)
-    )
+    training.train("classify", finished / "config.yaml", tmp_path / "again")
+    again, before = (last(folder)["state_dict"] for folder in (tmp_path / "again", finished))
     assert all(torch.equal(again[name], tensor) for name, tensor in before.items())
 
 
-def test_resume_of_a_finished_run_goes_on_to_more_epochs(tmp_path):
-    options = ["--config", str(write_recipe(tmp_path)), "--run_dir", str(tmp_path / "run")]
-    run_command("classify", [*options, "--trainer.max_epochs", "1"])
-    first = rows(tmp_path / "run")
-    run_command("classify", [*options, "--trainer.max_epochs", "3", "--resume"])
-    assert rows(tmp_path / "run")[:1] == first
-    assert [row["epoch"] for row in rows(tmp_path / "run")] == ["1", "2", "3"]
-
-
-def test_resume_of_a_finished_run_with_nothing_left(finished):
-    before = rows(finished)
-    recipe = str(finished.parent / "tiny.yaml")
-    run_command("classify", ["--config", recipe, "--run_dir", str(finished), "--resume"])
-    assert rows(finished) == before
-
-
 def test_run_that_ended_inside_an_epoch_goes_on_there(tmp_path):
-    options = ["--config", str(write_recipe(tmp_path)), "--run_dir", str(tmp_path / "run")]
-    run_command("classify", [*options, "--trainer.max_steps", "3"])
-    run_command("classify", [*options, "--resume"])
-    assert torch.load(tmp_path / "run" / "last.ckpt", weights_only=True)["global_step"] == 8
-    assert [row["epoch"] for row in rows(tmp_path / "run")] == ["1", "2"]
-    assert all(row["val/top1"] for row in rows(tmp_path / "run"))
+    run(tmp_path, "--trainer.max_steps=3")
+    found = run(tmp_path, "--resume")
+    assert last(tmp_path / "run")["global_step"] == 8
+    assert [row["epoch"] for row in found] == ["1", "2"]
+    assert all(row["val/top1"] for row in found)
 
 
 def test_run_is_named_after_its_last_recipe(tmp_path, monkeypatch):
@@ -153,23 +122,18 @@ def test_run_is_named_after_its_last_recipe(tmp_path, monkeypatch):
 
 
 def test_command_line_overrides_the_recipe(tmp_path):
-    options = ["--config", str(write_recipe(tmp_path)), "--run_dir", str(tmp_path / "run")]
-    run_command("classify", [*options, "--trainer.max_epochs=1", "--data.generated_classes=3"])
+    run(tmp_path, "--trainer.max_epochs=1", "--data.generated_classes=3")
     card = read_card(tmp_path / "run" / "best.safetensors")
     assert card["kwargs"]["num_classes"] == len(card["classes"]) == 3
 
 
 def test_training_from_python(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
-    variants = (
-        "variants: {short: {trainer: {max_epochs: 1}}, wide: {data: {generated_classes: 3}}}\n"
-    )
-    write_recipe(tmp_path, f"task: classify\n{RECIPE}{variants}")
+    short, wide = "short: {trainer: {max_epochs: 1}}", "wide: {data: {generated_classes: 3}}"
+    write_recipe(tmp_path, f"task: classify\n{RECIPE}variants: {{{short}, {wide}}}\n")
     done = train("tiny.yaml")
-    assert (done.folder, done.weights) == (
-        Path("runs/classify-tiny"),
-        Path("runs/classify-tiny/best.safetensors"),
-    )
+    assert done.folder == Path("runs/classify-tiny")
+    assert done.weights == Path("runs/classify-tiny/best.safetensors")
     assert [row["epoch"] for row in done.history] == [1]
     assert done.history[0]["val/top1"] == float(rows(done.folder)[0]["val/top1"])
     done = train("tiny.yaml", ["wide"], run_dir="other", data={"generated_count": 16}, save_every=2)
@@ -227,17 +191,15 @@ def test_one_option_of_the_network_or_all(tmp_path, given, expected):
 
 def test_overrides_set_one_option_of_the_network(tmp_path):
     recipe = write_recipe(tmp_path, f"task: classify\n{RECIPE}")
-    train(
-        recipe, run_dir=tmp_path / "run", model={"options": {"topk": 2}}, trainer={"max_steps": 1}
-    )
+    options = {"model": {"options": {"topk": 2}}, "trainer": {"max_steps": 1}}
+    train(recipe, run_dir=tmp_path / "run", **options)
     stored = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
     assert stored["model"]["options"] == {"backend": "reference", "topk": 2}
 
 
 def test_loss_that_is_not_finite_stops_the_run(tmp_path):
-    options = ["--config", str(write_recipe(tmp_path)), "--run_dir", str(tmp_path / "run")]
     with pytest.raises(OptionError, match=r"the loss is \w+ at step \d+.*lower --model.lr"):
-        run_command("classify", [*options, "--model.lr=1e30", "--trainer.max_epochs=12"])
+        run(tmp_path, "--model.lr=1e30", "--trainer.max_epochs=12")
 
 
 @pytest.mark.parametrize(
@@ -253,6 +215,5 @@ def test_loss_that_is_not_finite_stops_the_run(tmp_path):
 )  # fmt: skip
 def test_words_about_options(tmp_path, monkeypatch, option, expected):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(OptionError) as caught:
-        run_command("classify", ["--config", str(write_recipe(tmp_path)), option])
-    assert str(caught.value).endswith(expected)
+    args = ["--config", str(write_recipe(tmp_path)), option]
+    assert refusal(OptionError, run_command, "classify", args).endswith(expected)
