@@ -8,36 +8,20 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from quadtree_attention.tasks.classify.predictor import Classifier
-    from quadtree_attention.tasks.classify.result import Classification
-    from quadtree_attention.tasks.contract import Scores
-    from quadtree_attention.tasks.detect.predictor import Detector
-    from quadtree_attention.tasks.detect.result import Detections
-    from quadtree_attention.tasks.evaluation import evaluate
-    from quadtree_attention.tasks.match.predictor import Matcher
-    from quadtree_attention.tasks.match.result import Matches
-    from quadtree_attention.tasks.segment.predictor import Segmenter
-    from quadtree_attention.tasks.segment.result import Segmentation
-    from quadtree_attention.tasks.stereo.predictor import StereoMatcher
-    from quadtree_attention.tasks.stereo.result import Disparity
-    from quadtree_attention.tasks.training.run import Run, train
-
-__all__ = [
-    "Classification",
-    "Classifier",
-    "Detections",
-    "Detector",
-    "Disparity",
-    "Matcher",
-    "Matches",
-    "Run",
-    "Scores",
-    "Segmentation",
-    "Segmenter",
-    "StereoMatcher",
-    "evaluate",
-    "train",
-]
+    from quadtree_attention.tasks.classify.predictor import Classifier as Classifier
+    from quadtree_attention.tasks.classify.result import Classification as Classification
+    from quadtree_attention.tasks.contract import Scores as Scores
+    from quadtree_attention.tasks.detect.predictor import Detector as Detector
+    from quadtree_attention.tasks.detect.result import Detections as Detections
+    from quadtree_attention.tasks.evaluation import evaluate as evaluate
+    from quadtree_attention.tasks.match.predictor import Matcher as Matcher
+    from quadtree_attention.tasks.match.result import Matches as Matches
+    from quadtree_attention.tasks.segment.predictor import Segmenter as Segmenter
+    from quadtree_attention.tasks.segment.result import Segmentation as Segmentation
+    from quadtree_attention.tasks.stereo.predictor import StereoMatcher as StereoMatcher
+    from quadtree_attention.tasks.stereo.result import Disparity as Disparity
+    from quadtree_attention.tasks.training.run import Run as Run
+    from quadtree_attention.tasks.training.run import train as train
 
 _HOMES = {
     "Classification": "classify.result",
@@ -55,6 +39,7 @@ _HOMES = {
     "evaluate": "evaluation",
     "train": "training.run",
 }
+__all__ = list(_HOMES)
 
 
 def __getattr__(name: str) -> Any:

@@ -15,16 +15,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any, Self
 
+from quadtree_attention import files
 from quadtree_attention.checks import shown
 from quadtree_attention.errors import DataError, OptionError
-from quadtree_attention.files import (
-    StrPath,
-    check_writable,
-    file_sha256,
-    make_folder,
-    write_all,
-    write_whole,
-)
+from quadtree_attention.files import StrPath, check_writable, make_folder, write_whole
 from quadtree_attention.tasks.contract import Codec, Result, Source, Task, checked_suffix
 
 SCHEMA = 2
@@ -173,7 +167,7 @@ class Store:
             part = self._parts / f"{secrets.token_hex(8)}{self.suffix}"
             names = json.dumps(list(found)).encode()
             content = self.codec.encode(found, self.suffix)
-            write_all({part: content, part.with_suffix(".names"): names})
+            files.write_all({part: content, part.with_suffix(".names"): names})
             read |= self._decoded(part, list(found))  # without images, which need memory
             return
         for name, result in found.items():
@@ -230,18 +224,16 @@ class Store:
 
     def _remove(self, before: Note, names: Sequence[str]) -> None:
         """Removes what the note lists if settings changed, else the results of these samples."""
-        same = all(before[key] == value for key, value in self._fixed().items())
+        same = all(before[key] == getattr(self, key) for key in ("settings", "classes", "suffix"))
         if self.codec.together:
             self.path.unlink(missing_ok=True)
             shutil.rmtree(self._parts, ignore_errors=True)
             return
         for name in names if same else [*before["samples"], *names]:
-            if _is_inside(name):
+            path = PurePosixPath(name)
+            if not path.is_absolute() and ".." not in path.parts:  # inside of the folder
                 for suffix in {self.suffix, before["suffix"]}:
                     (self.path / f"{name}{suffix}").unlink(missing_ok=True)
-
-    def _fixed(self) -> Note:
-        return {"settings": self.settings, "classes": self.classes, "suffix": self.suffix}
 
 
 def _note_path(path: Path, codec: Codec[Any]) -> Path:
@@ -250,12 +242,7 @@ def _note_path(path: Path, codec: Codec[Any]) -> Path:
 
 def _is_of(path: Path, note: Note) -> bool:
     """True if a note is of that file."""
-    return bool(note.get("sha256") == file_sha256(path))
-
-
-def _is_inside(name: str) -> bool:
-    parts = PurePosixPath(name)
-    return not parts.is_absolute() and ".." not in parts.parts
+    return bool(note.get("sha256") == files.file_sha256(path))
 
 
 def _read_note(path: Path, codec: Codec[Any]) -> Note | None:
@@ -293,9 +280,8 @@ def _merged(path: Path, before: Note, note: Note, there: Store, *, force: bool) 
         OptionError: What it holds does not fit, and `force` is not given.
     """
     if before["task"] != note["task"]:
-        raise OptionError(
-            f"{path} holds results of the task {before['task']}; write to another name"
-        )
+        task = before["task"]
+        raise OptionError(f"{path} holds results of the task {task}; write to another name")
     changes = [
         f"{key} {shown(was)} there, {shown(now)} now"
         for key, was, now in _differences(before, note)

@@ -7,16 +7,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from quadtree_attention import synthetic
 from quadtree_attention.checks import at_least, between
-from quadtree_attention.synthetic import (
-    HomographyOptions,
-    HomographyPair,
-    Pair,
-    SceneOptions,
-    Textures,
-    homography_pairs,
-    scene_pairs,
-)
+from quadtree_attention.synthetic import SceneOptions, Textures
 from quadtree_attention.tasks.training.data import Batch, SyntheticData, options_of
 from quadtree_attention.tasks.training.loader import seed_from
 
@@ -56,7 +49,7 @@ class MatchData(SyntheticData):
         at_least(0, curriculum_epochs=curriculum_epochs)
         self.planes = planes
         self.scene = options_of(SceneOptions, "scene", scene)
-        self.plane = options_of(HomographyOptions, "plane", plane)
+        self.plane = options_of(synthetic.HomographyOptions, "plane", plane)
         self.start = start
         self.curriculum_epochs = curriculum_epochs
 
@@ -64,16 +57,16 @@ class MatchData(SyntheticData):
         """Scenes, and some planes in training."""
         made = self.seeded(training=training)
         if not training:
-            return vars(scene_pairs(textures, indices, **made, options=self.scene))
+            return vars(synthetic.scene_pairs(textures, indices, **made, options=self.scene))
         seeds = [seed_from(self.seed, index) % 1000 for index in indices]
         flat = [i for i, s in zip(indices, seeds, strict=True) if s < 1000 * self.planes]
         deep = [i for i in indices if i not in flat]
-        parts: list[Pair | HomographyPair] = []
+        parts: list[synthetic.Pair | synthetic.HomographyPair] = []
         if deep:
             options = self._harder(indices[0] // self.pairs)
-            parts.append(scene_pairs(textures, deep, **made, options=options))
+            parts.append(synthetic.scene_pairs(textures, deep, **made, options=options))
         if flat:
-            parts.append(homography_pairs(textures, flat, **made, options=self.plane))
+            parts.append(synthetic.homography_pairs(textures, flat, **made, options=self.plane))
         return {name: torch.cat([getattr(part, name) for part in parts]) for name in SHARED}
 
     def _harder(self, epoch: int) -> SceneOptions:
@@ -81,7 +74,11 @@ class MatchData(SyntheticData):
         if epoch >= self.curriculum_epochs:
             return self.scene
         share = self.start + (1 - self.start) * epoch / self.curriculum_epochs
-        easier = {name: _nearer_to_none(getattr(self.scene, name), name, share) for name in MOTION}
+        easier = {}  # no motion is 0, or a ratio of 1
+        for name in MOTION:
+            span = getattr(self.scene, name)
+            ratio = name == "focal_ratio"
+            easier[name] = tuple(v**share if ratio else v * share for v in span)
         return replace(self.scene, **easier)
 
 
@@ -89,10 +86,3 @@ def grey(images: Tensor) -> Tensor:
     """(B, 3, H, W) -> (B, 1, H, W), as eyes weigh colours."""
     weights = images.new_tensor([0.299, 0.587, 0.114]).view(1, 3, 1, 1)
     return (images * weights).sum(dim=1, keepdim=True)
-
-
-def _nearer_to_none(span: tuple[float, float], name: str, share: float) -> tuple[float, float]:
-    """A range of motion, shrunk; no motion is 0, or a ratio of 1."""
-    if name != "focal_ratio":
-        return span[0] * share, span[1] * share
-    return span[0] ** share, span[1] ** share

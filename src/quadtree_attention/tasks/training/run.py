@@ -31,14 +31,9 @@ with needs("train", "training"):
     from pytorch_lightning.callbacks import Callback, ModelCheckpoint
     from pytorch_lightning.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 
+from quadtree_attention.tasks.training import checkpoints
 from quadtree_attention.tasks.training.callbacks import History, Progress, Row
-from quadtree_attention.tasks.training.checkpoints import (
-    BEST,
-    LAST,
-    LastCheckpoint,
-    SafeCheckpointIO,
-    read_training_checkpoint,
-)
+from quadtree_attention.tasks.training.checkpoints import BEST, LAST
 from quadtree_attention.tasks.training.module import TaskModule
 from quadtree_attention.tasks.training.recipe import Recipe, read_recipe
 
@@ -121,7 +116,7 @@ def _run(task: str, args: Sequence[str], *, tell: bool = False) -> Run:
     folder = cli.run_dir()
     checkpoint = _checkpoint(cli.config.resume, folder)
     if checkpoint:  # looked at before any work
-        check_fit(cli.model, read_training_checkpoint(checkpoint)["state_dict"])
+        check_fit(cli.model, checkpoints.read_training_checkpoint(checkpoint)["state_dict"])
     with ExitStack() as stack:
         if cli.trainer.is_global_zero:
             stack.enter_context(_folder(folder))
@@ -191,7 +186,7 @@ class TrainCLI(LightningCLI):
         own = self.config_init.trainer.callbacks or []
         return super().instantiate_trainer(
             callbacks=[*own, *self._callbacks()],
-            plugins=[*(self.config_init.trainer.plugins or []), SafeCheckpointIO()],
+            plugins=[*(self.config_init.trainer.plugins or []), checkpoints.SafeCheckpointIO()],
             default_root_dir=str(self.run_dir()),
             logger=False,  # History writes what there is to log, and goes on after a resume
             use_distributed_sampler=False,  # samplers share the work themselves
@@ -207,7 +202,7 @@ class TrainCLI(LightningCLI):
             enable_version_counter=False,
         )
         # Last of all, so that what the others store about the epoch is in it
-        last = LastCheckpoint(self.config.save_every)
+        last = checkpoints.LastCheckpoint(self.config.save_every)
         bar = [Progress()] if self.config.trainer.enable_progress_bar is not False else []
         return [*bar, History(), best, last]
 
@@ -304,7 +299,10 @@ def _explain(message: str, names: list[str], task: Task, source: str | None) -> 
     parts = found.groupdict()
     name = ".".join(part for part in (parts.get("group"), parts["name"]) if part)
     for other in task.data:
-        if name.startswith("data.") and _takes(task.load("data", other), name.split(".")[1]):
+        # of the class, or of one it is derived from
+        kinds = task.load("data", other).__mro__[:-1]
+        options = {option for kind in kinds for option in inspect.signature(kind).parameters}
+        if name.startswith("data.") and name.split(".")[1] in options:
             return (
                 f"{name} has no effect with data.source {source or next(iter(task.data))}; leave "
                 f"it out, or pass --data.source {other}"
@@ -312,11 +310,6 @@ def _explain(message: str, names: list[str], task: Task, source: str | None) -> 
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     hint = f"did you mean {close[0]}?" if close else "see --help for the names there are"
     return f"there is no option {name}, in the recipe or on the command line; {hint}"
-
-
-def _takes(data: type, option: str) -> bool:
-    """Whether a class of data, or one it is derived from, has an option."""
-    return any(option in inspect.signature(kind).parameters for kind in data.__mro__[:-1])
 
 
 def _checkpoint(resume: str | None, folder: Path) -> str | None:
@@ -360,12 +353,11 @@ def _interrupts(trainer: pl.Trainer, folder: Path) -> Iterator[None]:
         if not trainer.interrupted:
             raise
         signal.signal(signal.SIGINT, before)  # Lightning leaves it ignored
-        step = f"; {folder / LAST} is kept, go on with it by --resume"
-        none = "; no checkpoint was written yet, start again"
-        raise KeyboardInterrupt(
-            f"interrupted at step {trainer.global_step}"
-            + (step if (folder / LAST).exists() else none)
-        ) from None
+        step, last = trainer.global_step, folder / LAST
+        kept = f"{last} is kept, go on with it by --resume"
+        none = "no checkpoint was written yet, start again"
+        advice = kept if last.exists() else none
+        raise KeyboardInterrupt(f"interrupted at step {step}; {advice}") from None
 
 
 def _finish(trainer: pl.Trainer, module: Any, folder: Path, command: list[str]) -> Run:
@@ -375,7 +367,7 @@ def _finish(trainer: pl.Trainer, module: Any, folder: Path, command: list[str]) 
     if not best.exists():  # no validation, no best
         return Run(folder, None, rows)
     if trainer.is_global_zero and trainer.state.finished:
-        state = read_training_checkpoint(best)
+        state = checkpoints.read_training_checkpoint(best)
         epoch = state["epoch"] + 1  # as the history counts
         metrics = next((row for row in rows if row["epoch"] == epoch), {})
         card = {**module.card(), "command": command, "epoch": epoch, "metrics": metrics}
