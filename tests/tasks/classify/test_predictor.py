@@ -101,13 +101,10 @@ def test_equals_the_model_called_directly(weights, classifier, size):
     assert got.images == (image,) and got.seen == ((SIZE, SIZE),) and got.seconds > 0
 
 
-def test_prepares_as_evaluation_in_training_does(classifier):
+def test_prepares_and_orders_as_told(classifier, weights):
     data = GeneratedClassifyData(image_size=SIZE, eval_crop=CROP, augment="none")
     image = Image.fromarray(pixels())
     assert torch.equal(prepared(classifier, image), data.transform(image))
-
-
-def test_best_first_and_no_more_than_asked(weights):
     small = Classifier.from_pretrained(weights, device="cpu", size=33)
     assert prepared(small, pixels()).shape == (3, 33, 33)
     two = Classifier.from_pretrained(weights, device="cpu", top=2)(pixels())

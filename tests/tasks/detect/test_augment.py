@@ -34,15 +34,12 @@ def assert_in_step(pixels, target):
             assert torch.equal(inside.float(), box)
 
 
-def test_as_it_is(shapes):
+def test_flips_and_nothing_to_flip(shapes):
     image, target = shapes[0]
     pixels, same = Augment()(image, target)
     assert (pixels.permute(1, 2, 0).numpy() == np.array(image)).all()
     assert all(torch.equal(same[name], target[name]) for name in target)
     assert all(type(values) is torch.Tensor for values in same.values())
-
-
-def test_flip(shapes):
     for image, target in shapes:
         pixels, flipped = Augment(flip=1.0)(image, target)
         assert (pixels.permute(1, 2, 0).numpy() == np.array(image)[:, ::-1]).all()
@@ -50,6 +47,10 @@ def test_flip(shapes):
         mirrored = torch.stack([image.width - x1, y0, image.width - x0, y1], 1)
         assert torch.equal(flipped["boxes"], mirrored)
         assert_in_step(pixels, flipped)
+    image, target = shapes[0]
+    nothing = {name: values[:0] for name, values in target.items()}
+    pixels, found = Augment(flip=1.0, crop=1.0, jitter=0.5)(image, nothing)
+    assert found["boxes"].shape == (0, 4) and found["masks"].shape == (0, *pixels.shape[1:])
 
 
 def test_crop_and_jitter(shapes):
@@ -89,13 +90,6 @@ def test_objects_drop_out_of_a_crop():
         assert (5 in cropped["labels"]) <= (1 in cropped["labels"])
         counts.add(len(cropped["labels"]))
     assert 0 in counts and max(counts) < 5
-
-
-def test_nothing_in_the_image(shapes):
-    image, target = shapes[0]
-    nothing = {name: values[:0] for name, values in target.items()}
-    pixels, found = Augment(flip=1.0, crop=1.0, jitter=0.5)(image, nothing)
-    assert found["boxes"].shape == (0, 4) and found["masks"].shape == (0, *pixels.shape[1:])
 
 
 def test_follows_torch_generator_alone(shapes):

@@ -28,11 +28,19 @@ def detections(boxes, labels=None, size=(200, 120), masks=None, colour="grey"):
     )
 
 
-def test_nothing_found_is_the_image_enlarged():
+def test_pictures_without_objects_and_with_a_title(tmp_path):
     picture = draw(detections([]))
     assert picture.size == (600, 360)
     assert (np.array(picture) == 128).all()
     assert draw(detections([], size=(2000, 1500))).size == (2000, 1500)
+    found = detections([[10, 10, 50, 50]])
+    plain, titled = np.array(draw(found)), np.array(draw(found, title="street"))
+    assert titled.shape == (HEADER + 360, 760, 3)  # wide enough for the header
+    assert (titled[HEADER:, 80:-80] == plain).all() and (titled[:HEADER] > 200).any()
+    found = detections([[10, 10, 50, 50]])
+    found.save(tmp_path / "a.json")
+    with pytest.raises(OptionError, match="detections of a file have no image"):
+        Detections.load(tmp_path / "a.json").draw()
 
 
 def test_box_mask_and_tag_are_where_they_belong():
@@ -47,9 +55,6 @@ def test_box_mask_and_tag_are_where_they_belong():
     assert (picture[320:, :] == 128).all() and (picture[:, 490:] == 128).all()
     tag = picture[164:178, 242:300]  # above the box
     assert (tag == colour).all(-1).mean() > 0.4
-
-
-def test_colours():
     one_class = np.array(draw(detections([[10, 30, 60, 90], [110, 30, 180, 90]], labels=[4, 4])))
     shown = {tuple(pixel) for pixel in one_class.reshape(-1, 3)}
     assert {vivid(1), vivid(2)} <= shown  # objects are told apart instead
@@ -70,17 +75,3 @@ def test_tags_keep_apart_or_are_left_out():
     assert 3 <= len(taken) < 20
     for a, b in itertools.combinations(taken, 2):
         assert a[2] <= b[0] or b[2] <= a[0] or a[3] <= b[1] or b[3] <= a[1]
-
-
-def test_title_is_above_the_picture():
-    found = detections([[10, 10, 50, 50]])
-    plain, titled = np.array(draw(found)), np.array(draw(found, title="street"))
-    assert titled.shape == (HEADER + 360, 760, 3)  # wide enough for the header
-    assert (titled[HEADER:, 80:-80] == plain).all() and (titled[:HEADER] > 200).any()
-
-
-def test_results_of_a_file_have_no_image(tmp_path):
-    found = detections([[10, 10, 50, 50]])
-    found.save(tmp_path / "a.json")
-    with pytest.raises(OptionError, match="detections of a file have no image"):
-        Detections.load(tmp_path / "a.json").draw()

@@ -75,17 +75,14 @@ def test_by_hand(tmp_path):
     assert found.settings is None  # another program wrote it
 
 
-def test_broken_objects_do_not_count(tmp_path):
+def test_objects_that_do_not_count_and_ids_that_do_not_matter(tmp_path):
     """Boxes are compared as they were given: one that sticks out of its image is not clipped."""
     broken = [entry(2, [5, 5, 0, 4]), entry(3, [1, 1, 3, 3], category=8)]
     truth = write_split(tmp_path, annotations=[entry(1, [-10, 5, 20, 10]), *broken])
     found = score(write_results(tmp_path / "r.json", [result([-10, 5, 20, 10], 0.9)]), truth)
     assert found.mean["ap"] == pytest.approx(100)
     assert (found.facts["objects"], found.facts["left_out"]) == (1, 2)
-
-
-def test_ids_of_objects_do_not_matter(tmp_path):
-    """COCO's programs take a match with the object of id 0 for none."""
+    # COCO's programs take a match with the object of id 0 for none.
     boxes = [[2, 2, 10, 10], [20, 20, 10, 8]]
     path = write_results(tmp_path / "r.json", [result(box, 0.9) for box in boxes])
     for ids in ((1, 2), (0, 1), (7, 0), (-3, 10**12)):

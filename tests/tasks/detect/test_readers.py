@@ -86,15 +86,12 @@ def test_broken_annotation_is_named_and_left_out(tmp_path, case):
         opened(path, strict=True)
 
 
-def test_box_that_sticks_out_is_clipped_and_told(tmp_path):
+def test_clipped_boxes_and_duplicates(tmp_path):
     path = write_split(tmp_path, annotations=[entry(1, [-5, 20, 10, 30])])
     coco = opened(path)
     assert coco.truths[0].annotations[0].box == (0, 20, 5, 30)
     assert coco.truths[0].annotations[0].given == (-5, 20, 10, 30)  # what scores compare with
     assert counted(coco.problems) == "1 box clipped"
-
-
-def test_duplicates_keep_the_first(tmp_path):
     twice = [entry(1, [1, 1, 4, 4]), entry(1, [2, 2, 4, 4])]
     path = write_split(tmp_path, annotations=twice)
     content = json.loads(path.read_text())
@@ -155,12 +152,6 @@ def test_run_lengths_as_the_library_writes_them():
             assert (decode_mask(segmentation, *mask.shape) == mask).all()
 
 
-def test_polygons_may_leave_the_image_a_little():
-    """As far as is accepted, in every direction; the part inside is all that is left."""
-    around = [[-40, -30, 80, -30, 80, 60, -40, 60]]
-    assert mask_problem(around, 30, 40) is None and decode_mask(around, 30, 40).all()
-
-
 def test_masks_in_all_forms(tmp_path):
     mask = np.zeros((30, 40), bool)
     mask[3:9, 4:12] = True
@@ -174,6 +165,9 @@ def test_masks_in_all_forms(tmp_path):
     assert all((one.numpy() == mask).all() for one in found)
     assert coco.truth(1).target(masks=True)["masks"].shape == (0, 36, 32)
     assert "masks" not in opened(coco.path).truth(0).target()
+    # As far as is accepted, in every direction; the part inside is all that is left.
+    around = [[-40, -30, 80, -30, 80, 60, -40, 60]]
+    assert mask_problem(around, 30, 40) is None and decode_mask(around, 30, 40).all()
 
 
 @pytest.mark.parametrize(

@@ -29,9 +29,6 @@ def test_coarse_loss_by_hand():
     assert found.item() == pytest.approx(focal(0.9) + focal(0.8), rel=1e-5)
     both = coarse_loss(confidence, true, mask0=mask, mask1=mask)
     assert both.item() == pytest.approx(focal(0.9), rel=1e-5)
-
-
-def test_no_true_pairs_leave_the_others():
     confidence = torch.full((1, 2, 2), 0.3, requires_grad=True)
     loss = coarse_loss(confidence, pairs())
     assert loss.item() == pytest.approx(focal(0.7), rel=1e-5)
@@ -47,31 +44,22 @@ def test_certainty_of_0_and_1_stays_finite(dtype):
     assert loss.isfinite() and confidence.grad.isfinite().all()
 
 
-def test_fine_loss_by_hand():
+def test_fine_loss():
     offset = torch.tensor([[0.5, 0.0], [0.0, 0.2]])
     truth = torch.tensor([[0.0, 0.0], [0.0, 0.0]])
     std = torch.tensor([1.0, 0.5])  # certainties 1 and 2: weights 2/3 and 4/3
     expected = (0.25 * 2 / 3 + 0.04 * 4 / 3) / 2
     assert fine_loss(offset, std, truth).item() == pytest.approx(expected)
-
-
-def test_offsets_outside_of_the_window_are_left_out():
     offset = torch.tensor([[0.5, 0.0], [0.9, 0.9]], requires_grad=True)
     truth = torch.tensor([[0.0, 0.0], [1.2, 0.0]])
     loss = fine_loss(offset, torch.ones(2), truth)
     assert loss.item() == pytest.approx(0.25)
     loss.backward()
     assert offset.grad[1].tolist() == [0.0, 0.0]
-
-
-def test_being_unsure_has_no_gradient():
     std = torch.tensor([1.0, 0.5], requires_grad=True)
     offset = torch.zeros(2, 2, requires_grad=True)
     fine_loss(offset, std, torch.full((2, 2), 0.1)).backward()
     assert std.grad is None
-
-
-def test_no_offsets_keep_the_graph():
     offset = torch.zeros(0, 2, requires_grad=True)
     loss = fine_loss(offset, torch.zeros(0), torch.zeros(0, 2))
     loss.backward()

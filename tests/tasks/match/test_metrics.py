@@ -102,13 +102,10 @@ def test_rotation_error_is_the_angle(degrees):
     assert rotation_error(turned, base) == pytest.approx(degrees, abs=1e-5)
 
 
-def test_direction_error_takes_opposites_for_the_same():
+def test_errors_of_poses():
     assert direction_error(np.array([0, 0, 2.0]), np.array([0, 0, -1.0])) == 0.0
     angle = direction_error(np.array([1.0, 1.0, 0.0]), np.array([1.0, 0, 0]))
     assert angle == pytest.approx(45.0)
-
-
-def test_pose_error_is_the_larger_one():
     turned = POSE[:3, :3] @ rotation([0, 0, 1.0], 3.0)
     assert pose_error(turned, POSE[:3, 3], POSE) == pytest.approx(3.0, abs=1e-5)
     away = rotation([0, 1.0, 0], 8.0) @ POSE[:3, 3]
@@ -117,7 +114,7 @@ def test_pose_error_is_the_larger_one():
     )
 
 
-def test_epipolar_errors_of_true_and_moved_points():
+def test_epipolar_errors():
     points0, points1 = points_of_a_scene(50)
     errors = epipolar_errors(points0, points1, K0, K1, POSE)
     assert errors.max() < 1e-12
@@ -125,14 +122,9 @@ def test_epipolar_errors_of_true_and_moved_points():
     moved[:10] += 25.0
     errors = epipolar_errors(points0, moved, K0, K1, POSE)
     assert precision(errors, 1e-8) == pytest.approx(80.0)
-
-
-def test_epipolar_error_by_hand():
-    """Two cameras beside each other, of focal lengths 500 and 250: epipolar lines are rows.
-
-    Row 50 of image 0 is row 25 of image 1. A match in row 35 is 10 / 250 away from its line there,
-    as much in image 0, and both count.
-    """
+    # Two cameras beside each other, of focal lengths 500 and 250: epipolar lines are rows. Row 50
+    # of image 0 is row 25 of image 1. A match in row 35 is 10 / 250 away from its line there, as
+    # much in image 0, and both count.
     T = np.eye(4)
     T[:3, 3] = [-2.0, 0, 0]
     cameras = np.diag([500.0, 500, 1]), np.diag([250.0, 250, 1])

@@ -42,6 +42,11 @@ def test_batches_follow_from_epoch_and_sample(data):
     assert sum(match) == 1
     later = batch_of(data, loader, [Draw(2, 5)])
     assert not torch.equal(later["flow0to1"], alone["flow0to1"])
+    loader = data.val_dataloader()
+    first = batch_of(data, loader, [Draw(0, 1)])
+    again = batch_of(data, loader, [Draw(7, 1)])
+    assert torch.equal(first["image0"], again["image0"])
+    assert first["T_0to1"].shape == (1, 4, 4)
 
 
 def test_planes_and_scenes_are_mixed(data):
@@ -74,14 +79,6 @@ def projective_residual(flow):
     aim = torch.cat([u, v])
     solution = torch.linalg.lstsq(rows, aim).solution
     return (rows @ solution - aim).abs().mean().item()
-
-
-def test_validation_pairs_stay_the_same_and_have_poses(data):
-    loader = data.val_dataloader()
-    first = batch_of(data, loader, [Draw(0, 1)])
-    again = batch_of(data, loader, [Draw(7, 1)])
-    assert torch.equal(first["image0"], again["image0"])
-    assert first["T_0to1"].shape == (1, 4, 4)
 
 
 def test_curriculum_grows_the_motion():
@@ -120,9 +117,6 @@ def test_true_matches_are_correct_and_give_the_pose(data):
     assert not correct(wrong, view0).any()
     nothing = {name: value[:0] for name, value in found.items()}
     assert pose_errors(nothing, batch) == [float("inf")] * 2
-
-
-def test_points_a_little_outside_are_judged_by_the_edge():
     still = view_from_flow(torch.zeros(1, 9, 17, 2), torch.ones(1, 9, 17, dtype=torch.bool))
     points = torch.tensor([[-2.0, -1.0], [18.0, 10.0]])
     found = {"keypoints0": points, "keypoints1": points}

@@ -42,16 +42,13 @@ def loose(weights):
     return Matcher.from_pretrained(weights, threshold=0.0)
 
 
-def test_points_are_inside_of_the_images_given(loose, photo):
+def test_points_are_in_pixels_of_the_images_given(loose, photo, weights):
     other = photo.resize((200, 90))
     matches = loose(photo, other)
     assert len(matches) > 0
     for points, image in ((matches.keypoints0, photo), (matches.keypoints1, other)):
         assert (points >= -4.5).all() and (points <= np.array(image.size) + 4).all()
     assert matches.images[1].size == (200, 90)
-
-
-def test_larger_images_are_matched_smaller_and_come_back_in_their_own_pixels(weights, photo):
     large = photo.resize((640, 480), Image.Resampling.NEAREST)
     small = Matcher.from_pretrained(weights, threshold=0.0, size=160)
     assert shrunk(large, 160).size == (160, 120)
@@ -59,6 +56,12 @@ def test_larger_images_are_matched_smaller_and_come_back_in_their_own_pixels(wei
     again = small(shrunk(large, 160), shrunk(large, 160))
     expected = (again.keypoints0 + 0.5) * 4 - 0.5
     assert np.allclose(matches.keypoints0, expected)
+    wide, tall = photo.resize((20_000, 400)), photo.resize((400, 20_000))
+    loose = Matcher.from_pretrained(weights, threshold=0.0, size=256)
+    matches = loose(wide, wide)
+    assert matches.seen == ((2_560, 51), (2_560, 51)) and len(matches)
+    assert matches.keypoints0[:, 0].max() > 10_000 and matches.keypoints0[:, 1].max() < 400
+    assert loose(tall, wide).seen == ((51, 2_560), (2_560, 51))
 
 
 @pytest.mark.parametrize("value", [0.0, 0.4, 1.0])
@@ -126,15 +129,6 @@ def test_options_are_settings(weights, photo):
 )
 def test_working_size(size, expected):
     assert shrunk(Image.new("L", size), 640).size == expected
-
-
-def test_images_of_20000_pixels(weights, photo):
-    wide, tall = photo.resize((20_000, 400)), photo.resize((400, 20_000))
-    loose = Matcher.from_pretrained(weights, threshold=0.0, size=256)
-    matches = loose(wide, wide)
-    assert matches.seen == ((2_560, 51), (2_560, 51)) and len(matches)
-    assert matches.keypoints0[:, 0].max() > 10_000 and matches.keypoints0[:, 1].max() < 400
-    assert loose(tall, wide).seen == ((51, 2_560), (2_560, 51))
 
 
 def test_weights_that_are_broken(tmp_path):

@@ -124,7 +124,11 @@ def test_epochs_draw_as_many_pairs_from_each_scene(stored):
     assert drawn(ready(stored, pairs_per_scene=5, seed=1), 0) != first
 
 
-def test_overlap_and_lists_decide_what_is_used(root):
+def test_overlap_and_lists_decide_what_is_used(stored, root):
+    """Of the overlaps 0.9, 0.6, 0.5, 0.3, 0.7 and 0.8, those above 0.4 and up to 0.8."""
+    data = ready(stored, min_overlap=0.4, max_overlap=0.8)
+    kept = [len(scene) for split in ("train", "val") for scene in data.source(split).scenes]
+    assert kept == [1, 1, 2]
     found = ready(root, min_overlap=0.55).source("train").scenes  # the second has none left
     assert len(found) == 1
     folder = root / "scannet_indices" / "scene_data" / "train_list"
@@ -134,13 +138,6 @@ def test_overlap_and_lists_decide_what_is_used(root):
     assert train[0].pairs[0, 0] == 2 and val[0].pairs[0, 0] == 0
     with pytest.raises(DataError, match=r"0 training scenes of .* an overlap above 0\.95"):
         ready(root, min_overlap=0.95)
-
-
-def test_overlap_has_an_upper_limit(stored):
-    """Of the overlaps 0.9, 0.6, 0.5, 0.3, 0.7 and 0.8, those above 0.4 and up to 0.8."""
-    data = ready(stored, min_overlap=0.4, max_overlap=0.8)
-    kept = [len(scene) for split in ("train", "val") for scene in data.source(split).scenes]
-    assert kept == [1, 1, 2]
 
 
 @pytest.mark.parametrize(("count", "used"), [(1, [0]), (2, [0, 1]), (3, [0, 1, 2]), (9, [0, 1, 2])])

@@ -23,7 +23,7 @@ def shifted(height, width, dx, dy):
     return view_from_flow(flow, seen), view_from_flow(-flow, seen)
 
 
-def test_a_shift_by_whole_cells():
+def test_shifts():
     view0, view1 = shifted(40, 60, dx=16.0, dy=-8.0)  # 5 x 8 cells
     matches, points = true_matches(view0, view1, STRIDE)
     pairs = {
@@ -33,21 +33,21 @@ def test_a_shift_by_whole_cells():
     assert pairs == {(y, x, y - 1, x + 2) for y in range(1, 5) for x in range(6)}
     x, y = matches.cells0 % 8 * 8.0, matches.cells0 // 8 * 8.0
     assert torch.equal(points, torch.stack([x + 16.0, y - 8.0], dim=1).double())
-
-
-def test_a_shift_by_less_than_half_a_cell_keeps_cells_and_tells_the_rest():
     matches, points = true_matches(*shifted(40, 60, dx=3.0, dy=0.0), STRIDE)
     assert torch.equal(matches.cells0, matches.cells1)
     assert torch.equal(points[:, 0], (matches.cells0 % 8 * 8.0 + 3.0).double())
-
-
-def test_hidden_pixels_match_nothing():
     view0, view1 = shifted(40, 60, dx=0.0, dy=0.0)
     seen = view0.seen.clone()
     seen[:, 8, 16] = False  # cell (1, 2)
     matches, _ = true_matches(View(view0.target, seen), view1, STRIDE)
     assert len(matches) == 39 and 1 * 8 + 2 not in matches.cells0.tolist()
     assert len(true_matches(view0, View(view1.target, seen), STRIDE)[0]) == 39
+    view0, view1 = shifted(40, 60, dx=0.0, dy=0.0)
+    cut = View(view1.target[:, :25, :33], view1.seen[:, :25, :33])  # 4 x 5 cells
+    both = [View(v.target.repeat(2, 1, 1, 1), v.seen.repeat(2, 1, 1)) for v in (view0, cut)]
+    matches, _ = true_matches(*both, STRIDE)
+    assert torch.bincount(matches.batch_indexes).tolist() == [20, 20]
+    assert matches.cells1.max() == 19
 
 
 def test_cells_must_be_each_others_nearest():
@@ -61,15 +61,6 @@ def test_cells_must_be_each_others_nearest():
     assert len(matches) == 16
     assert torch.equal(matches.cells0.unique(), matches.cells0)
     assert torch.equal(matches.cells1.unique().sort().values, matches.cells1.sort().values)
-
-
-def test_batches_and_unequal_sizes():
-    view0, view1 = shifted(40, 60, dx=0.0, dy=0.0)
-    cut = View(view1.target[:, :25, :33], view1.seen[:, :25, :33])  # 4 x 5 cells
-    both = [View(v.target.repeat(2, 1, 1, 1), v.seen.repeat(2, 1, 1)) for v in (view0, cut)]
-    matches, _ = true_matches(*both, STRIDE)
-    assert torch.bincount(matches.batch_indexes).tolist() == [20, 20]
-    assert matches.cells1.max() == 19
 
 
 def test_a_plane_seen_by_two_cameras():
@@ -94,7 +85,7 @@ def test_a_plane_seen_by_two_cameras():
     assert inside.any() and torch.equal(view.seen & inside, inside)
 
 
-def test_unknown_and_contradicting_depths_are_not_seen():
+def test_depths_that_are_unknown_or_contradict():
     depth = torch.full((1, 10, 12), 2.0)
     camera = torch.tensor([[[50.0, 0, 6], [0, 50, 5], [0, 0, 1]]])
     still = torch.eye(4)[None]
@@ -105,9 +96,6 @@ def test_unknown_and_contradicting_depths_are_not_seen():
     assert not seen[:, :, :6].any() and seen[:, :, 6:].all()
     depth[:, 0] = 0.0
     assert not view_from_depth(depth, other, camera, camera, still).seen[:, 0].any()
-
-
-def test_depth_at_the_nearest_pixel():
     depth = torch.arange(6.0).view(1, 2, 3)
     points = torch.tensor([[[0.4, 0.0], [1.6, 0.9], [2.6, 0.0], [-0.6, 1.0]]])
     assert depth_at(depth, points).tolist() == [[0.0, 5.0, 0.0, 0.0]]

@@ -37,15 +37,12 @@ def test_image_and_labels_stay_together():
     assert 5 < flipped < 25 and padded > 3
 
 
-def test_scales_are_drawn_evenly():
+def test_scales():
     transform = training_transform(8, 8, scale=(0.5, 2.0), most=1.0).transforms[0]
     image, labels = as_tensors(*marked(40, 60))
     torch.manual_seed(0)
     heights = [transform(image, labels)[1].shape[0] for _ in range(200)]
     assert min(heights) < 23 and max(heights) > 77 and 46 < np.mean(heights) < 54
-
-
-def test_base_size():
     transform = training_transform(8, 8, scale=(1.0, 1.0), base=20, most=1.0).transforms[0]
     image, labels = transform(*as_tensors(*marked(40, 60)))
     assert image.shape[1:] == labels.shape == (20, 30)
@@ -84,15 +81,12 @@ def test_draws_can_be_had_again():
     assert not torch.equal(first[0], second[0])
 
 
-def test_colours_of_the_image_alone_change():
+def test_colours_of_the_image_alone_change_a_little():
     pair = as_tensors(*marked(32, 32))
     transform = training_transform(32, 32, scale=(1, 1), flip=0, most=1.0)
     torch.manual_seed(0)
     image, labels = transform(*pair)
     assert not torch.equal(image, pair[0]) and torch.equal(labels, pair[1])
-
-
-def test_colours_stay_what_they_are():
     red = torch.tensor([200, 40, 40], dtype=torch.uint8).view(3, 1, 1).expand(3, 8, 8)
     pair = as_tensors(Image.fromarray(red.permute(1, 2, 0).numpy()), np.zeros((8, 8), np.int16))
     transform = training_transform(8, 8, scale=(1, 1), flip=0, most=1.0)
@@ -100,9 +94,6 @@ def test_colours_stay_what_they_are():
     drawn = torch.stack([transform(*pair)[0][:, 0, 0].int() for _ in range(200)])
     assert (drawn[:, 0] > drawn[:, 1:].amax(dim=1) + 40).all()  # no channel takes another's place
     assert len(drawn.unique(dim=0)) > 100
-
-
-def test_normalised():
     pixels = torch.tensor([0, 255], dtype=torch.uint8).view(1, 1, 1, 2).expand(1, 3, 1, 2)
     found = augment.normalised(pixels)
     assert found.dtype == torch.float32

@@ -39,6 +39,8 @@ def test_validation_sees_whole_images(root):
     (batch, *_) = data(root, eval_batch_size=4, base_size=20).val_dataloader()
     assert [tuple(image.shape) for image in batch["images"]] == [(3, 29, 20), *[(3, 20, 28)] * 3]
     assert [tuple(labels.shape) for labels in batch["labels"]] == [(44, 30), *[(40, 56)] * 3]
+    found = GeneratedSegmentData(height=32, width=32, generated_count=8, workers=0)
+    assert len(found.classes) == 4 and len(list(found.val_dataloader())) == 2
 
 
 def test_bad_files_are_left_out_of_validation(root):
@@ -57,11 +59,6 @@ def test_strict_looks_at_all_files_first(root):
     told = str(caught.value)
     assert told.startswith("3 files of train cannot be used: ")
     assert all(reason in told for reason in ("has no label map", "cannot decode", "9x9 pixels"))
-
-
-def test_generated():
-    found = GeneratedSegmentData(height=32, width=32, generated_count=8, workers=0)
-    assert len(found.classes) == 4 and len(list(found.val_dataloader())) == 2
 
 
 @pytest.mark.parametrize(

@@ -50,9 +50,11 @@ def test_colours_lie_where_the_labels_are():
     assert outlines(labels).tolist() == [[False, True, False], [True, True, False]]
 
 
-def test_large_images_are_made_smaller():
+def test_sizes_of_pictures():
     picture = drawn((3000, 1000), halves(1000, 3000))
     assert picture.size == (WITH_LEGEND[0] + LEGEND, HEADER + round(WITH_LEGEND[0] / 3))
+    with pytest.raises(ShapeError, match=r"must be \(y, x\) = \(40, 60\) like the image"):
+        drawn((60, 40), halves(60, 40))
 
 
 def test_picture_tells_what_it_shows():
@@ -75,8 +77,3 @@ def test_a_legend_that_is_too_long_is_cut():
     rows = (pixels[:, 180:220] == (250, 0, 0)).all(axis=2).any(axis=1)
     assert 5 <= (np.diff(rows.astype(int)) == 1).sum() <= 8
     assert (pixels[:, -10:] == BACKGROUND).all()  # nothing runs over the edge
-
-
-def test_labels_of_another_size():
-    with pytest.raises(ShapeError, match=r"must be \(y, x\) = \(40, 60\) like the image"):
-        drawn((60, 40), halves(60, 40))

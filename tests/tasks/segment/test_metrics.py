@@ -48,16 +48,10 @@ def test_by_hand():
         "class_accuracy": pytest.approx(200 / 3),
     }
     json.dumps(found.to_dict(), allow_nan=False)
-
-
-def test_a_class_that_is_only_predicted_counts():
     found = metric_of([0, 0, 2], [0, 0, 0]).compute()
     assert by_name(found, "iou") == {"c": 0, "a": pytest.approx(200 / 3), "b": None, "d": None}
     assert [row["name"] for row in found.rows] == ["c", "a", "b", "d"]  # the worst first
     assert found.mean["miou"] == pytest.approx(100 / 3) and by_name(found, "recall")["c"] is None
-
-
-def test_nothing_to_score():
     found = class_scores(confusion(torch.tensor([1]), torch.tensor([IGNORE]), 2))
     assert found["iou"].isnan().all() and math.isnan(found["accuracy"].item())
     with pytest.raises(DataError, match="no pixel of the truth has a class"):
@@ -125,11 +119,18 @@ def score(root, folder, **options):
     return evaluate("segment", data=root, predictions=folder, **options)
 
 
-def test_the_truth_scores_full_marks(root, tmp_path):
+def test_label_maps_on_disk(root, tmp_path):
     found = score(root, truth_as_predictions(root, tmp_path / "out"))
     assert found.mean == {"miou": 100, "accuracy": 100, "class_accuracy": 100}
     assert (found.facts, found.missing, found.skipped) == ({"images": 3}, [], [])
     assert sum(row["pixels"] for row in found.rows) == 3 * (40 * 56 - 10 * 14)
+    folder = tmp_path / "out"
+    Image.fromarray(np.zeros((9, 8), np.uint8)).save(folder / "0.png")
+    with pytest.raises(DataError, match="label map of 0 has 8x9 pixels, the truth 56x40"):
+        score(root, folder)
+    Image.fromarray(np.full((40, 56), 3, np.uint8)).save(folder / "0.png")
+    with pytest.raises(DataError, match="of 0 must have classes from 0 to 2, got 3"):
+        score(root, folder)
 
 
 def test_cars_taken_for_roads(root, tmp_path):
@@ -142,13 +143,3 @@ def test_cars_taken_for_roads(root, tmp_path):
     assert (car["iou"], car["recall"], road["recall"], sky["iou"]) == (0, 0, 100, 100)
     assert road["iou"] == pytest.approx(100 * road["pixels"] / (road["pixels"] + car["pixels"]))
     assert found.mean["miou"] == pytest.approx((100 + road["iou"]) / 3)
-
-
-def test_label_maps_that_do_not_do(root, tmp_path):
-    folder = truth_as_predictions(root, tmp_path / "out")
-    Image.fromarray(np.zeros((9, 8), np.uint8)).save(folder / "0.png")
-    with pytest.raises(DataError, match="label map of 0 has 8x9 pixels, the truth 56x40"):
-        score(root, folder)
-    Image.fromarray(np.full((40, 56), 3, np.uint8)).save(folder / "0.png")
-    with pytest.raises(DataError, match="of 0 must have classes from 0 to 2, got 3"):
-        score(root, folder)

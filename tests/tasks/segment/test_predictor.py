@@ -46,7 +46,7 @@ def test_labels_are_the_best_class_of_every_pixel(segmenter):
     assert found.palette[1] == (200, 100, 0)
 
 
-def test_size(weights, segmenter, tmp_path):
+def test_size_and_windows(weights, segmenter, tmp_path):
     image = photo(60, 90)
     small = load(weights, shorter_side=40)(image)
     assert small.labels.shape == (60, 90) and small.seen == ((60, 40),)
@@ -58,9 +58,6 @@ def test_size(weights, segmenter, tmp_path):
     assert load(weights, shorter_side=80, size=60)(image).seen == ((60, 40),)
     options = {"size": None, "shorter_side": 40, "window": 32, "stride": 21}
     assert load(by_card, window=32).settings()["options"] == options
-
-
-def test_windows(weights, segmenter):
     image = photo(50, 90)
     whole = segmenter(image).labels
     assert np.array_equal(load(weights, window=96)(image).labels, whole)

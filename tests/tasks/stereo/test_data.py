@@ -86,14 +86,11 @@ def check_warped(batch):
     assert error[batch["occluded0"]].mean() > 2 * error[batch["visible0"]].mean()
 
 
-def test_synthetic_batches(synthetic):
+def test_synthetic_pairs_follow_from_epoch_and_sample(synthetic):
     batch = batch_of(synthetic, synthetic.train_dataloader(), [Draw(0, i) for i in range(4)])
     check(batch, 4, SIZE)
     check_warped(batch)
     assert batch["known0"].all()
-
-
-def test_synthetic_pairs_follow_from_epoch_and_sample(synthetic):
     loader = synthetic.train_dataloader()
     whole = batch_of(synthetic, loader, [Draw(1, 3), Draw(1, 5)])
     alone = batch_of(synthetic, loader, [Draw(1, 5)])

@@ -20,7 +20,7 @@ def steps(width=400, height=300, *, image=True, **options) -> Disparity:
     return Disparity(disparity=values, occlusion=occlusion, images=images, **options)
 
 
-def test_near_is_bright_and_beside_the_image():
+def test_near_is_bright_and_what_is_not_known_grey():
     picture = draw(steps())
     assert picture.size == (1606, HEADER + 600)
     pixels = np.asarray(picture)
@@ -28,6 +28,13 @@ def test_near_is_bright_and_beside_the_image():
     assert (pixels[HEADER:, 806 : 806 + 400] == NEARNESS[0]).all()
     assert (pixels[HEADER:, 806 + 400 :] == NEARNESS[-1]).all()
     assert picture.getpixel((2, 2)) == BACKGROUND
+    found = steps()
+    found.disparity[:50] = np.nan
+    found.disparity[50:100] = np.inf
+    shown = np.asarray(draw(found))[HEADER:, 806:]
+    assert (shown[:200] == NOT_KNOWN).all() and not (shown[200:] == NOT_KNOWN).all(-1).any()
+    found.disparity[:] = np.nan
+    assert (np.asarray(draw(found))[HEADER:, 806:] == NOT_KNOWN).all()
 
 
 def test_hidden_pixels_are_hatched_on_dark_and_bright_colours():
@@ -39,16 +46,6 @@ def test_hidden_pixels_are_hatched_on_dark_and_bright_colours():
     assert not changed[:199].any() and not changed[401:].any()
     for half in (changed[210:390, 10:390], changed[210:390, 410:790]):
         assert 0.4 < half.mean() < 0.6  # stripes
-
-
-def test_values_that_are_not_finite_are_grey():
-    found = steps()
-    found.disparity[:50] = np.nan
-    found.disparity[50:100] = np.inf
-    shown = np.asarray(draw(found))[HEADER:, 806:]
-    assert (shown[:200] == NOT_KNOWN).all() and not (shown[200:] == NOT_KNOWN).all(-1).any()
-    found.disparity[:] = np.nan
-    assert (np.asarray(draw(found))[HEADER:, 806:] == NOT_KNOWN).all()
 
 
 def test_the_range_leaves_out_a_few_wild_values_and_what_is_hidden():

@@ -6,7 +6,7 @@ import numpy as np
 from quadtree_attention.tasks.stereo.filling import fill_hidden, from_farther_side
 
 
-def test_what_is_hidden_continues_what_is_behind():
+def test_hidden_pixels_continue_what_is_behind():
     """A far wall, a hidden strip, a near post; and a strip at the edge that has one side only."""
     row = np.array([99, 99, 5, 5, 77, 77, 30, 30, 5], np.float32)
     hidden = np.array([1, 1, 0, 0, 1, 1, 0, 0, 0], np.float32)
@@ -15,10 +15,7 @@ def test_what_is_hidden_continues_what_is_behind():
     assert filled.dtype == np.float32
     assert filled.tolist() == [[5, 5, 5, 5, 5, 5, 30, 30, 5]] * 12
     assert disparity[0, 0] == 99  # what was given is left alone
-
-
-def test_no_streaks():
-    """One row whose neighbour is wrong does not show among the others."""
+    # One row whose neighbour is wrong does not show among the others.
     disparity = np.full((11, 6), 4.0, np.float32)
     disparity[5, :3] = 1.0
     occlusion = np.zeros_like(disparity)
@@ -26,10 +23,7 @@ def test_no_streaks():
     filled = fill_hidden(disparity, occlusion)
     assert (filled[:, 3] == 4.0).all()
     assert (filled[5, :3] == 1.0).all()  # what is seen stays as it is
-
-
-def test_low_strips_are_behind_too():
-    """Three hidden rows between rows of a near object that is seen above and below them."""
+    # Three hidden rows between rows of a near object that is seen above and below them.
     disparity = np.full((15, 6), 30.0, np.float32)
     occlusion = np.zeros_like(disparity)
     disparity[6:9, :3], occlusion[6:9, 3] = 5.0, 1.0
@@ -37,14 +31,11 @@ def test_low_strips_are_behind_too():
     assert (filled[6:9, 3] == 5.0).all()
 
 
-def test_where_nothing_is_sure_the_network_is_believed():
+def test_what_nothing_is_sure_of_and_edges():
     disparity = np.arange(240, dtype=np.float32).reshape(12, 20) ** 2
     assert np.array_equal(fill_hidden(disparity, np.ones_like(disparity)), disparity)
     assert np.array_equal(fill_hidden(disparity, np.zeros_like(disparity)), disparity)
     assert np.isinf(from_farther_side(disparity, np.zeros_like(disparity, bool))).all()
-
-
-def test_the_first_and_the_last_column_may_be_all_that_is_sure():
     values = np.arange(5, dtype=np.float32)[None] + 3
     for column in (0, 4):
         found = from_farther_side(values, np.arange(5)[None] == column)

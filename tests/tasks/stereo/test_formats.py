@@ -85,16 +85,13 @@ def test_negative_disparities_and_predictions(tmp_path):
     assert read_disparity(path).values.tolist() == [[4.0, 5.0, 6.0], [1.0, 2.0, 3.0]]
 
 
-def test_png_of_16_bits_is_scaled_as_in_kitti(tmp_path):
+def test_png_is_scaled(tmp_path):
     path = tmp_path / "d.png"
     path.write_bytes(png(np.array([[0, 256, 1], [65535, 640, 128]], np.uint16)))
     found = read_disparity(path)
     assert found.values.tolist() == [[0.0, 1.0, 1 / 256], [65535 / 256, 2.5, 0.5]]
     assert found.known.tolist() == [[False, True, True], [True] * 3]
     assert read_disparity(path, scale=100).values[1, 1] == np.float32(6.4)
-
-
-def test_png_of_8_bits_needs_a_scale(tmp_path):
     path = tmp_path / "d.png"
     path.write_bytes(png(np.array([[0, 3], [255, 4]], np.uint8)))
     assert read_disparity(path, scale=3).values.tolist() == [[0.0, 1.0], [85.0, np.float32(4 / 3)]]

@@ -50,7 +50,7 @@ def test_by_hand():
     assert losses["occlusion"].item() == pytest.approx(math.log(2))
 
 
-def test_what_is_not_known_has_no_say():
+def test_what_is_left_out():
     known = where((0, 1), (2, 2))
     truth = batch(known0=known, visible0=known, disparity0=torch.where(known, 2.0, 0.0))
     disparity = torch.full((1, 4, 4), 50.0)
@@ -58,16 +58,10 @@ def test_what_is_not_known_has_no_say():
     losses = stereo_losses(output(disparity=disparity), truth, half)
     assert losses["disparity"].item() == 0
     assert losses["raw"].item() == pytest.approx(1.5)  # of the cell at (2, 2)
-
-
-def test_disparities_beyond_the_limit_are_left_out():
     truth = batch(disparity0=torch.full((1, 4, 4), 9.0))
     losses = stereo_losses(output(log_true=torch.full((1, 2, 2), -4.0)), truth, half, 8.0)
     assert losses["assignment"].item() == losses["raw"].item() == 0
     assert losses["disparity"].item() > 0  # the refinement may find them
-
-
-def test_nothing_to_learn_from():
     none = where()
     raw = torch.ones(1, 2, 2, requires_grad=True)
     losses = stereo_losses(output(raw_disparity=raw), batch(known0=none, visible0=none), half)

@@ -30,11 +30,12 @@ def test_worked_example():
         "d1_all": 100 / 7,  # 4 is less than 5 % of 100, 3.5 is more than 5 % of 50
         "epe_noc": 14.5 / 5, "bad1_noc": 100, "bad2_noc": 80, "bad3_noc": 40, "d1_noc": 20,
     })  # fmt: skip
-
-
-def test_arrays_and_tensors_score_alike():
     given = (TRUTH + ERROR, TRUTH, KNOWN, OCCLUDED, OCCLUDED.float())
     assert scores(*given) == scores(*(tensor.numpy() for tensor in given))
+    truth = np.full((4, 4), 200.0, np.float32)
+    error = end_point_error(torch.full((4, 4), 200.125).bfloat16(), truth, truth > 0)
+    assert error == 0.0  # bfloat16 has no 200.125
+    assert end_point_error(np.full((4, 4), 200.125), truth, truth > 0) == 0.125
 
 
 @pytest.mark.parametrize(
@@ -46,7 +47,7 @@ def test_outliers_of_kitti_exceed_3_pixels_and_5_percent(truth, error, bad):
     assert d1(truth + error, truth, torch.tensor([True])) == bad
 
 
-def test_occlusion_iou():
+def test_occlusion():
     predicted = torch.tensor([[0.9, 0.6, 0.1, 0.5], [0.2, 0.8, 0.3, 0.7]])  # 0.5 is visible
     everywhere = torch.ones_like(OCCLUDED)
     # predicted and occluded: 3; either: 4. Neither: 4; visible in either: 5
@@ -58,9 +59,6 @@ def test_occlusion_iou():
     found = scores(TRUTH, TRUTH, KNOWN, OCCLUDED, predicted)
     # judged: what is known, and what is occluded though its disparity is not known
     assert (found["occlusion_iou"], found["occlusion_iou_both"]) == (3 / 4, 7 / 9)
-
-
-def test_pixels_that_may_be_hidden_count_as_known_only():
     visible = KNOWN & ~OCCLUDED
     visible[0, 1] = False
     found = scores(TRUTH + ERROR, TRUTH, KNOWN, OCCLUDED, OCCLUDED, visible=visible)
@@ -69,15 +67,12 @@ def test_pixels_that_may_be_hidden_count_as_known_only():
     assert found["occlusion_iou_both"] == 1
 
 
-def test_without_pixels_there_is_no_score():
+def test_what_has_no_score_and_what_is_wrong():
     nothing = torch.zeros_like(KNOWN)
     found = scores(TRUTH, TRUTH, nothing, nothing, nothing)
     assert found and all(math.isnan(value) for value in found.values())
     only_hidden = scores(TRUTH, TRUTH, KNOWN, KNOWN)
     assert math.isnan(only_hidden["d1_noc"]) and only_hidden["d1_all"] == 0
-
-
-def test_predictions_that_are_no_numbers_are_wrong():
     broken = TRUTH.clone()
     broken[0, 0] = torch.nan
     assert end_point_error(broken, TRUTH, KNOWN) == math.inf
@@ -85,18 +80,8 @@ def test_predictions_that_are_no_numbers_are_wrong():
     assert d1(broken, TRUTH, KNOWN) == pytest.approx(100 / 7)
     unknown = torch.where(KNOWN, TRUTH, torch.nan)
     assert end_point_error(unknown, unknown, KNOWN) == 0
-
-
-def test_means_are_over_images():
     images = [{"epe": 1.0, "iou": math.nan}, {"epe": 3.0, "iou": 0.5}, {"epe": 2.0, "iou": 0.7}]
     assert mean_scores(images) == pytest.approx({"epe": 2.0, "iou": 0.6})
     assert math.isnan(mean_scores([{"iou": math.nan}])["iou"])
     assert mean_scores([]) == {}
     assert mean_scores([{"epe": math.inf}, {"epe": 1.0}]) == {"epe": math.inf}
-
-
-def test_half_precision_predictions_are_compared_in_full():
-    truth = np.full((4, 4), 200.0, np.float32)
-    error = end_point_error(torch.full((4, 4), 200.125).bfloat16(), truth, truth > 0)
-    assert error == 0.0  # bfloat16 has no 200.125
-    assert end_point_error(np.full((4, 4), 200.125), truth, truth > 0) == 0.125

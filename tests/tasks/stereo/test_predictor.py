@@ -47,16 +47,13 @@ def found(matcher, pair):
     return matcher(*pair)
 
 
-def test_a_pair(found, pair):
+def test_it_is_what_the_network_says_of_left_and_right(found, pair, matcher):
     for values in (found.disparity, found.occlusion):
         assert values.shape == (50, 90) and values.dtype == np.float32
     assert found.disparity.min() >= 0 and found.disparity.max() <= 90
     assert found.occlusion.min() >= 0 and found.occlusion.max() <= 1
     assert found.disparity.std() > 0 and found.seconds > 0
     assert found.seen[0] == (90, 50) and found.images[0].tobytes() == pair[0].tobytes()
-
-
-def test_it_is_what_the_network_says_of_left_and_right(matcher, pair, found):
     left, right = (
         torch.from_numpy(np.array(image)).permute(2, 0, 1)[None] / 255.0 for image in pair
     )

@@ -83,25 +83,22 @@ def test_folder(tmp_path, made, suffix):
     assert np.array_equal(sample.visible, ~sample.occluded)
 
 
-def test_occlusion_from_a_mask(tmp_path, made):
+def test_occlusion(tmp_path, made):
     make_folder(tmp_path, made)
     for i, name in enumerate("ab"):
         save(tmp_path / "occlusion" / f"{name}.png", made["occluded0"][i].astype(float))
     for i, sample in enumerate(read_all(open_source(tmp_path))):
         assert np.array_equal(sample.occluded, made["occluded0"][i])
         assert (sample.occluded & ~outside(sample.disparity)).any()
-
-
-def test_occlusion_from_the_disparity_of_the_right_view(tmp_path, made):
-    make_folder(tmp_path, made)
+    root = make_folder(tmp_path / "both", made)
     for i, name in enumerate("ab"):
-        write(tmp_path / "disparity_right" / f"{name}.pfm", made["disparity1"][i])
-    source = open_source(tmp_path)
+        write(root / "disparity_right" / f"{name}.pfm", made["disparity1"][i])
+    source = open_source(root)
     for i, sample in enumerate(read_all(source)):
         assert nearly(sample, made["occluded0"][i])
     known = np.ones(SIZE, bool)
     known[:, 10:20] = False
-    write(tmp_path / "disparity_right" / "a.pfm", made["disparity1"][0], known)
+    write(root / "disparity_right" / "a.pfm", made["disparity1"][0], known)
     sample = read(source, 0)
     unsure = sample.known & ~sample.occluded & ~sample.visible
     target = np.arange(SIZE[1]) - sample.disparity

@@ -39,7 +39,7 @@ def test_epochs_without_validation_have_no_scores(tmp_path):
     assert all(row["train/loss"] for row in rows)
 
 
-def test_state_round_trip():
+def test_history_goes_on():
     history = History()
     history.load_state_dict({"rows": [{"epoch": 1, "val/top1": 50.0}]})
     again = History()
@@ -47,9 +47,6 @@ def test_state_round_trip():
     assert again.rows == [{"epoch": 1, "val/top1": 50.0}]
     again.rows[0]["val/top1"] = 0.0
     assert history.rows[0]["val/top1"] == 50.0
-
-
-def test_an_epoch_that_is_trained_again_has_one_row():
     history = History()
     history.load_state_dict({"rows": [{"epoch": epoch, "seconds": 1.0} for epoch in (1, 2, 3)]})
     device = SimpleNamespace(root_device=torch.device("cpu"))
@@ -61,7 +58,7 @@ def test_an_epoch_that_is_trained_again_has_one_row():
     assert [row["epoch"] for row in history.rows] == [1, 2]
 
 
-def test_table_with_columns_that_come_later(tmp_path):
+def test_tables_and_curves_with_gaps(tmp_path):
     write_table([{"epoch": 1, "train/loss": 2.0}], tmp_path / "history.csv")
     rows = [{"epoch": 1, "train/loss": 2.0}, {"epoch": 2, "train/loss": 1.0, "val/top1": 50.0}]
     write_table(rows, tmp_path / "history.csv")
@@ -69,9 +66,6 @@ def test_table_with_columns_that_come_later(tmp_path):
         {"epoch": "1", "train/loss": "2.0", "val/top1": ""},
         {"epoch": "2", "train/loss": "1.0", "val/top1": "50.0"},
     ]
-
-
-def test_curves_with_gaps_and_without_anything(tmp_path):
     rows = [{"epoch": 1, "train/loss": 2.0}, {"epoch": 2, "val/loss": float("nan")}]
     draw_curves(rows, tmp_path / "curves.png")
     with Image.open(tmp_path / "curves.png") as image:

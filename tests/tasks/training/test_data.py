@@ -108,7 +108,7 @@ def test_workers_get_no_trainer():
     assert data.on_after_batch_transfer({}, 0) == {"training": False}
 
 
-def test_unusable_samples_are_replaced_by_the_next_and_reported():
+def test_unusable_samples_are_replaced_or_left_out_and_reported():
     data = NumberData(train=Numbers(12, bad=(3, 4)))
     made = batches(data)
     assert sorted(torch.cat([b["indices"] for b in made]).tolist()) == sorted(
@@ -118,9 +118,6 @@ def test_unusable_samples_are_replaced_by_the_next_and_reported():
     assert sorted(told) == [f"cannot decode {i}.png" for i in (3, 4, 4)]
     val = batches(NumberData(val=Numbers(3, bad=(2,))), "val")
     assert val[0]["indices"].tolist() == [0, 1, 0]
-
-
-def test_validation_may_leave_unusable_samples_out():
     made = batches(Dropping(val=Numbers(5, bad=(1, 4))), "val")
     assert [batch["indices"].tolist() for batch in made] == [[0, 2, 3], []]
     assert [batch["skipped"] for batch in made] == [
@@ -139,16 +136,13 @@ def test_strict_refuses_the_first_unusable_sample(kind):
         assert str(caught.value) == ("cannot decode 3.png; mend it, or leave out --data.strict")
 
 
-def test_replacing_ends_after_fifty_samples():
+def test_what_replaces_what():
     source = Numbers(200, bad=range(60))
     assert read_or_replace(source, 11)[2] == 60
     with pytest.raises(DataError, match=r"50 images in a row cannot be read: .*, and 45 more"):
         read_or_replace(source, 10)
     with pytest.raises(DataError, match="3 pairs in a row cannot be read"):
         read_or_replace(Numbers(3, bad=range(3)), 1, item="pair")
-
-
-def test_a_source_may_say_what_replaces_what():
     source = Numbers(12, bad=(5,))
     source.replacement = lambda index, step: index if step == 0 else 2
     made = batches(NumberData(source))
@@ -174,15 +168,12 @@ def test_values_out_of_range(option):
         NumberData(**option)
 
 
-def test_sources_are_opened_once_and_what_they_skip_is_reported(capsys):
+def test_sources_are_opened_once_reported_and_compared(capsys):
     data = NumberData(train=Numbers(12, skipped=("a.txt is no image",)))
     data.setup("fit")
     data.setup("fit")
     assert data.opened == ["train", "val"]
     assert capsys.readouterr().err == "quadtree: train: skipped 1 files: a.txt is no image\n"
-
-
-def test_classes_of_both_splits_must_be_equal():
     data = NumberData(Numbers(12, classes=["cat", "dog"]), Numbers(6, classes=["cat", "wolf"]))
     assert data.classes == ["cat", "dog"]
     with pytest.raises(DataError) as caught:

@@ -75,20 +75,14 @@ def test_ranks_share_every_batch_of_one_process(size, batch_size, world):
     assert len(everything) == size // (batch_size * world) * batch_size * world
 
 
-def test_length_says_what_comes():
+def test_what_a_sampler_gives():
     for world in (1, 2, 3):
         for shuffle in (True, False):
             sampler = EpochSampler(23, 4, shuffle=shuffle, rank=world - 1, world_size=world)
             assert len(list(sampler)) == len(sampler)
-
-
-def test_evaluation_sees_every_sample_once_in_order():
     shares = [[d.sample for d in EpochSampler(11, 4, rank=r, world_size=3)] for r in range(3)]
     assert sorted(chain(*shares)) == list(range(11))
     assert all(share == sorted(share) for share in shares)
-
-
-def test_skipped_batches_are_those_of_the_next_pass_only():
     sampler = EpochSampler(20, 4, shuffle=True)
     whole = list(sampler)
     sampler.skip_batches = 2
@@ -109,17 +103,11 @@ def test_loader_goes_on_after_any_batch():
         resumed = loader()
         resumed.load_state_dict(state)
         assert epochs(resumed, 2) == [whole[0][given:], whole[1]]
-
-
-def test_state_counts_all_batches_of_an_epoch_that_was_resumed():
     resumed = loader()
     resumed.load_state_dict({"epoch": 3, "batches": 2})
     iterator = iter(resumed)
     next(iterator)
     assert resumed.state_dict() == {"epoch": 3, "batches": 3}
-
-
-def test_a_finished_epoch_is_followed_by_the_next():
     finished = loader()
     list(finished)
     resumed = loader()
@@ -128,23 +116,17 @@ def test_a_finished_epoch_is_followed_by_the_next():
     assert epochs(resumed) == epochs(loader(), 2)[1:]
 
 
-def test_random_numbers_of_a_sample_do_not_depend_on_workers():
+def test_random_numbers_follow_seed_epoch_and_sample_alone():
     alone = epochs(loader(workers=0), 2)
     torch.manual_seed(7)
     random.seed(7)
     assert epochs(loader(workers=2), 2) == alone
     assert epochs(loader(seed=1), 2) != alone
-
-
-def test_random_numbers_of_a_sample_change_with_the_epoch():
     dataset = SeededDataset(9, numbers)
     assert dataset[Draw(0, 4)] == dataset[Draw(0, 4)]
     drawn = [dataset[Draw(epoch, sample)][1:] for epoch in range(3) for sample in range(9)]
     for values in zip(*drawn, strict=True):
         assert len(set(values)) == len(drawn)
-
-
-def test_seeds_of_different_purposes_differ():
     keys = [(), (3,), (3, 0), (3, 0, 0), (0, 3), (2**32,), (0, 1), (1, 0), (3, 0, 0, 0), (2**40, 1)]
     seeds = [seed_from(*key) for key in keys]
     assert len(set(seeds)) == len(keys)

@@ -47,24 +47,18 @@ def test_variants_merge_deeply(path, variant):
     assert recipe.name == "-".join(["coco", *recipe.variant])
 
 
-def test_later_variants_win(path):
+def test_later_variants_win(path, tmp_path):
+    other = tmp_path / "other.yaml"
+    other.write_text(read_recipe(path, "3x").to_text())
+    assert read_recipe(other).settings == read_recipe(path, "3x").settings
     path.write_text("variants: {a: {x: {y: 1, z: 1}}, b: {x: {y: 2}}, c: {x: 3}}\n")
     assert read_recipe(path).settings == read_recipe(path, "a").settings == {"x": {"y": 1, "z": 1}}
     assert read_recipe(path, "a,b").settings == {"x": {"y": 2, "z": 1}}
     assert read_recipe(path, "b,a").settings == {"x": {"y": 1, "z": 1}}
     assert read_recipe(path, "a,c").settings == {"x": 3}
-
-
-def test_merging_leaves_the_parts_as_they_were():
     base, change = {"a": {"b": 1}}, {"a": {"c": 2}}
     assert merged(base, change) == {"a": {"b": 1, "c": 2}}
     assert (base, change) == ({"a": {"b": 1}}, {"a": {"c": 2}})
-
-
-def test_text_of_a_recipe_reads_as_its_settings(path, tmp_path):
-    other = tmp_path / "other.yaml"
-    other.write_text(read_recipe(path, "3x").to_text())
-    assert read_recipe(other).settings == read_recipe(path, "3x").settings
 
 
 @pytest.mark.parametrize(
