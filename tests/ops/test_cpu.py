@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from quadtree_attention import ShapeError, quadtree_attention, quadtree_attention_pyramid
 from quadtree_attention.ops.attention import cpu, reference
+from quadtree_attention.ops.attention.cpu import operators
 from quadtree_attention.ops.attention.cpu import threads as helpers
 from quadtree_attention.ops.attention.cpu.operators import attend as attend_level
 from quadtree_attention.ops.attention.problem import make_problem
@@ -39,12 +40,6 @@ def test_against_the_reference(case, dtype):
 def test_sizes_that_have_code_of_their_own(variant):
     """Families of four with rows 64 wide; those 32 wide are in the table of cases."""
     check(Case("", 2, (7, 10), (8, 7), 2, 64, 64, 3, 6, variant, 0.0, 0.2), "cpu", torch.float32)
-
-
-@VARIANTS
-def test_more_coarse_queries_than_are_looked_at_together(variant):
-    """Gradients of keys take 64 query families at a time, here 90."""
-    check(Case("", 1, (40, 36), (12, 10), 1, 8, 8, 2, 3, variant), "cpu", torch.float64)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
@@ -81,6 +76,15 @@ def test_the_same_bits_for_every_run_and_any_number_of_threads(variant):
         torch.set_num_threads(before)
     for other in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+@pytest.mark.parametrize("name", ["masks_b", "masks_a", "row_b", "volume_a", "one_level_b"])
+def test_queries_in_parts(name, monkeypatch):
+    """The backward pass of maps that are large enough for several cores."""
+    monkeypatch.setattr(operators, "FEWEST_FAMILIES", 1)
+    monkeypatch.setattr(operators, "PARTS", 11)
+    case = next(case for case in CASES if case.name == name)
+    check(case, "cpu", torch.float64)
 
 
 @VARIANTS
@@ -477,11 +481,11 @@ def test_several_python_threads_at_once():
 
 ONE_LEVEL = """
 import torch
-from quadtree_attention.ops.attention.cpu.kernels.backward import invert
-from quadtree_attention.ops.attention.cpu.operators import _inverse
-print(invert.stats.cache_path)
-parents = torch.tensor([2, 0, 2, 1], dtype=torch.int32).view(1, 1, 2, 2)
-print([x.tolist() for x in _inverse(parents, 3)])
+from quadtree_attention.ops.attention.cpu.kernels.trees import grid_to_tree
+from quadtree_attention.ops.attention.cpu.pyramids import grid_to_finest
+print(grid_to_tree.stats.cache_path)
+map = torch.arange(4.0).view(1, 2, 2, 1, 1).expand(1, 2, 2, 1, 8)
+print(grid_to_finest(map.contiguous(), [2, 2], 2)[..., 0].flatten().tolist())
 """
 
 
@@ -495,7 +499,7 @@ def test_compiled_code_that_cannot_be_kept(tmp_path):
         "CacheImpl._locator_classes = ["
         "    c for c in CacheImpl._locator_classes if 'UserProvided' in c.__name__];"
     )
-    expected = "[[0, 1, 2, 4], [1, 3, 0, 2]]"
+    expected = "[0.0, 1.0, 2.0, 3.0]"
     source = only_the_named_place + ONE_LEVEL
     assert python(source, NUMBA_CACHE_DIR=nowhere) == expected
     assert python(ONE_LEVEL, NUMBA_CACHE_DIR=nowhere) == expected

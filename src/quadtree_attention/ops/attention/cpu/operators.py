@@ -5,9 +5,9 @@ Nothing of the size (queries x candidates) is kept. Backward recomputes scores f
 selection and one log-sum-exp per query.
 """
 
+import os
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -19,6 +19,10 @@ from quadtree_attention.ops.attention.cpu.threads import run
 from quadtree_attention.ops.attention.problem import Variant
 from quadtree_attention.ops.attention.tree import accumulation_dtype
 from quadtree_attention.ops.autograd import apply, backward_pass, operator
+
+PARTS = min(2 * (os.cpu_count() or 1), 16)  # of the backward pass, of all heads together
+PART_BYTES = 128 * 2**20  # of all sums of dk and dv
+FEWEST_FAMILIES = 32  # of a part
 
 Outputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
@@ -240,48 +244,54 @@ def _attend_backward(
     is_a: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v, weight, parent_scores and inherited; what has none is empty."""
-    from quadtree_attention.ops.attention.cpu.kernels import backward as kernels
+    from quadtree_attention.ops.attention.cpu.kernels.backward import backward
 
     level = _inputs(q, k, v, visible, parents, topk, is_a)
     shape, dtype = level.shape, level.dtype
     cells = shape.families * shape.children
-    common = (
-        shape, number(scale, dtype), number(weight, dtype), level.queries_like(grad),
-        flat(_pad_cells(grad_scores, cells, 0), dtype), level.q, level.k, level.v, level.visible,
-    )  # fmt: skip
-    scores, sums = flat(parent_scores, dtype), flat(_pad_cells(lse, cells, 0), dtype)
     lead = q.shape[:2]
+    parts = _parts(level)
     dq = q.new_empty(*lead, cells, shape.width, dtype=dtype)
-    dk = q.new_empty(*lead, shape.key_families * shape.children, shape.width, dtype=dtype)
-    dv = q.new_empty(*dk.shape[:3], shape.value_width, dtype=dtype)
-    dots, shares = (q.new_empty(*lead, cells, dtype=dtype) for _ in range(2))
+    dk = q.new_empty(*lead, parts, shape.key_families * shape.children, shape.width, dtype=dtype)
+    dv = q.new_empty(*dk.shape[:4], shape.value_width, dtype=dtype)
+    shares = q.new_empty(*lead, cells, dtype=dtype)
     dscores = q.new_empty((0,) if parent_scores is None else parent_scores.shape, dtype=dtype)
     dinherited = q.new_empty((0,), dtype=dtype)
     if parents is not None:
         dinherited = q.new_empty(*parents.shape[:3], shape.value_width, dtype=dtype)
-    results = (dq, dots, shares, dscores, dinherited)
     run(
-        kernels.backward_queries, level.families, 2 * level.work, *common,
-        flat(parents, torch.int32), scores, flat(_pad_cells(positions, cells, -1), torch.int32),
-        sums, *(x.view(-1).numpy() for x in results),
-    )  # fmt: skip
-    run(
-        kernels.backward_keys, level.key_families, 2 * level.work, *common, scores, sums,
-        flat(dots, dtype), *_inverse(parents, shape.key_families),
-        *_inverse(
-            _pad_cells(selection, cells, -1) if positions.numel() else None,
-            shape.key_families * shape.children,
-        ),
-        dk.view(-1).numpy(), dv.view(-1).numpy(),
+        backward, level.rows * parts, 3 * level.work, shape, parts, number(scale, dtype),
+        number(weight, dtype), level.queries_like(grad),
+        flat(_pad_cells(grad_scores, cells, 0), dtype), level.q, level.k, level.v, level.visible,
+        flat(parents, torch.int32), flat(parent_scores, dtype),
+        flat(_pad_cells(positions, cells, -1), torch.int32), flat(_pad_cells(lse, cells, 0), dtype),
+        *(x.view(-1).numpy() for x in (dq, dk, dv, shares, dscores, dinherited)),
     )  # fmt: skip
     return (
         crop(dq[:, :, : q.shape[2]], q.shape[3], q.dtype),
-        crop(dk[:, :, : k.shape[2]], k.shape[3], k.dtype),
-        crop(dv[:, :, : v.shape[2]], v.shape[3], v.dtype),
+        _sum_of_parts(dk, k, visible),
+        _sum_of_parts(dv, v, visible),
         shares.new_empty(0) if weight is None else shares.sum().to(weight.dtype),
         dscores,
         dinherited if parents is None else crop(dinherited, v.shape[3], dtype),
     )
+
+
+def _parts(level: _Inputs) -> int:
+    """Parts of a head's queries, so that there is work for all cores; the same for any threads."""
+    shape = level.shape
+    size = level.key_families * shape.children * (shape.width + shape.value_width)
+    room = PART_BYTES // max(1, size * level.dtype.itemsize)
+    wanted = -(-PARTS // max(1, level.rows))
+    return max(1, min(wanted, room, shape.families // FEWEST_FAMILIES))
+
+
+def _sum_of_parts(x: Tensor, like: Tensor, visible: Tensor | None) -> Tensor:
+    """(B, N, P, S, D) -> (B, N, S, D); a hidden row is 0 even where gradients are not finite."""
+    x = x[..., : like.shape[2], : like.shape[3]]
+    x = x.sum(dim=2) if x.shape[2] > 1 else x[:, :, 0]
+    x = x if visible is None else torch.where(visible[:, None, :, None], x, 0)
+    return x.to(like.dtype).contiguous()
 
 
 def _pad_cells(x: Tensor | None, cells: int, value: int) -> Tensor | None:
@@ -289,23 +299,6 @@ def _pad_cells(x: Tensor | None, cells: int, value: int) -> Tensor | None:
     if x is None or x.ndim == 1 or x.shape[2] == cells:
         return x
     return F.pad(x, (*(0, 0) * (x.ndim - 3), 0, cells - x.shape[2]), value=value)
-
-
-def _inverse(selection: Tensor | None, cells: int) -> tuple[Array, Array]:
-    """`invert` of a selection (B, N, T, K); empty for None."""
-    from quadtree_attention.ops.attention.cpu.kernels.backward import invert
-
-    if selection is None:
-        return np.empty(0, np.int32), np.empty(0, np.int32)
-    batch, heads, queries, kept = selection.shape
-    rows, size = batch * heads, queries * kept
-    offsets = np.empty(rows * (cells + 1), np.int32)
-    entries = np.empty(rows * size, np.int32)
-    run(
-        invert, rows, rows * (size + cells) * 4, flat(selection, torch.int32), size, cells,
-        offsets, entries,
-    )  # fmt: skip
-    return offsets, entries
 
 
 # ---- both ----------------------------------------------------------------------------------------

@@ -54,7 +54,7 @@ def run(kernel: Callable[..., None], count: int, work: int, *args: object) -> No
         if count > 0:
             kernel(0, count, *args)
         return
-    pieces = min(count, threads * PIECES_PER_THREAD)
+    pieces = min(count, threads * PIECES_PER_THREAD, max(threads, work // SMALLEST_SHARE))
     ends = [count * i // pieces for i in range(pieces + 1)]
     todo = deque(pairwise(ends))
 

@@ -3,12 +3,13 @@
 
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from quadtree_attention.ops.attention.cpu.arrays import Array, crop, flat, flat_rows, number
-from quadtree_attention.ops.attention.cpu.operators import WHAT, _inverse, _pad_cells
+from quadtree_attention.ops.attention.cpu.operators import WHAT, _pad_cells
 from quadtree_attention.ops.attention.cpu.shape import BLOCK, LANES
 from quadtree_attention.ops.attention.cpu.threads import run
 from quadtree_attention.ops.attention.flat.level import FlatLevel, LevelInputs
@@ -337,3 +338,20 @@ class _Level(torch.autograd.Function):
             None if ctx.exact else dq, dk, dv, None, None, dinherited, dinherited_lse,
             dq if ctx.exact else None, *(None,) * 8,
         )  # fmt: skip
+
+
+def _inverse(selection: Tensor | None, cells: int) -> tuple[Array, Array]:
+    """`invert` of a selection (B, N, T, K); empty for None."""
+    from quadtree_attention.ops.attention.flat.invert import invert
+
+    if selection is None:
+        return np.empty(0, np.int32), np.empty(0, np.int32)
+    batch, heads, queries, kept = selection.shape
+    rows, size = batch * heads, queries * kept
+    offsets = np.empty(rows * (cells + 1), np.int32)
+    entries = np.empty(rows * size, np.int32)
+    run(
+        invert, rows, rows * (size + cells) * 4, flat(selection, torch.int32), size, cells,
+        offsets, entries,
+    )  # fmt: skip
+    return offsets, entries

@@ -2,9 +2,10 @@
 # mypy: allow-untyped-defs, allow-untyped-calls
 """Building blocks: products of rows, weighted sums of rows, softmax.
 
-Almost all the work is done by two of them, on four rows at a time:
+Almost all the work is done by three of them, on four rows at a time:
     products   every product of four rows with a list of rows: logits, or gradients times values
-    combine    four weighted sums over a list of rows: messages, or gradients
+    combine    four weighted sums over a list of rows: messages, or gradients of queries
+    scatter    weighted sums of four rows, added to a list of rows: gradients of keys and values
 A list names families, that is `children` neighbouring rows each, an even number. Rows of an operand
 are a multiple of `LANES` numbers wide; rows of products and weights are `stride` apart.
 """
@@ -182,9 +183,81 @@ def _combine_columns(weights, stride, b, base, families, count, children, width,
     store(out, o3 + second, s31)
 
 
+@function
+def scatter(weights, stride, a, first, last, out, base, families, count, children, width):
+    """out[base + row j] += sum over four i of weights[i, j] * a[first + i], up to and with `last`.
+
+    Beyond `last` the last row is used again; its weights have to be 0.
+    """
+    if children == 4 and width == 32:
+        _scatter(weights, stride, a, first, last, out, base, families, count, 4, 32)
+    elif children == 4 and width == 64:
+        _scatter(weights, stride, a, first, last, out, base, families, count, 4, 64)
+    else:
+        _scatter(weights, stride, a, first, last, out, base, families, count, children, width)
+
+
+@inlined
+def _scatter(weights, stride, a, first, last, out, base, families, count, children, width):
+    d = 0
+    while d + 2 * LANES <= width:
+        _scatter_columns(
+            weights, stride, a, first, last, out, base, families, count, children, width, d, LANES
+        )
+        d += 2 * LANES
+    if d < width:  # the same column twice: what is stored last is right
+        _scatter_columns(
+            weights, stride, a, first, last, out, base, families, count, children, width, d, 0
+        )
+
+
+@inlined
+def _scatter_columns(
+    weights, stride, a, first, last, out, base, families, count, children, width, d, second
+):
+    """Two columns of vectors: the one at `d` and the one `second` numbers further."""
+    a0 = first * width + d
+    a1 = min(first + 1, last) * width + d
+    a2 = min(first + 2, last) * width + d
+    a3 = min(first + 3, last) * width + d
+    x00 = load(a, a0)
+    x01 = load(a, a0 + second)
+    x10 = load(a, a1)
+    x11 = load(a, a1 + second)
+    x20 = load(a, a2)
+    x21 = load(a, a2 + second)
+    x30 = load(a, a3)
+    x31 = load(a, a3 + second)
+    for n in range(count):
+        row = (base + at(families, n) * children) * width + d
+        for j in range(children):
+            w = n * children + j
+            y0 = load(out, row + j * width)
+            y1 = load(out, row + j * width + second)
+            x = splat(at(weights, w))
+            y0 = fma(x, x00, y0)
+            y1 = fma(x, x01, y1)
+            x = splat(at(weights, w + stride))
+            y0 = fma(x, x10, y0)
+            y1 = fma(x, x11, y1)
+            x = splat(at(weights, w + 2 * stride))
+            y0 = fma(x, x20, y0)
+            y1 = fma(x, x21, y1)
+            x = splat(at(weights, w + 3 * stride))
+            y0 = fma(x, x30, y0)
+            y1 = fma(x, x31, y1)
+            store(out, row + j * width, y0)
+            store(out, row + j * width + second, y1)
+
+
 @inlined
 def clear(array):
-    for i in range(0, array.size, LANES):
+    clear_range(array, 0, array.size)
+
+
+@inlined
+def clear_range(array, start, count):
+    for i in range(start, start + count, LANES):
         store(array, i, zeros(array))
 
 
