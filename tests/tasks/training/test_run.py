@@ -114,12 +114,6 @@ def test_run_that_ended_inside_an_epoch_goes_on_there(tmp_path):
 
 def test_runs_are_named_after_recipe_and_variants(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    write_recipe(tmp_path)
-    write_recipe(tmp_path, "trainer: {max_epochs: 1}\n", "short.yaml")
-    run_command("classify", ["--config", "tiny.yaml", "--config", "short.yaml"])
-    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["classify-short"]
-    assert len(rows(tmp_path / "runs" / "classify-short")) == 1
-    monkeypatch.chdir(tmp_path)
     write_recipe(tmp_path, RECIPE + "variants: {b0: {}, b2: {}, 3x: {}}\n")
     for options, name in (([], "tiny"), (["--variant", "b2,3x"], "tiny-b2-3x")):
         cli = prepare("classify", ["--config", "tiny.yaml", *options])
@@ -127,6 +121,10 @@ def test_runs_are_named_after_recipe_and_variants(tmp_path, monkeypatch):
     cli = prepare("classify", ["--config=tiny.yaml", "--variant=3x", "--run_dir", "there"])
     assert str(cli.run_dir()) == "there"
     assert not (tmp_path / "runs").exists()
+    write_recipe(tmp_path, "trainer: {max_epochs: 1}\n", "short.yaml")
+    run_command("classify", ["--config", "tiny.yaml", "--config", "short.yaml"])
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["classify-short"]
+    assert len(rows(tmp_path / "runs" / "classify-short")) == 1
 
 
 def test_command_line_overrides_the_recipe(tmp_path):
