@@ -5,12 +5,16 @@
 
 `quality accelerate` puts variant C into it. It has a class token, patches of 4 pixels, 28x28 tokens
 at 112 pixels and positions that are interpolated at other sizes. It is trained at 14x14 tokens
-first, then at 28x28. Needs torch, torchvision, numpy, timm and safetensors only.
+first, then at 28x28. A JSON file of the same name has the history. Needs torch, numpy, pillow and
+safetensors only.
 """
 
 import argparse
+import io
+import json
 import math
 import time
+from collections import OrderedDict
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -18,6 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from PIL import Image
 from torch import Tensor, nn
 
 PATCH, SIDE, CLASSES = 4, 112, 20  # pixels of a patch and of an image, classes
@@ -25,17 +30,87 @@ MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 CROP = 0.35  # least share of an image that a training crop covers
 
 
-def make_vit() -> nn.Module:
+class Attention(nn.Module):
+    def __init__(self, dim: int, num_heads: int) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.qkv, self.proj = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        qkv = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).transpose(1, 3)  # (B, N, 3, T, D)
+        out = F.scaled_dot_product_attention(*qkv.unbind(2))
+        return self.proj(out.transpose(1, 2).flatten(2))
+
+
+class Block(nn.Module):
+    """Attention and an MLP, both left out at random for some samples in training."""
+
+    def __init__(self, dim: int, num_heads: int, drop_path: float) -> None:
+        super().__init__()
+        self.drop_path = drop_path
+        self.norm1, self.attn = nn.LayerNorm(dim, eps=1e-6), Attention(dim, num_heads)
+        self.norm2 = nn.LayerNorm(dim, eps=1e-6)
+        layers = {"fc1": nn.Linear(dim, 4 * dim), "act": nn.GELU(), "fc2": nn.Linear(4 * dim, dim)}
+        self.mlp = nn.Sequential(OrderedDict(layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self._dropped(self.attn(self.norm1(x)))
+        return x + self._dropped(self.mlp(self.norm2(x)))
+
+    def _dropped(self, x: Tensor) -> Tensor:
+        if not self.training or not self.drop_path:
+            return x
+        keep = 1 - self.drop_path
+        return x * x.new_empty(len(x), 1, 1).bernoulli_(keep) / keep
+
+
+class PatchEmbed(nn.Module):
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.proj = nn.Conv2d(3, dim, PATCH, PATCH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.proj(x)
+
+
+class PlainViT(nn.Module):
+    """timm's VisionTransformer with `dynamic_img_size`, by names and results of its weights."""
+
+    def __init__(self, dim: int, depth: int, num_heads: int, drop_path: float) -> None:
+        super().__init__()
+        self.patch_embed = PatchEmbed(dim)
+        self.cls_token = nn.Parameter(torch.zeros(1, 1, dim))
+        self.pos_embed = nn.Parameter(0.02 * torch.randn(1, 1 + (SIDE // PATCH) ** 2, dim))
+        rates = torch.linspace(0, drop_path, depth).tolist()
+        self.blocks = nn.Sequential(*(Block(dim, num_heads, rate) for rate in rates))
+        self.norm, self.head = nn.LayerNorm(dim, eps=1e-6), nn.Linear(dim, CLASSES)
+        for layer in self.modules():
+            if isinstance(layer, nn.Linear):
+                nn.init.trunc_normal_(layer.weight, std=0.02)
+                nn.init.zeros_(layer.bias)
+
+    def forward_features(self, x: Tensor) -> Tensor:
+        """Features (B, 1 + T, C) of the class token and the patches."""
+        x = self.patch_embed(x)
+        first, places = self.pos_embed[:, :1], self.pos_embed[:, 1:]
+        if x.shape[-2:] != (SIDE // PATCH, SIDE // PATCH):
+            places = places.unflatten(1, (SIDE // PATCH, -1)).permute(0, 3, 1, 2)
+            places = F.interpolate(places, x.shape[-2:], mode="bicubic", antialias=True)
+            places = places.permute(0, 2, 3, 1).flatten(1, 2)
+        x = x.flatten(2).transpose(1, 2) + places
+        x = torch.cat([(self.cls_token + first).expand(len(x), -1, -1), x], dim=1)
+        return self.norm(self.blocks(x))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.forward_features(x)[:, 0])
+
+
+def make_vit() -> PlainViT:
     """The network, with random weights."""
-    from timm.models.vision_transformer import VisionTransformer
-
-    return VisionTransformer(
-        img_size=SIDE, patch_size=PATCH, num_classes=CLASSES, embed_dim=128, depth=6, num_heads=4,
-        drop_path_rate=0.05, dynamic_img_size=True,
-    )  # fmt: skip
+    return PlainViT(dim=128, depth=6, num_heads=4, drop_path=0.05)
 
 
-def load_vit(path: Path) -> nn.Module:
+def load_vit(path: Path) -> PlainViT:
     """The trained network, ready to evaluate."""
     from safetensors.torch import load_file
 
@@ -46,13 +121,13 @@ def load_vit(path: Path) -> nn.Module:
 
 def read_images(path: Path) -> tuple[Tensor, Tensor]:
     """Images (N, 3, 64, 64) uint8 and labels (N,) of a file of the data set."""
-    from torchvision.io import ImageReadMode, decode_jpeg
-
     with np.load(path) as file:
-        data, ends = torch.from_numpy(file["data"]), file["offsets"].tolist()
-        labels = torch.from_numpy(file["labels"])
-    images = [decode_jpeg(data[start:end], mode=ImageReadMode.RGB) for start, end in pairwise(ends)]
-    return torch.stack(images), labels
+        data, ends, labels = file["data"], file["offsets"].tolist(), file["labels"]
+    images = [
+        np.asarray(Image.open(io.BytesIO(data[start:end].tobytes())).convert("RGB"))
+        for start, end in pairwise(ends)
+    ]
+    return torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2), torch.from_numpy(labels).long()
 
 
 def normalised(images: Tensor, side: int) -> Tensor:
@@ -123,6 +198,7 @@ def train(options: argparse.Namespace) -> None:
     groups = [{"params": decayed, "weight_decay": 0.05}, {"params": plain, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=options.lr, fused=device.type == "cuda")
     steps_each = len(images) // options.batch
+    history: list[dict[str, Any]] = []
     for stage, (epochs, side) in enumerate(zip(options.epochs, (SIDE // 2, SIDE), strict=True)):
         peak = options.lr if stage == 0 else options.lr / 2
         for epoch in range(epochs):
@@ -147,12 +223,13 @@ def train(options: argparse.Namespace) -> None:
             if epoch % 5 == 4 or epoch == epochs - 1:
                 average.eval()
                 score = top1(average.module, val_images, val_labels, side)
-                print(
-                    f"{side // PATCH}x{side // PATCH} tokens, epoch {epoch + 1}: loss "
-                    f"{total.item() / steps_each:.3f}, top-1 {score:.1f} %, "
-                    f"{time.perf_counter() - began:.1f} s",
-                    flush=True,
-                )
+                history.append({
+                    "tokens": (side // PATCH) ** 2, "epoch": epoch + 1,
+                    "loss": round(total.item() / steps_each, 4), "top1": round(score, 2),
+                    "seconds": round(time.perf_counter() - began, 2),
+                })  # fmt: skip
+                print(json.dumps(history[-1]), flush=True)
+        options.out.with_suffix(".json").write_text(json.dumps(history, indent=1) + "\n")
         save(average.module, options.out)
     print(f"written: {options.out}")
 
@@ -172,8 +249,8 @@ def main() -> None:
     add("--data", type=Path, required=True, help="folder with train.npz and val.npz")
     add("--out", type=Path, required=True, help="safetensors file")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    add("--epochs", type=lambda text: [int(x) for x in text.split(",")], default=[80, 30],
-        help="at 14x14 and at 28x28 tokens; default: 80,30")  # fmt: skip
+    add("--epochs", type=lambda text: [int(x) for x in text.split(",")], default=[200, 40],
+        help="at 14x14 and at 28x28 tokens; default: 200,40")  # fmt: skip
     add("--batch", type=int, default=256)
     add("--lr", type=float, default=1e-3)
     add("--seed", type=int, default=0)
