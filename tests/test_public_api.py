@@ -36,6 +36,7 @@ def test_public_names_are_pinned():
         "__version__",
         "available_backends",
         "calibrate_topk",
+        "fuse_for_inference",
         "merge_attentions",
         "plan",
         "quadtree_attention",
@@ -43,6 +44,7 @@ def test_public_names_are_pinned():
         "quadtree_sdpa",
         "record",
         "set_topk",
+        "unfuse",
         "use_backend",
     ]
     assert all(hasattr(quadtree_attention, name) for name in quadtree_attention.__all__)
@@ -53,7 +55,9 @@ def test_public_names_of_nn_are_pinned():
         "BASELINES",
         "QuadtreeAttention",
         "QuadtreeBlock",
+        "fuse_for_inference",
         "make_attention",
+        "unfuse",
     ]
     assert all(hasattr(quadtree_attention.nn, name) for name in quadtree_attention.nn.__all__)
 

@@ -21,7 +21,12 @@ from quadtree_attention.errors import (
 if TYPE_CHECKING:
     from quadtree_attention.inspect import calibrate_topk, record
     from quadtree_attention.models.topk import set_topk
-    from quadtree_attention.nn import QuadtreeAttention, QuadtreeBlock
+    from quadtree_attention.nn import (
+        QuadtreeAttention,
+        QuadtreeBlock,
+        fuse_for_inference,
+        unfuse,
+    )
     from quadtree_attention.ops import (
         LevelSelection,
         Plan,
@@ -50,6 +55,7 @@ __all__ = [
     "__version__",
     "available_backends",
     "calibrate_topk",
+    "fuse_for_inference",
     "merge_attentions",
     "plan",
     "quadtree_attention",
@@ -57,6 +63,7 @@ __all__ = [
     "quadtree_sdpa",
     "record",
     "set_topk",
+    "unfuse",
     "use_backend",
 ]
 
@@ -66,8 +73,10 @@ _HOMES = {  # the others live in ops
     "QuadtreeAttention": "nn",
     "QuadtreeBlock": "nn",
     "calibrate_topk": "inspect",
+    "fuse_for_inference": "nn",
     "record": "inspect",
     "set_topk": "models.topk",
+    "unfuse": "nn",
 }
 
 

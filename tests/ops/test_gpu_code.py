@@ -63,16 +63,14 @@ def compile_all() -> None:
 
 
 def all_kernels() -> list[Any]:
-    from quadtree_attention.ops.attention.triton import project, whole
     from quadtree_attention.ops.attention.triton.kernels import coarse, fine, pyramid
     from quadtree_attention.ops.depthwise import kernels as depthwise
-    from quadtree_attention.ops.depthwise import position
     from quadtree_attention.ops.kernel import Kernel
     from quadtree_attention.ops.norms import kernels as norms
     from quadtree_attention.ops.transport import kernels as transport
     from quadtree_attention.ops.values import kernels as values
 
-    modules = coarse, fine, norms, depthwise, position, project, pyramid, transport, values, whole
+    modules = coarse, fine, norms, depthwise, pyramid, transport, values
     return [
         item
         for part in modules
@@ -83,29 +81,17 @@ def all_kernels() -> list[Any]:
 
 def calls(dtype: torch.dtype) -> None:
     """Calls that launch every kernel; their numbers mean nothing."""
-    from quadtree_attention.ops.attention.triton import launch, whole
     from quadtree_attention.ops.attention.triton.backend import _backward, _run
     from quadtree_attention.ops.norms import kernels as norms
     from quadtree_attention.ops.transport import kernels as transport
-    from quadtree_attention.ops.whole import Parameters
+    from quadtree_attention.ops.values import kernels as values
 
     def zeros(*shape):
         return torch.zeros(shape, dtype=dtype)
 
     channels, levels = 64, 3
     maps, x = zeros(1, 12, 20, 2, 32), zeros(1, 12, 20, channels)
-    weight, logits = zeros(channels), zeros(levels)
-    branch = [weight, weight, zeros(channels, 4 * channels), weight]
-    branch += [weight, weight, zeros(channels, channels), weight]
-    position = [zeros(channels, 1, 3, 3), weight]
-    square = zeros(channels, channels)
-    rest = branch * (levels - 1), position * levels, logits
-    options = launch.Options((8, 8), 0.1, "B", False, None)
-    for context in ([], [x.clone()]):
-        for biases in ([weight] * 4, [weight]):
-            for given in {dtype, torch.bfloat16}:  # that of the tensors, or of autocast
-                parameters = Parameters([square] * 4, biases, *rest)
-                whole.attend_whole([x, *context], parameters, 2, options, 1e-5, norms.RELU, given)
+    weight = zeros(channels)
     for variant in ("A", "B"):
         weights = torch.zeros(levels) if variant == "B" else None
         lists = [maps], [maps], [maps], [], [], weights
@@ -119,6 +105,14 @@ def calls(dtype: torch.dtype) -> None:
     flat = x.flatten(1, 2)
     _, stats = norms.map_norm(flat, weight, weight, 1e-5, norms.GELU, 20)
     norms.map_norm_backward(flat, flat, weight, weight, stats, norms.GELU, 20)
+    for children in (1, 4):
+        matrix = torch.zeros(channels, children * channels)
+        given = weight, weight, matrix
+        y, _, stats = values.norm_linear(
+            x, norms.moments_of(flat), *given, weight, 1e-5, norms.RELU,
+            by_parent=children == 4, with_moments=True,
+        )  # fmt: skip
+        values.norm_linear_backward(y, x, stats, *given, norms.RELU, by_parent=children == 4)
     if dtype == torch.float32:
         scores, dustbin = torch.zeros(2, 40, 50), torch.zeros(())
         sides = transport.sinkhorn(scores, dustbin, 3)
@@ -148,10 +142,10 @@ def convolutions(dtype: torch.dtype) -> None:
 
 
 def test_sizes_of_maps_compile_nothing_anew():
-    """But for transport, whose sizes kernels are compiled for."""
+    """But for transport, whose sizes kernels are compiled for; channels may divide by 16 or not."""
     from quadtree_attention.ops.kernel import SIZES
 
-    numbers = {"scale", "share", "eps"}
+    numbers = {"scale", "share", "eps", "C"}
     for kernel in all_kernels():
         if ".transport." in kernel.__module__:
             continue

@@ -29,10 +29,9 @@ import triton.language as tl
 from quadtree_attention.ops import kernel
 from quadtree_attention.ops.attention.triton import backend, launch
 from quadtree_attention.ops.attention.triton.kernels import places
-from quadtree_attention.ops.depthwise.position import add_positions
 from quadtree_attention.ops.norms import kernels as norms
 from quadtree_attention.ops.transport import kernels as transport
-from quadtree_attention.ops.values.kernels import norm_linear
+from quadtree_attention.ops.values.kernels import norm_linear, norm_linear_backward
 
 LARGEST_GRID = (2**31 - 1, 65535, 65535)  # programs along the axes of a launch
 
@@ -381,11 +380,13 @@ def run_maps(batch, grid, channels):
         moments = norms.moments_of(flat)
         for children in (1, 4):
             matrix = meta(channels, children * channels)
-            norm_linear(
+            by_parent = children == 4
+            y, _, stats = norm_linear(
                 x, moments, vector, vector, matrix, vector, 1e-5, norms.RELU,
-                by_parent=children == 4, with_moments=True,
+                by_parent=by_parent, with_moments=True,
             )  # fmt: skip
-        add_positions(x, [x], [meta(channels, 1, 3, 3)], [vector], meta(1))
+            given = y, x, stats, vector, vector, matrix, norms.RELU
+            norm_linear_backward(*given, by_parent=by_parent)
     fits(recorded)
 
 

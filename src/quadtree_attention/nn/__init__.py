@@ -4,5 +4,13 @@
 from quadtree_attention.nn.attention import QuadtreeAttention
 from quadtree_attention.nn.baselines import BASELINES, make_attention
 from quadtree_attention.nn.block import QuadtreeBlock
+from quadtree_attention.nn.fuse import fuse_for_inference, unfuse
 
-__all__ = ["BASELINES", "QuadtreeAttention", "QuadtreeBlock", "make_attention"]
+__all__ = [
+    "BASELINES",
+    "QuadtreeAttention",
+    "QuadtreeBlock",
+    "fuse_for_inference",
+    "make_attention",
+    "unfuse",
+]

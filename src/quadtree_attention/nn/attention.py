@@ -8,10 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from quadtree_attention.errors import OptionError, ShapeError
+from quadtree_attention.nn.merged import MergedLinear
 from quadtree_attention.nn.position import DepthwiseConv
-from quadtree_attention.nn.untouched import is_everything_watched, is_untouched
 from quadtree_attention.nn.value_pyramid import (
-    NORM_EPS,
     Activation,
     ValueBranch,
     mean_over_children,
@@ -29,17 +28,11 @@ from quadtree_attention.ops.attention.problem import (
     check_topk,
     check_variant,
     effective_topk,
-    needs_grad,
 )
 from quadtree_attention.ops.attention.tree import Tree, grid_of, hide
 from quadtree_attention.ops.backends import Backend, choose
+from quadtree_attention.ops.depthwise.cpu import add_levels, can_add
 from quadtree_attention.ops.depthwise.functional import add_positions, can_fuse
-from quadtree_attention.ops.whole import (
-    Parameters,
-    attend_whole,
-    can_attend_whole,
-    dtype_of_layers,
-)
 
 ValuePyramid = Literal["mean", "conv"]
 
@@ -75,6 +68,9 @@ class QuadtreeAttention(nn.Module):
         >>> attention(torch.randn(1, 30, 45, 64)).shape
         torch.Size([1, 30, 45, 64])
     """
+
+    fused = False  # see `fuse_for_inference`
+    merged: MergedLinear | None = None
 
     def __init__(
         self,
@@ -144,28 +140,13 @@ class QuadtreeAttention(nn.Module):
             (B, *grid, C)
         """
         self._check_inputs(x, context, mask, context_mask)
-        out = None
-        if mask is None and context_mask is None:
-            out = self._at_once(x, context)
-        if out is None:
-            out = self._step_by_step(x, context, mask, context_mask)
-        return self.proj_drop(out)
-
-    def _step_by_step(
-        self,
-        x: Tensor,
-        context: Tensor | None,
-        mask: Tensor | None,
-        context_mask: Tensor | None,
-    ) -> Tensor:
-        """The attention (B, *grid, C), all but dropout."""
         x = hide(x, mask)
         if context is None:
             context, context_mask = x, mask
         else:
             context = hide(context, context_mask)
-        q, k = self._heads(self.q_proj(x)), self._heads(self.k_proj(context))
-        v = self.v_proj(context)
+        q, k, v = self._projected(x, context)
+        q, k = self._heads(q), self._heads(k)
         problem = self._problem(x, context, q.dtype)
         backend = choose(self.backend, problem)
         values = [v]
@@ -178,7 +159,7 @@ class QuadtreeAttention(nn.Module):
         ).flatten(-2)
         if self.lepe:
             out = self._plus_position(out, values, shown, backend.name)
-        return self.proj(out)
+        return self.proj_drop(self.proj(out))
 
     def attend(
         self,
@@ -216,57 +197,25 @@ class QuadtreeAttention(nn.Module):
         )
         return out
 
-    def _at_once(self, x: Tensor, context: Tensor | None) -> Tensor | None:
-        """The same without masks by one operator; None where it cannot be taken."""
-        maps = [x] if context is None else [x, context]
-        if needs_grad(*maps) or is_everything_watched() or "attend" in self.__dict__:
-            return None
-        parameters = self._parameters_if_untouched()
-        if parameters is None:
-            return None
-        activations: set[Any] = {branch.activation for branch in self.value_branches}
-        if len(activations) > 1:
-            return None
-        problem = self._problem(x, maps[-1], dtype_of_layers(x))
-        if not can_attend_whole(problem, self.backend, maps, parameters):
-            return None
-        activation = activations.pop() if activations else None
-        return attend_whole(problem, x, context, parameters, NORM_EPS, activation)
-
-    def _parameters_if_untouched(self) -> Parameters | None:
-        """All parameters; None where layers are not as built."""
-        logits = self.level_logits
-        if logits is None or len(self.value_branches) != self.num_levels - 1:
-            return None
-        layers = self._layers_if_untouched()
-        branches = _parameters(self.value_branches, ValueBranch, self.dim)
-        positions = _parameters(self.lepe, DepthwiseConv, self.dim)
-        if layers is None or branches is None or positions is None:
-            return None
-        return Parameters(*layers, branches, positions, logits)
-
-    def _layers_if_untouched(self) -> tuple[list[Tensor], list[Tensor]] | None:
-        """Weights and biases of the linear layers, as `Parameters` has them."""
-        children: Any = self._modules  # attributes of a module are slow to look up
-        layers = [children.get(name) for name in ("q_proj", "k_proj", "v_proj", "proj")]
-        if not all(is_untouched(layer, nn.Linear) for layer in layers):
-            return None
-        weights = [layer._parameters.get("weight") for layer in layers]
-        biases = [layer._parameters.get("bias") for layer in layers]
-        if all(bias is None for bias in biases[:3]):
-            del biases[:3]
-        square, vector = (self.dim, self.dim), (self.dim,)
-        as_built = all(weight is not None and weight.shape == square for weight in weights)
-        if not as_built or any(bias is None or bias.shape != vector for bias in biases):
-            return None
-        return weights, biases
-
     def extra_repr(self) -> str:
         return (
             f"dim={self.dim}, num_heads={self.num_heads}, num_levels={self.num_levels}, "
             f"topk={self.topk}, variant={self.variant!r}, ndim={self.ndim}, "
             f"value_pyramid={self.value_pyramid!r}, backend={self.backend!r}"
         )
+
+    def _projected(self, x: Tensor, context: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries of x (B, *grid, C), keys and values of the context."""
+        layers = [self.q_proj, self.k_proj, self.v_proj]
+        if self.merged is None or not self.merged.stands_for(layers):
+            return self.q_proj(x), self.k_proj(context), self.v_proj(context)
+        if x is not context:
+            (q,), (k, v) = self.merged(x, 0, 1), self.merged(context, 1, 3)
+        elif self.value_branches:  # their norms read dense maps
+            (q, k), (v,) = self.merged(x, 0, 2), self.merged(x, 2, 3)
+        else:
+            q, k, v = self.merged(x, 0, 3)
+        return q, k, v
 
     def _heads(self, x: Tensor) -> Tensor:
         """(..., C) -> (..., N, D)."""
@@ -294,13 +243,15 @@ class QuadtreeAttention(nn.Module):
         maps = [hide(level, visible) for level, visible in zip(values, shown, strict=True)]
         convs: list[Any] = list(self.lepe)
         weights, biases = [conv.weight for conv in convs], [conv.bias for conv in convs]
-        if can_fuse([out, *maps], [*weights, *biases], backend):
+        if can_fuse([out, *maps], [*weights, *biases], backend, asked=self.fused):
             return add_positions(out, maps, weights, biases, self.level_logits)
-        total: Tensor | None = None
-        for conv, level, share in zip(convs, maps, self.level_logits.softmax(dim=0), strict=True):
-            local = conv(level, share)
-            total = local if total is None else plus_parents(local, total)
-        assert total is not None
+        shares = self.level_logits.softmax(dim=0)
+        local = [conv(x, share) for conv, x, share in zip(convs, maps, shares, strict=True)]
+        if can_add([out, *local], backend):
+            return add_levels(out, local)
+        total = local[0]
+        for finer in local[1:]:
+            total = plus_parents(finer, total)
         return out + total
 
     def _problem(self, x: Tensor, context: Tensor, dtype: torch.dtype) -> Problem:
@@ -358,19 +309,6 @@ class QuadtreeAttention(nn.Module):
                 f"with at least one cell, got {name}.shape={tuple(x.shape)}; "
                 "images in (batch, channels, y, x) need x.permute(0, 2, 3, 1)"
             )
-
-
-def _parameters(layers: nn.ModuleList, kind: type[nn.Module], dim: int) -> list[Tensor] | None:
-    """All parameters of layers, one after the other; None if one is not to be taken for them."""
-    every: Any = layers
-    parameters: list[Tensor] = []
-    for layer in every:
-        fits = type(layer) is kind and layer.dim == dim
-        part = layer.parameters_if_untouched() if fits else None
-        if part is None:
-            return None
-        parameters += part
-    return parameters
 
 
 def _check_options(

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from quadtree_attention.nn.renamed import rename_on_load
-from quadtree_attention.nn.untouched import is_untouched
 from quadtree_attention.ops.depthwise.functional import depthwise
 
 
@@ -26,6 +25,7 @@ class DepthwiseConv(nn.Module):
         backend: "auto" or the name of a backend; only "triton" has a kernel.
     """
 
+    fused = False  # see `fuse_for_inference`
     OLD_NAMES: ClassVar = {"conv.weight": "weight", "conv.bias": "bias"}
 
     def __init__(
@@ -54,14 +54,6 @@ class DepthwiseConv(nn.Module):
         bound = 1 / math.sqrt(3**self.ndim)
         nn.init.uniform_(self.bias, -bound, bound)
 
-    def parameters_if_untouched(self) -> list[Tensor] | None:
-        """Weight and bias; None where the layer was changed or is watched."""
-        weight, bias = self._parameters.get("weight"), self._parameters.get("bias")
-        if not is_untouched(self, DepthwiseConv) or weight is None or bias is None:
-            return None
-        is_as_built = weight.shape == (self.dim, 1, 3, 3) and bias.shape == (self.dim,)
-        return [weight, bias] if is_as_built else None
-
     def forward(self, x: Tensor, gain: Tensor | None = None) -> Tensor:
         """(B, *grid, C) -> (B, *grid, C); the convolution is multiplied by a number `gain`."""
         weight: Tensor = self.weight
@@ -69,8 +61,9 @@ class DepthwiseConv(nn.Module):
         if gain is not None:  # on the few weights, not on the whole map
             weight, bias = weight * gain, bias * gain
         return depthwise(
-            x, weight, bias, relu=self.relu, activation=self.activation, backend=self.backend
-        )
+            x, weight, bias, relu=self.relu, activation=self.activation, backend=self.backend,
+            asked=self.fused,
+        )  # fmt: skip
 
     def extra_repr(self) -> str:
         options = f"relu={self.relu}, activation={self.activation!r}"

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from quadtree_attention.errors import OptionError
 from quadtree_attention.nn.renamed import rename_on_load
-from quadtree_attention.nn.untouched import is_untouched
 from quadtree_attention.ops.attention.tree import Tree, accumulation_dtype, hide, is_known
 from quadtree_attention.ops.norms.functional import can_fuse_map, map_norm
+from quadtree_attention.ops.values.functional import can_fuse, norm_act_linear
 
 Activation = Literal["gelu", "relu"]
 NORM_EPS = 1e-5
@@ -110,6 +110,7 @@ class NormActLinear(nn.Module):
     """
 
     eps = NORM_EPS
+    fused = False  # see `fuse_for_inference`
 
     def __init__(
         self,
@@ -152,7 +153,13 @@ class NormActLinear(nn.Module):
             parents: Grid of the parents; None: cells by themselves.
             backend: Of the call this is part of.
         """
-        if visible is None and x.ndim == 4 and x.shape[-1] == self.dim and can_fuse_map(x, backend):
+        is_map = visible is None and x.ndim == 4 and x.shape[-1] == self.dim
+        if is_map and can_fuse(x, backend, asked=self.fused):
+            return norm_act_linear(
+                x, self.norm_weight, self.norm_bias, self.weight, self.bias, self.eps,
+                self.activation, by_parent=parents is not None,
+            )  # fmt: skip
+        if is_map and can_fuse_map(x, backend):
             x = map_norm(
                 x, self.norm_weight, self.norm_bias, self.eps, self.activation,
                 by_parent=parents is not None,
@@ -163,19 +170,6 @@ class NormActLinear(nn.Module):
             if parents is not None:
                 x = by_parent(x, parents).flatten(-2)
         return F.linear(x, self.weight, self.bias)
-
-    def parameters_if_untouched(self) -> list[Tensor] | None:
-        """All parameters in order; None where one was changed or is watched."""
-        if not is_untouched(self, NormActLinear) or self.eps != NORM_EPS:
-            return None
-        names = ("norm_weight", "norm_bias", "weight", "bias")
-        parameters: Any = [self._parameters.get(name) for name in names]
-        vector = (self.dim,)
-        shapes = [vector, vector, (self.dim, self.num_children * self.dim), vector]
-        as_built = (
-            all(x is not None for x in parameters) and [x.shape for x in parameters] == shapes
-        )
-        return parameters if as_built else None
 
     def extra_repr(self) -> str:
         return f"{self.dim}, num_children={self.num_children}, activation={self.activation!r}"
@@ -232,21 +226,3 @@ class ValueBranch(nn.Module):
         """(B, *grid, C) -> (B, *parents, C); the masks are those of x and of the result."""
         x = self.reduce(x, visible, parents, backend)
         return hide(self.mix(x, visible_above, None, backend), visible_above)
-
-    def parameters_if_untouched(self) -> list[Tensor] | None:
-        """Those of its two parts in order; None where one was changed or is watched."""
-        if not is_untouched(self, ValueBranch):
-            return None
-        parts: list[Any] = [self._modules.get("reduce"), self._modules.get("mix")]
-        sizes = self.num_children, 1
-        found: list[Tensor] = []
-        for part, children in zip(parts, sizes, strict=True):
-            as_built = type(part) is NormActLinear and (
-                (part.dim, part.num_children, part.activation)
-                == (self.dim, children, self.activation)
-            )
-            parameters = part.parameters_if_untouched() if as_built else None
-            if parameters is None:
-                return None
-            found += parameters
-        return found

@@ -20,8 +20,8 @@ from quadtree_attention.ops import launches, replay
 SIZES = {
     "above_0", "above_1", "above_2", "added_row", "batch", "batch_heads", "cells", "cells_above",
     "entries", "heads", "iterations", "key_0", "key_1", "key_2", "keys", "level", "new_row",
-    "parts", "per_head", "per_span", "query_1", "query_2", "rows", "rows_out", "size_0", "size_1",
-    "size_2", "spans",
+    "parts", "per_head", "per_map", "per_span", "query_1", "query_2", "rows", "rows_out", "size_0",
+    "size_1", "size_2", "spans",
 }  # fmt: skip
 
 
@@ -79,13 +79,13 @@ def quotient(o_x, size):
 
 
 @triton.jit
-def entries(p_x, o_row, o_c, C: tl.constexpr):
+def entries(p_x, o_row, o_c, C):
     """Addresses of channels `o_c` of rows of a dense array."""
     return p_x + o_row.to(tl.int64)[:, None] * C + o_c[None, :]
 
 
 @triton.jit
-def load_rows(p_x, o_row, m_row, s_t, D: tl.constexpr, BLOCK_D: tl.constexpr):
+def load_rows(p_x, o_row, m_row, s_t, D, BLOCK_D: tl.constexpr):
     """Rows of an array whose last axis is dense; zeros where `m_row` is false."""
     o_d = tl.arange(0, BLOCK_D)
     p_rows = p_x + o_row.to(tl.int64)[:, None] * s_t + o_d[None, :]
@@ -93,7 +93,7 @@ def load_rows(p_x, o_row, m_row, s_t, D: tl.constexpr, BLOCK_D: tl.constexpr):
 
 
 @triton.jit
-def store_rows(p_x, b_x, o_row, m_row, s_t, D: tl.constexpr):
+def store_rows(p_x, b_x, o_row, m_row, s_t, D):
     o_d = tl.arange(0, b_x.shape[1])
     p_rows = p_x + o_row.to(tl.int64)[:, None] * s_t + o_d[None, :]
     tl.store(p_rows, b_x, mask=m_row[:, None] & (o_d < D)[None, :])

@@ -4,7 +4,7 @@
 By fused kernels where the triton backend runs, else in plain PyTorch.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from math import prod
 from typing import Any
@@ -17,17 +17,23 @@ from quadtree_attention.ops.autograd import apply, backward_pass, operator
 from quadtree_attention.ops.backends import fuses, fuses_more
 from quadtree_attention.ops.depthwise import plain
 from quadtree_attention.ops.dispatch import autocast_dtype
+from quadtree_attention.ops.flop_counter import register_formulas
 from quadtree_attention.ops.norms.functional import KERNEL_DTYPES, activation_code
 
 WHAT = "the fused depthwise convolution"
 MOST_LEVELS = {1: 4, 2: 4, 3: 3}  # of one launch
 
 
-def can_fuse(maps: Sequence[Tensor], parameters: Sequence[Tensor], backend: str) -> bool:
-    """Whether kernels take these maps (B, *grid, C) and their weights and biases."""
+def can_fuse(
+    maps: Sequence[Tensor], parameters: Sequence[Tensor], backend: str, *, asked: bool = False
+) -> bool:
+    """Whether kernels take these maps (B, *grid, C) and their weights and biases.
+
+    They have to be asked for, here or by `QUADTREE_FUSED=1`.
+    """
     finest, dtypes, others = maps[-1], {x.dtype for x in maps}, {x.dtype for x in parameters}
     return (
-        fuses_more()
+        (asked or fuses_more())
         and fuses(finest, backend)
         and finest.numel() > 0
         and len(dtypes) == len(others) == 1
@@ -44,6 +50,7 @@ def depthwise(
     relu: bool = False,
     activation: str | None = None,
     backend: str = "auto",
+    asked: bool = False,
 ) -> Tensor:
     """Depthwise convolution with zeros past the edge.
 
@@ -54,12 +61,14 @@ def depthwise(
         relu: Whether the maps go through a ReLU first.
         activation: "gelu" or "relu" of the result; None: none.
         backend: Of the call this is part of.
+        asked: See `can_fuse`.
 
     Returns:
         (B, *grid, C)
     """
-    if not can_fuse([x], [weight, bias], backend):
+    if not can_fuse([x], [weight, bias], backend, asked=asked):
         return plain.depthwise(x, weight, bias, relu=relu, activation=activation)
+    register_formulas(_FORMULAS)
     act = 0 if activation is None else activation_code(activation)
     dtype = autocast_dtype(x.device.type) or x.dtype
     return apply(
@@ -88,6 +97,7 @@ def add_positions(
     Returns:
         (B, *grid, C)
     """
+    register_formulas(_FORMULAS)
     maps, most = [x.contiguous() for x in values], MOST_LEVELS[message.ndim - 2]
     above: Tensor | None = None
     ends = list(range(len(maps), 0, -most))[::-1]  # the finest levels together
@@ -99,6 +109,21 @@ def add_positions(
         above = apply(WHAT, _Depthwise, (end - 1, 0, False), dtype, given, above, logits, *tensors)
     assert above is not None
     return above
+
+
+def _flops(message: Any, above: Any, values: Any, weights: Any, *_: Any, **__: Any) -> int:
+    pairs = zip(values, weights, strict=True)
+    return sum(2 * prod(value) * prod(weight[1:]) for value, weight in pairs)
+
+
+def _backward_flops(dy: Any, values: Any, weights: Any, *_: Any, **__: Any) -> int:
+    return 2 * _flops(None, None, values, weights)
+
+
+_FORMULAS: dict[str, Callable[..., int]] = {
+    "depthwise": _flops,
+    "depthwise_backward": _backward_flops,
+}
 
 
 def _fake_forward(message, above, values, weights, biases, logits, options, dtype):  # type: ignore[no-untyped-def]

@@ -27,28 +27,29 @@ BACKWARD_TILE = 2048  # where sums have to stay in registers, too
 PROGRAMS = 512  # that share one pass, about four per multiprocessor
 LARGEST_SPANS = 64  # parts of a map whose moments or sums are added up last
 GELU, RELU = 1, 2
+MOMENTS = tl.constexpr(128)  # parts of a map whose moments are added up at a time
 
 
 @triton.jit
-def standardised(b_x, m_c, eps, C: tl.constexpr):
+def standardised(b_x, m_c, eps, share):
     """Rows with mean 0 and variance 1, and the reciprocal of their deviation."""
-    b_mean = tl.sum(b_x, axis=1)[:, None] * (1.0 / C)
+    b_mean = tl.sum(b_x, axis=1)[:, None] * share
     b_x = tl.where(m_c, b_x - b_mean, 0.0)
-    b_variance = tl.sum(b_x * b_x, axis=1)[:, None] * (1.0 / C)
+    b_variance = tl.sum(b_x * b_x, axis=1)[:, None] * share
     b_rstd = 1.0 / tl.sqrt(b_variance + eps)
     return b_x * b_rstd, b_rstd
 
 
 @kernel
 def layer_norm_fwd_kernel(
-    p_x, p_y, p_weight, p_bias, rows, eps,
-    C: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr,
+    p_x, p_y, p_weight, p_bias, rows, eps, share, C,
+    BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     o_row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     o_c = tl.arange(0, BLOCK_C)
     m_row, m_c = o_row < rows, o_c < C
     b_x = load_rows(p_x, o_row, m_row, C, C, BLOCK_C).to(tl.float32)
-    b_x, _ = standardised(b_x, m_c[None, :], eps, C)
+    b_x, _ = standardised(b_x, m_c[None, :], eps, share)
     b_weight = tl.load(p_weight + o_c, mask=m_c, other=0.0).to(tl.float32)
     b_bias = tl.load(p_bias + o_c, mask=m_c, other=0.0).to(tl.float32)
     b_y = b_x * b_weight[None, :] + b_bias[None, :]
@@ -57,8 +58,8 @@ def layer_norm_fwd_kernel(
 
 @kernel
 def layer_norm_bwd_kernel(
-    p_dy, p_x, p_dx, p_weight, p_sums, rows, eps,
-    C: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr,
+    p_dy, p_x, p_dx, p_weight, p_sums, rows, eps, share, C,
+    BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     """Also the sums over this program's rows that make up the gradients of weight and bias."""
     o_c = tl.arange(0, BLOCK_C)
@@ -71,12 +72,12 @@ def layer_norm_bwd_kernel(
         m_row = o_row < rows
         b_x = load_rows(p_x, o_row, m_row, C, C, BLOCK_C).to(tl.float32)
         b_dy = load_rows(p_dy, o_row, m_row, C, C, BLOCK_C).to(tl.float32)
-        b_x, b_rstd = standardised(b_x, m_c[None, :], eps, C)
+        b_x, b_rstd = standardised(b_x, m_c[None, :], eps, share)
         b_dweight += b_dy * b_x
         b_dbias += b_dy
         b_dy = b_dy * b_weight[None, :]
-        b_along = tl.sum(b_dy * b_x, axis=1)[:, None] * (1.0 / C)
-        b_mean = tl.sum(b_dy, axis=1)[:, None] * (1.0 / C)
+        b_along = tl.sum(b_dy * b_x, axis=1)[:, None] * share
+        b_mean = tl.sum(b_dy, axis=1)[:, None] * share
         b_dx = (b_dy - b_x * b_along - b_mean) * b_rstd
         store_rows(p_dx, b_dx.to(p_dx.dtype.element_ty), o_row, m_row, C, C)
     p_sums += tl.program_id(0).to(tl.int64) * 2 * C + o_c
@@ -136,8 +137,8 @@ def map_and_part(parts):
 
 @kernel
 def map_moments_kernel(
-    p_x, p_moments, rows, spans, per_span,
-    C: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr,
+    p_x, p_moments, rows, spans, per_span, C,
+    BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     """Moments of a part of a map.
 
@@ -166,31 +167,38 @@ def map_moments_kernel(
 
 
 @triton.jit
-def statistics(p_moments, parts, eps, BLOCK_P: tl.constexpr):
+def statistics(p_moments, parts, eps):
     """Mean and reciprocal deviation of a map, from the moments of its parts."""
-    o_p = tl.arange(0, BLOCK_P)
-    m_p = o_p < parts
-    b_count = tl.load(p_moments + o_p * 3, mask=m_p, other=0.0)
-    b_mean = tl.load(p_moments + o_p * 3 + 1, mask=m_p, other=0.0)
-    b_square = tl.load(p_moments + o_p * 3 + 2, mask=m_p, other=0.0)
+    b_count = tl.zeros((MOMENTS,), tl.float32)
+    b_total = tl.zeros((MOMENTS,), tl.float32)
+    for i_p in range(0, parts, MOMENTS):
+        o_p = i_p + tl.arange(0, MOMENTS)
+        b_own = tl.load(p_moments + o_p * 3, mask=o_p < parts, other=0.0)
+        b_count += b_own
+        b_total += b_own * tl.load(p_moments + o_p * 3 + 1, mask=o_p < parts, other=0.0)
     count = tl.sum(b_count, axis=0)
-    mean = tl.sum(b_count * b_mean, axis=0) / count
-    b_square += b_count * (b_mean - mean) * (b_mean - mean)
+    mean = tl.sum(b_total, axis=0) / count
+    b_square = tl.zeros((MOMENTS,), tl.float32)
+    for i_p in range(0, parts, MOMENTS):
+        o_p = i_p + tl.arange(0, MOMENTS)
+        b_own = tl.load(p_moments + o_p * 3, mask=o_p < parts, other=0.0)
+        b_away = tl.load(p_moments + o_p * 3 + 1, mask=o_p < parts, other=0.0) - mean
+        b_square += tl.load(p_moments + o_p * 3 + 2, mask=o_p < parts, other=0.0)
+        b_square += b_own * b_away * b_away
     return mean, 1.0 / tl.sqrt(tl.sum(b_square, axis=0) / count + eps)
 
 
 @kernel
 def map_norm_fwd_kernel(
-    p_x, p_y, p_weight, p_bias, p_moments, p_stats, rows, rows_out, size_1, parts, eps,
-    C: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr,
-    ACT: tl.constexpr, BY_PARENT: tl.constexpr,
+    p_x, p_y, p_weight, p_bias, p_moments, p_stats, rows, rows_out, size_1, parts, eps, C,
+    BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr, ACT: tl.constexpr, BY_PARENT: tl.constexpr,
 ):  # fmt: skip
     i_map, i_block = map_and_part(tl.cdiv(rows, BLOCK_R))
     o_row = i_block * BLOCK_R + tl.arange(0, BLOCK_R)
     o_c = tl.arange(0, BLOCK_C)
     m_row, m_c = o_row < rows, o_c < C
     p_x += i_map * rows * C
-    mean, rstd = statistics(p_moments + i_map * parts * 3, parts, eps, BLOCK_P)
+    mean, rstd = statistics(p_moments + i_map * parts * 3, parts, eps)
     if i_block == 0:
         tl.store(p_stats + i_map * 2, mean)
         tl.store(p_stats + i_map * 2 + 1, rstd)
@@ -205,9 +213,8 @@ def map_norm_fwd_kernel(
 
 @kernel
 def map_norm_bwd_sums_kernel(
-    p_dy, p_x, p_weight, p_bias, p_stats, p_sums, rows, rows_out, size_1, spans, per_span,
-    C: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr,
-    ACT: tl.constexpr, BY_PARENT: tl.constexpr,
+    p_dy, p_x, p_weight, p_bias, p_stats, p_sums, rows, rows_out, size_1, spans, per_span, C,
+    BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr, ACT: tl.constexpr, BY_PARENT: tl.constexpr,
 ):  # fmt: skip
     """Sums over a part of a map that make up the gradients of weight and bias."""
     i_map, i_span = map_and_part(spans)
@@ -237,10 +244,10 @@ def map_norm_bwd_sums_kernel(
 
 @kernel
 def map_norm_bwd_kernel(
-    p_dy, p_x, p_dx, p_weight, p_bias, p_stats, p_sums, rows, rows_out, size_1,
-    C: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr,
-    ACT: tl.constexpr, BY_PARENT: tl.constexpr,
+    p_dy, p_x, p_dx, p_weight, p_bias, p_stats, p_sums, rows, rows_out, size_1, per_map, C,
+    BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr, ACT: tl.constexpr, BY_PARENT: tl.constexpr,
 ):  # fmt: skip
+    """Gradient of the map from the sums over all of it; `ACT` 0: `p_dy` is that of the norm."""
     i_map, i_block = map_and_part(tl.cdiv(rows, BLOCK_R))
     o_row = i_block * BLOCK_R + tl.arange(0, BLOCK_R)
     o_c = tl.arange(0, BLOCK_C)
@@ -252,14 +259,16 @@ def map_norm_bwd_kernel(
     b_weight = tl.load(p_weight + o_c, mask=m_c, other=0.0).to(tl.float32)
     b_bias = tl.load(p_bias + o_c, mask=m_c, other=0.0).to(tl.float32)[None, :]
     # The sums over all channels follow from the gradients of weight and bias of this map alone.
-    p_sums += i_map * 2 * C + o_c
+    p_sums += i_map * per_map + o_c
     count = 1.0 * rows * C  # more than 2**31, it may be
     along = tl.sum(tl.load(p_sums, mask=m_c, other=0.0) * b_weight, axis=0) / count
     level = tl.sum(tl.load(p_sums + C, mask=m_c, other=0.0) * b_weight, axis=0) / count
     b_x = (load_rows(p_x, o_row, m_row, C, C, BLOCK_C).to(tl.float32) - mean) * rstd
     o_from = row_by_parent(o_row, size_1, BY_PARENT)
     b_dy = load_rows(p_dy, o_from, m_row, C, C, BLOCK_C).to(tl.float32)
-    b_dy = b_dy * slope(b_x * b_weight[None, :] + b_bias, ACT) * b_weight[None, :]
+    if ACT > 0:
+        b_dy *= slope(b_x * b_weight[None, :] + b_bias, ACT)
+    b_dy *= b_weight[None, :]
     b_dx = (b_dy - b_x * along - level) * rstd
     store_rows(p_dx, b_dx.to(p_dx.dtype.element_ty), o_row, m_row, C, C)
 
@@ -281,7 +290,7 @@ def _layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, dtype: torc
     rows, tile = x.numel() // x.shape[-1], tile_of(x.shape[-1])
     with torch.cuda.device_of(x):
         layer_norm_fwd_kernel[(parts_of(rows, tile["BLOCK_R"]),)](
-            x, y, weight, bias, rows, eps, **tile
+            x, y, weight, bias, rows, eps, 1 / x.shape[-1], x.shape[-1], **tile
         )
     return y
 
@@ -296,7 +305,9 @@ def layer_norm_backward(dy: Tensor, x: Tensor, weight: Tensor, eps: float) -> tu
         return dx, x.new_zeros(2, channels, dtype=torch.float32)
     parts = x.new_empty(programs, 2, channels, dtype=torch.float32)
     with torch.cuda.device_of(x):
-        layer_norm_bwd_kernel[(programs,)](dy, x, dx, weight, parts, rows, eps, **tile)
+        layer_norm_bwd_kernel[(programs,)](
+            dy, x, dx, weight, parts, rows, eps, 1 / channels, channels, **tile
+        )
     return dx, parts.sum(dim=0)
 
 
@@ -344,7 +355,7 @@ def _map_norm(
         parts = moments.shape[1]
         map_norm_fwd_kernel[(batch * parts_of(rows, tile["BLOCK_R"]),)](
             x, y, weight, bias, moments, stats, rows, rows_out, columns, parts, eps,
-            BLOCK_P=power_of_two(parts), ACT=act, BY_PARENT=columns > 0, **tile,
+            channels, ACT=act, BY_PARENT=columns > 0, **tile,
         )  # fmt: skip
     return y, stats
 
@@ -354,7 +365,7 @@ def moments_of(x: Tensor) -> Tensor:
     batch, rows, channels = x.shape
     tile, spans, per_span = spans_of(batch, rows, channels)
     moments = x.new_empty(batch, spans, 3, dtype=torch.float32)
-    map_moments_kernel[(batch * spans,)](x, moments, rows, spans, per_span, **tile)
+    map_moments_kernel[(batch * spans,)](x, moments, rows, spans, per_span, channels, **tile)
     return moments
 
 
@@ -371,18 +382,20 @@ def map_norm_backward(
     options = {"ACT": act, "BY_PARENT": columns > 0, **tile}
     with torch.cuda.device_of(x):
         map_norm_bwd_sums_kernel[(batch * spans,)](
-            dy, x, weight, bias, stats, sums, rows, dy.shape[1], columns, spans, per_span, **options
-        )
+            dy, x, weight, bias, stats, sums, rows, dy.shape[1], columns, spans, per_span, channels,
+            **options,
+        )  # fmt: skip
         by_map = sums.sum(dim=1)  # (B, 2, C)
         map_norm_bwd_kernel[(batch * parts_of(rows, tile["BLOCK_R"]),)](
-            dy, x, dx, weight, bias, stats, by_map, rows, dy.shape[1], columns, **options
-        )
+            dy, x, dx, weight, bias, stats, by_map, rows, dy.shape[1], columns, 2 * channels,
+            channels, **options,
+        )  # fmt: skip
     return dx, by_map.sum(dim=0)
 
 
 def tile_of(channels: int, numbers: int = TILE) -> dict[str, int]:
     block = power_of_two(channels, least=4)
-    return {"C": channels, "BLOCK_C": block, "BLOCK_R": max(1, numbers // block)}
+    return {"BLOCK_C": block, "BLOCK_R": max(1, numbers // block)}
 
 
 def spans_of(

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Linear layers of one input, run as one."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class MergedLinear:
+    """Linear layers with the same input, in one matrix product.
+
+    Their weights become views of one tensor, so weights that are changed in place are seen. Weights
+    that were replaced (`.data =`, `load_state_dict(assign=True)`, `model.to(...)`) are merged anew.
+
+    Args:
+        layers: Linear layers with as many inputs and outputs, all of them with a bias or none.
+    """
+
+    def __init__(self, layers: Sequence[nn.Linear]) -> None:
+        self.layers = list(layers)
+        self.weight, self.bias = _merged(self.layers, "weight"), _merged(self.layers, "bias")
+
+    def stands_for(self, layers: Sequence[nn.Module]) -> bool:
+        """Whether a call may take it for these layers: nothing differentiates or observes them."""
+        return (
+            not torch.is_grad_enabled()
+            and not torch.compiler.is_compiling()
+            and all(a is b and is_plain(a) for a, b in zip(layers, self.layers, strict=True))
+        )
+
+    def __call__(self, x: Tensor, start: int, end: int) -> tuple[Tensor, ...]:
+        """Results (..., C) of the layers from `start` to `end`."""
+        if not (_is_view(self.layers, "weight", self.weight)):
+            self.weight = _merged(self.layers, "weight")
+        if not (_is_view(self.layers, "bias", self.bias)):
+            self.bias = _merged(self.layers, "bias")
+        assert self.weight is not None
+        size = self.layers[0].out_features
+        rows = slice(start * size, end * size)
+        bias = None if self.bias is None else self.bias[rows]
+        return F.linear(x, self.weight[rows], bias).split(size, dim=-1)
+
+    def release(self) -> None:
+        """Give every layer memory of its own again."""
+        with torch.inference_mode(mode=False):
+            for layer in self.layers:
+                for parameter in layer.parameters():
+                    parameter.data = parameter.data.clone()
+
+
+def is_plain(layer: nn.Module) -> bool:
+    """Whether calling a layer does what its weight and bias say, and nothing else."""
+    hooks: Any = layer
+    return (
+        type(layer) is nn.Linear
+        and "forward" not in layer.__dict__
+        and not (hooks._forward_hooks or hooks._forward_pre_hooks)
+    )
+
+
+def can_merge(layers: Sequence[nn.Module]) -> bool:
+    if not all(is_plain(layer) for layer in layers):
+        return False
+    weights: list[Any] = [layer.weight for layer in layers]
+    biases: list[Any] = [layer.bias for layer in layers]
+    looks = {(x.shape, x.dtype, x.device) for x in weights}
+    return len(looks) == 1 and len({x is None for x in biases}) == 1
+
+
+def _merged(layers: Sequence[nn.Linear], name: str) -> Tensor | None:
+    """One tensor of all weights or biases, which become views of it; None: there are none."""
+    parts: list[Any] = [getattr(layer, name) for layer in layers]
+    if parts[0] is None:
+        return None
+    with torch.inference_mode(mode=False), torch.no_grad():
+        whole = torch.cat([part.detach() for part in parts])
+        for part, view in zip(parts, whole.split(len(parts[0])), strict=True):
+            part.data = view
+    return whole
+
+
+def _is_view(layers: Sequence[nn.Linear], name: str, whole: Tensor | None) -> bool:
+    """Whether the weights or biases are still views of `whole`, in their order."""
+    parts: list[Any] = [getattr(layer, name) for layer in layers]
+    if whole is None:
+        return parts[0] is None
+    start, step = whole.data_ptr(), len(parts[0]) * whole.stride(0) * whole.itemsize
+    return all(
+        part.data_ptr() == start + i * step
+        and part.dtype == whole.dtype
+        and part.device == whole.device
+        and part.shape == parts[0].shape
+        and part.is_contiguous()
+        for i, part in enumerate(parts)
+    )

@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Triton kernels, compiled before they are launched."""
+
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from quadtree_attention.ops.launches import Launch, record
+
+
+def recorded(run: Callable[[], object]) -> list[Launch]:
+    """Return the launches of `run`, one per variant of a kernel; none of them happens."""
+    with record() as launches:
+        run()
+    return list({launch.variant: launch for launch in launches}.values())
+
+
+def compile_launches(
+    launches: Sequence[Launch],
+    *,
+    threads: int | None = None,
+    done: Callable[[], object] = lambda: None,
+) -> None:
+    """Compile the kernels of launches in several threads.
+
+    Args:
+        launches: As from `recorded`.
+        threads: Threads; None: one per core.
+        done: Called after every kernel.
+    """
+
+    def compile_one(launch: Launch) -> None:
+        kernel = launch.kernel
+        names = [name for name in kernel.parameters if name not in kernel.constants]
+        varying = [launch.arguments[name] for name in names]
+        constants = {k: v for k, v in launch.arguments.items() if k not in names}
+        kernel.jit.warmup(*varying, grid=launch.grid, **constants)
+        done()
+
+    with ThreadPoolExecutor(threads or os.cpu_count()) as pool:
+        list(pool.map(compile_one, launches))
