@@ -6,10 +6,7 @@ images: the first time with an empty cache of compiled kernels, then with what t
 is that of the prediction, without imports and weights; memory is that of the whole process.
 """
 
-import json
-import resource
 import tempfile
-import time
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -20,7 +17,6 @@ from PIL import Image
 from benchmarks.measure import Call, printed_by, summarise
 from benchmarks.speed import backbones
 from benchmarks.suite import Work
-from quadtree_attention import tasks
 
 # part: model, images, pass
 BACKBONES = {
@@ -93,14 +89,5 @@ def write_pair(folder: Path) -> list[Path]:
 def _new_process(part: str, images: list[str], folder: Path, threads: int) -> list[float]:
     """Milliseconds and MiB of one prediction in a process of its own."""
     names = {"OMP_NUM_THREADS": str(threads), "NUMBA_CACHE_DIR": str(folder / "kernels")}
-    code = f"from benchmarks.speed.cpu import predict; predict({part!r}, {images!r})"
+    code = f"from benchmarks.speed.command import predict; predict({COMMANDS[part]!r}, {images!r})"
     return printed_by(code, **names)
-
-
-def predict(part: str, images: list[str]) -> None:
-    """Print milliseconds of a prediction in this process, and the peak memory of the process."""
-    predictor = getattr(tasks, COMMANDS[part]).from_pretrained()
-    begin = time.perf_counter()
-    predictor(*images)
-    milliseconds = (time.perf_counter() - begin) * 1e3
-    print(json.dumps([milliseconds, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024]))

@@ -312,7 +312,7 @@ def test_forward_is_the_steps_of_training(monkeypatch):
     features = model.encode(data)
     matches = model.select(features, model.confidence(features))
     fine = model.fine(features, matches)
-    monkeypatch.setattr("quadtree_attention.models.matcher._MATCHES_AT_ONCE", 7)
+    monkeypatch.setattr("quadtree_attention.models.matcher._MATCHES_AT_ONCE_ON_CPU", 7)
     found = model(data)
     assert len(matches) > 14
     assert torch.equal(found["batch_indexes"], matches.batch_indexes)
@@ -421,7 +421,7 @@ def test_runs_give_the_same(dtype):
 def test_large_images_go_through_the_cnn_one_by_one(monkeypatch):
     model, data = tiny(), scene((64, 72), (64, 72))
     together = model(data)
-    monkeypatch.setattr("quadtree_attention.models.matcher._PIXELS_AT_ONCE", 100)
+    monkeypatch.setattr("quadtree_attention.models.matcher._PIXELS_AT_ONCE_ON_CPU", 100)
     for name, tensor in model(data).items():
         torch.testing.assert_close(tensor, together[name])
 

@@ -18,11 +18,12 @@ from quadtree_attention.cli import (
     segment,
     stereo,
     train,
+    warmup,
 )
 from quadtree_attention.cli.options import RENAMED
 from quadtree_attention.cli.output import MISTAKE, tell
 
-COMMANDS = (info, match, stereo, classify, detect, segment, evaluate, train, convert)
+COMMANDS = (info, match, stereo, classify, detect, segment, evaluate, train, convert, warmup)
 
 app = typer.Typer(
     no_args_is_help=True,

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from quadtree_attention.models.segmentation import SemanticFPN as SemanticFPN
     from quadtree_attention.models.stereo import STTR as STTR
     from quadtree_attention.models.topk import set_topk as set_topk
+    from quadtree_attention.models.warm import warmup as warmup
     from quadtree_attention.models.weights import save_weights as save_weights
 
 _PLACES = {
@@ -33,6 +34,7 @@ _PLACES = {
     "names": "registry",
     "save_weights": "weights",
     "set_topk": "topk",
+    "warmup": "warm",
 }
 __all__ = list(_PLACES)
 

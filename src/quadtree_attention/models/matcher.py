@@ -39,9 +39,10 @@ from quadtree_attention.ops.attention.problem import check_mask
 COARSE_STRIDE, FINE_STRIDE = 8, 2
 # Without gradients, larger images go through the CNN one by one, and more matches through the fine
 # stage in parts of at most 1 GB. So what a pair of large images needs is what the CNN needs for one
-# of them: at 2048x2048, in full width, 3.4 GB besides the maps of the other.
-_PIXELS_AT_ONCE = 2**20
-_MATCHES_AT_ONCE = 2**12
+# of them: at 2048x2048, in full width, 3.4 GB besides the maps of the other. A CPU gains nothing by
+# larger batches, so it takes the images one by one, and parts that its caches hold.
+_PIXELS_AT_ONCE, _PIXELS_AT_ONCE_ON_CPU = 2**20, 2**16
+_MATCHES_AT_ONCE, _MATCHES_AT_ONCE_ON_CPU = 2**12, 2**9
 
 
 @dataclass(frozen=True)
@@ -237,7 +238,8 @@ class LoFTR(nn.Module):
         for i, (image, mask) in enumerate(((image0, mask0), (image1, mask1))):
             _check_mask(f"mask{i}", mask, f"image{i}", image)
         # One batch for the norms in training, and for speed where it is small.
-        together = self.training or image0[:, 0].numel() <= _PIXELS_AT_ONCE
+        most = _PIXELS_AT_ONCE_ON_CPU if image0.is_cpu else _PIXELS_AT_ONCE
+        together = self.training or image0[:, 0].numel() <= most
         if image0.shape != image1.shape or not together:
             return self._transformed(self.maps(image0, mask0), self.maps(image1, mask1))
         both = self.maps(torch.cat([image0, image1]), stack_masks(mask0, mask1))
@@ -274,7 +276,7 @@ class LoFTR(nn.Module):
         matches = self.coarse_matching(
             features.coarse0, features.coarse1, features.mask0, features.mask1, threshold
         )
-        step = _MATCHES_AT_ONCE
+        step = _MATCHES_AT_ONCE_ON_CPU if features.fine0.is_cpu else _MATCHES_AT_ONCE
         parts = [
             self._points(features, matches[start : start + step])
             for start in range(0, max(1, len(matches)), step)

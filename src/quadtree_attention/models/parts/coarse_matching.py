@@ -14,6 +14,7 @@ from quadtree_attention.ops.attention.tree import accumulation_dtype
 from quadtree_attention.ops.transport.functional import with_bin
 
 Method = Literal["dual_softmax", "optimal_transport"]
+CPU_ENTRIES = 2**20  # that are worked on at a time on a CPU, whose caches hold them
 
 
 @dataclass(frozen=True)
@@ -173,6 +174,7 @@ class CoarseMatching(nn.Module):
             None if mask0 is None else mask0.flatten(1),
             None if mask1 is None else mask1.flatten(1),
             max_entries=max_entries,
+            part_entries=CPU_ENTRIES if map0.is_cpu and max_entries is not None else None,
         )
 
     def _potentials(self, similarity: Similarity) -> tuple[float, Tensor, Tensor]:

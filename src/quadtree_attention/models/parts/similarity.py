@@ -27,6 +27,8 @@ class Similarity:
         visible1: Boolean (B, T), or None.
         max_entries: Entries of a tile; None for the whole matrix. Temporary results take up to
             three times as many again. For gradients take None: they would keep every tile anyway.
+        part_entries: Entries of the parts in which a tile is worked on, for smaller temporary
+            results; None: all of it.
     """
 
     def __init__(
@@ -37,6 +39,7 @@ class Similarity:
         visible1: Tensor | None = None,
         *,
         max_entries: int | None = None,
+        part_entries: int | None = None,
     ) -> None:
         self.features0, self.features1 = features0, features1
         self.visible0, self.visible1 = visible0, visible1
@@ -44,6 +47,10 @@ class Similarity:
         self.rows_per_tile = max(1, self.num_rows)
         if max_entries is not None:
             self.rows_per_tile = max(1, max_entries // max(1, batch * features1.shape[1]))
+        self.rows_per_part = self.rows_per_tile
+        if part_entries is not None:
+            rows = max(1, part_entries // max(1, batch * features1.shape[1]))
+            self.rows_per_part = min(rows, self.rows_per_tile)
         self._whole = self._tile(0) if self.rows_per_tile >= self.num_rows else None
 
     def log_sums(self) -> tuple[Tensor, Tensor]:
@@ -103,11 +110,12 @@ class Similarity:
 
     def tiles(self) -> Iterator[tuple[slice, Tensor]]:
         """Rows and their similarities (B, rows, T)."""
-        if self._whole is not None:
-            yield slice(0, self.num_rows), self._whole
-            return
-        for start in range(0, self.num_rows, self.rows_per_tile):
-            yield slice(start, start + self.rows_per_tile), self._tile(start)
+        for start in range(0, max(1, self.num_rows), self.rows_per_tile):
+            tile = self._tile(start) if self._whole is None else self._whole
+            for first in range(0, max(1, tile.shape[1]), self.rows_per_part):
+                part = slice(first, min(first + self.rows_per_part, tile.shape[1]))
+                yield slice(start + first, start + part.stop), tile[:, part]
+            del tile  # before the next one is made
 
     def _tile(self, start: int) -> Tensor:
         rows = slice(start, start + self.rows_per_tile)

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kernels that are compiled before they are needed."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from quadtree_attention import OptionError, models
+from tests.conftest import ROOT
+from tests.support.tiny import NETWORKS
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("task", NETWORKS)
+def test_a_network_stays_as_it_was(task, training):
+    name, options = NETWORKS[task]
+    model = models.create(name, **options).train()
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    random = torch.get_rng_state()
+    assert models.warmup(model, [(64, 96)], training=training) == 0
+    assert model.training
+    assert torch.equal(random, torch.get_rng_state())
+    assert all(parameter.grad is None for parameter in model.parameters())
+    for key, value in model.state_dict().items():
+        assert torch.equal(value, before[key]), key
+
+
+def test_sizes_are_checked():
+    with pytest.raises(OptionError, match="height must be at least 1"):
+        models.warmup(models.create("test_quadtree"), [(0, 10)])
+
+
+def compile_one_norm() -> None:
+    """With the driver of a GPU that is not there."""
+    from triton.runtime import driver
+
+    from quadtree_attention.ops.norms import kernels
+    from quadtree_attention.ops.warm import compile_launches, recorded
+    from tests.ops.test_gpu_code import Hopper
+
+    driver.set_active(Hopper())
+    done: list[int] = []
+
+    def run() -> None:
+        for rows in (5, 7):
+            x = torch.zeros(rows, 32)
+            kernels.layer_norm(x, x[0], x[0], 1e-5, x.dtype)
+
+    launches = recorded(run)
+    assert len(launches) == 1
+    compile_launches(launches, done=lambda: done.append(1))
+    assert done == [1]
+    (cache,) = kernels.layer_norm_fwd_kernel.jit.device_caches.values()
+    assert len(cache[0]) == 1
+
+
+def test_recorded_launches_are_compiled():
+    pytest.importorskip("triton", reason="triton comes with the CUDA builds of torch for Linux")
+    code = "from tests.models.test_warm import compile_one_norm; compile_one_norm()"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def variants_of_sizes(training):
+    """Variants at the sizes that `warmup` takes for 128x128, and at random ones."""
+    import os
+    import random
+
+    from quadtree_attention.models.warm import ODD, run_once
+    from quadtree_attention.nn import fuse_for_inference
+    from quadtree_attention.ops.warm import recorded
+
+    os.environ["QUADTREE_FUSED"] = "1"
+    model = fuse_for_inference(models.create("quadtree_b_b0"))
+
+    def variants(size):
+        found = recorded(lambda: run_once(model, size, training=training))
+        return {launch.variant for launch in found}
+
+    warm = variants((128, 128)) | variants((128 + ODD, 128 + ODD))
+    rng = random.Random(0)
+    for _ in range(8):
+        size = rng.randint(64, 300), rng.randint(64, 300)
+        more = variants(size) - warm
+        assert not more, (size, more)
+    return len(warm)
+
+
+@pytest.mark.parametrize(("training", "most"), [(False, 28), (True, 70)])
+def test_sizes_compile_nothing_anew(training, most, interpreter):
+    interpreter(check_variants, training, most)
+
+
+def check_variants(training, most):
+    assert variants_of_sizes(training) <= most
