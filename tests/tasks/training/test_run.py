@@ -166,6 +166,9 @@ def test_mistakes_in_python(tmp_path, monkeypatch):
     write_recipe(tmp_path, f"task: classify\n{RECIPE}")
     with pytest.raises(OptionError, match=r"did you mean data.batch_size\?$"):
         train("tiny.yaml", data={"batchsize": 3})
+    write_recipe(tmp_path, f"task: classify\n{RECIPE.replace('max_epochs', 'min_epochs')}")
+    with pytest.raises(OptionError, match="nothing says how long to train"):
+        prepare("classify", ["--config", "tiny.yaml"])
     assert os.listdir() == ["tiny.yaml"]
 
 

@@ -142,6 +142,11 @@ def prepare(task: str, args: Sequence[str]) -> "TrainCLI":
             "training must last at least one epoch, got max_epochs or max_steps 0; pass more with "
             "--trainer.max_epochs"
         )
+    asked = cli.config.trainer
+    if asked.max_epochs is None and asked.max_steps == -1 and asked.max_time is None:
+        raise OptionError(
+            "nothing says how long to train; pass --config with a recipe, or --trainer.max_epochs"
+        )
     cores = os.cpu_count() or 1
     if isinstance(trainer.accelerator, CPUAccelerator) and trainer.num_devices > cores:
         raise OptionError(
