@@ -29,7 +29,7 @@ def images():
     generator = torch.Generator().manual_seed(1)
     return [
         {f"image{i}": torch.rand(1, 1, *size, generator=generator) for i in range(2)}
-        for size in ((96, 128), (80, 104))
+        for size in ((96, 128), (64, 80))
     ]
 
 

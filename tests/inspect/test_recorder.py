@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from quadtree_attention import OptionError, QuadtreeAttention, models, record
+from quadtree_attention.models.parts.context_attention import FullAttention, LinearAttention
 from quadtree_attention.models.parts.row_attention import RowAttention
 from quadtree_attention.nn.baselines import make_attention
 from quadtree_attention.ops import quadtree_attention
@@ -108,7 +109,8 @@ def test_selection_is_that_of_the_layer():
 @torch.no_grad()
 def test_look_is_the_selection_of_one_query(variant):
     torch.manual_seed(0)
-    layer = QuadtreeAttention(32, 2, num_levels=3, topk=(6, 4), variant=variant, scale=2.0)
+    options = {"topk": (6, 4), "variant": variant, "scale": 2.0}
+    layer = QuadtreeAttention(32, 2, num_levels=3, qkv_bias=True, **options)
     mask = torch.ones(1, 13, 18, dtype=torch.bool)
     mask[:, :, 15:] = False
     with record(layer) as seen:
@@ -137,15 +139,33 @@ def test_mass_is_the_share_of_full_attention():
     for level, (found, kept) in enumerate(
         zip(seen.mass(queries=96)[""], attention.selection(), strict=True)
     ):
-        cell, total = 2 ** (2 - level), 0.0
+        cell, inside = 2 ** (2 - level), np.zeros((8, 12))
         for y, x in np.ndindex(8, 12):
             for row, column in kept.cells[0, y // cell, x // cell, 0].tolist():
                 block = np.s_[row * cell : (row + 1) * cell, column * cell : (column + 1) * cell]
-                total += float(full[y, x][block].sum())
-        assert found == pytest.approx(total / 96, abs=1e-5)
+                inside[y, x] += float(full[y, x][block].sum())
+        assert found == pytest.approx(inside.mean(), abs=1e-5)
+        few = seen[""].mass(queries=8)[level]  # one of each row
+        assert few == pytest.approx(inside[:, 0].mean(), abs=1e-5)
     assert seen[""].mass(1000) == pytest.approx((1.0, 1.0), abs=1e-5)
     assert seen[""].mass((1000, 1))[0] == pytest.approx(1.0, abs=1e-5)
     assert seen[""].mass((1000, 1))[1] < 0.9
+
+
+@pytest.mark.parametrize("kind", [QuadtreeAttention, FullAttention, LinearAttention])
+@torch.no_grad()
+def test_hidden_keys_carry_nothing(kind):
+    torch.manual_seed(0)
+    layer, mask = kind(16, 2), torch.rand(1, 8, 12) > 0.3
+    mask[:, 4:] = False
+    x, context = torch.randn(2, 1, 8, 12, 16)
+    with record(layer) as seen:
+        layer(x, context, context_mask=mask)
+    scores = seen[""][0].dense(torch.arange(96))
+    assert (scores[..., ~mask[0]] == 0).all()
+    torch.testing.assert_close(scores.sum((-2, -1)), torch.ones(96, 2))
+    if kind is QuadtreeAttention:
+        assert max(seen[""].mass(1000)) <= 1 + 1e-5
 
 
 @torch.no_grad()
@@ -157,7 +177,7 @@ def test_calls_of_one_pass_are_joined():
         assert [layer.cross for layer in seen.values()] == [False, True]
         model(pair((97, 131), (64, 80)))
     cross = seen["coarse_transformer.layers.1.attn"]
-    assert [sample.grid for sample in cross] == [(13, 17), (8, 10)]
+    assert [tuple(sample.q.shape[:3]) for sample in cross] == [(1, 13, 17), (1, 8, 10)]
     assert [sample.key_grid for sample in cross] == [(8, 10), (13, 17)]
 
 
@@ -185,7 +205,7 @@ def test_a_layer_recomputed_in_backward_is_recorded_once():
     model.set_grad_checkpointing()
     data = {"image0": torch.rand(1, 3, 32, 48), "image1": torch.rand(1, 3, 32, 48)}
     with record(model) as seen:
-        model(data).disparity.sum().backward()
+        model(data).raw_disparity.sum().backward()  # which reaches them
     assert [len(layer) for layer in seen.values()] == [32, 32]  # 2 views of 16 rows
 
 
