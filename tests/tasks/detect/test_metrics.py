@@ -307,6 +307,7 @@ def test_changed_files_and_other_data_are_refused(data, tmp_path):
     with pytest.raises(OptionError, match=r"holds results of other data as 2\.png"):
         run(root, out)
     out.write_text("[]")  # no longer what the note is of
+    assert evaluate("detect", data=root, predictions=out).settings is None
     with pytest.raises(OptionError, match=r"no r\.settings\.json beside it says"):
         run(root, out, force=True)
     with pytest.raises(OptionError, match=r"instances_val\.json' exists, and no"):
