@@ -15,7 +15,7 @@ import json
 import math
 import time
 from collections import OrderedDict
-from itertools import pairwise
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -119,13 +119,13 @@ def load_vit(path: Path) -> PlainViT:
     return model.eval()
 
 
-def read_images(path: Path) -> tuple[Tensor, Tensor]:
-    """Images (N, 3, 64, 64) uint8 and labels (N,) of a file of the data set."""
+def read_images(path: Path, count: int | None = None) -> tuple[Tensor, Tensor]:
+    """The first images (N, 3, 64, 64) uint8 and labels (N,) of a file of the data set."""
     with np.load(path) as file:
-        data, ends, labels = file["data"], file["offsets"].tolist(), file["labels"]
+        data, ends, labels = file["data"], file["offsets"].tolist(), file["labels"][:count]
     images = [
         np.asarray(Image.open(io.BytesIO(data[start:end].tobytes())).convert("RGB"))
-        for start, end in pairwise(ends)
+        for start, end in islice(pairwise(ends), count)
     ]
     return torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2), torch.from_numpy(labels).long()
 

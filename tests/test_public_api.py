@@ -34,6 +34,7 @@ def test_public_names_are_pinned():
         "QuadtreeBlock",
         "ShapeError",
         "__version__",
+        "accelerate",
         "available_backends",
         "calibrate_topk",
         "fuse_for_inference",

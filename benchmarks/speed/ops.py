@@ -59,20 +59,27 @@ GROWTH = tuple(
     Case(f"growth_{16 << level}", 1, 1, 64, (16 << level, 16 << level), level + 1, 8)
     for level in range(2, 7)
 )
+# A vision transformer with dense attention, at many tokens; for variant C.
+VIT = tuple(
+    Case(f"vit_{side}", 1, 12, 64, (side, side), levels, 16)
+    for side, levels in ((64, 3), (128, 4), (256, 4), (512, 5))
+)
+VIT_HEAD = replace(VIT[2], name="vit_256_head", heads=1)  # dense attention takes minutes on a CPU
 TINY = Case("tiny", 1, 2, 16, (9, 14), 3, 4)  # for tests only
-KNOWN = {case.name: case for case in (*CASES, *GROWTH, TINY)}
+SUITES = {"all": CASES, "growth": GROWTH, "vit": VIT}
+KNOWN = {case.name: case for case in (*CASES, *GROWTH, *VIT, VIT_HEAD, TINY)}
 CALIBRATION = GROWTH[0]
 _calibrated: dict[tuple[str, ...], float] = {}
 
 
 def find_cases(names: str) -> tuple[Case, ...]:
-    """The cases of a comma-separated list of names, or of the suite "all" or "growth"."""
-    if names in ("all", "growth"):
-        return CASES if names == "all" else GROWTH
+    """The cases of a comma-separated list of names, or of a suite: "all", "growth" or "vit"."""
+    if names in SUITES:
+        return SUITES[names]
     for name in names.split(","):
         if name not in KNOWN:
             known = ", ".join(KNOWN)
-            raise ArgumentTypeError(f"unknown case {name!r}; known: all, growth, {known}")
+            raise ArgumentTypeError(f"unknown case {name!r}; known: {', '.join(SUITES)}, {known}")
     return tuple(KNOWN[name] for name in dict.fromkeys(names.split(",")))
 
 

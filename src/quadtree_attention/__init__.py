@@ -20,6 +20,7 @@ from quadtree_attention.errors import (
 
 if TYPE_CHECKING:
     from quadtree_attention.inspect import calibrate_topk, record
+    from quadtree_attention.models.accelerate import accelerate
     from quadtree_attention.models.topk import set_topk
     from quadtree_attention.nn import (
         QuadtreeAttention,
@@ -53,6 +54,7 @@ __all__ = [
     "QuadtreeBlock",
     "ShapeError",
     "__version__",
+    "accelerate",
     "available_backends",
     "calibrate_topk",
     "fuse_for_inference",
@@ -72,6 +74,7 @@ __version__ = "0.1.0"
 _HOMES = {  # the others live in ops
     "QuadtreeAttention": "nn",
     "QuadtreeBlock": "nn",
+    "accelerate": "models.accelerate",
     "calibrate_topk": "inspect",
     "fuse_for_inference": "nn",
     "record": "inspect",

@@ -104,6 +104,8 @@ def test_memory_is_near_the_measured_peak(device, variant, rows):
         ((57,), (90,), {"num_levels": 4, "topk": 4}),
         ((5, 6, 7), (4, 8, 6), {"num_levels": 2, "topk": 6}),
         ((24, 40), (24, 40), {"num_levels": 1, "topk": 6}),
+        ((16, 24), (13, 20), {"num_levels": 3, "topk": 8, "variant": "C"}),
+        ((24, 40), (24, 40), {"num_levels": 2, "topk": 4, "variant": "C"}),
     ],
 )
 def test_what_forward_saves(grid, key_grid, options):

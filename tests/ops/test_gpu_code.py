@@ -63,6 +63,7 @@ def compile_all() -> None:
 
 
 def all_kernels() -> list[Any]:
+    from quadtree_attention.ops.attention.flat import triton_kernels as flat
     from quadtree_attention.ops.attention.triton.kernels import coarse, fine, pyramid
     from quadtree_attention.ops.depthwise import kernels as depthwise
     from quadtree_attention.ops.kernel import Kernel
@@ -70,7 +71,7 @@ def all_kernels() -> list[Any]:
     from quadtree_attention.ops.transport import kernels as transport
     from quadtree_attention.ops.values import kernels as values
 
-    modules = coarse, fine, norms, depthwise, pyramid, transport, values
+    modules = coarse, fine, flat, norms, depthwise, pyramid, transport, values
     return [
         item
         for part in modules
@@ -100,6 +101,7 @@ def calls(dtype: torch.dtype) -> None:
             found.zero_()
         _backward(maps, *lists, results, [8, 8], 0.1, variant, False)
     convolutions(dtype)
+    variant_c(dtype)
     norms.layer_norm(x, weight, weight, 1e-5, dtype)
     norms.layer_norm_backward(x, x, weight, 1e-5)
     flat = x.flatten(1, 2)
@@ -118,6 +120,27 @@ def calls(dtype: torch.dtype) -> None:
         sides = transport.sinkhorn(scores, dustbin, 3)
         dlast = torch.zeros(2, 40), torch.zeros(2, 50), torch.zeros(2, 1)
         transport.sinkhorn_backward(scores, dustbin, *sides, dlast)
+
+
+def variant_c(dtype: torch.dtype) -> None:
+    """A level below the coarsest, with and without what it may have."""
+    from quadtree_attention.ops.attention.flat.triton import _level, _level_backward
+
+    cells, keys, children, kept, dim = 64, 128, 4, 16, 64
+    q, k, v, below = (torch.zeros(1, 2, n, dim, dtype=dtype) for n in (cells, keys, keys, 4 * keys))
+    parents = torch.zeros(1, 2, cells // children, kept, dtype=torch.int32)
+    for bias, rows, topk in ((None, 1, 0), (torch.zeros(1, keys), 1, 16), (None, 4, 16)):
+        tokens = torch.zeros(1, 2, cells * rows, dim, dtype=dtype)
+        states = cells * rows if rows > 1 else cells // children
+        state = torch.zeros(1, 2, states, dim), torch.zeros(1, 2, states)
+        next_k = below if topk and rows > 1 else None
+        out, lse, _, chosen, _ = _level(
+            q, k, v, bias, parents, *state, tokens if rows > 1 else None, next_k, None,
+            0.0, 0.0, 0.1, topk, True, topk > 0,
+        )  # fmt: skip
+        _level_backward(
+            out, None, tokens, k, v, bias, parents, *state, chosen, out, lse, cells, 0.0, 0.1
+        )
 
 
 def convolutions(dtype: torch.dtype) -> None:
@@ -145,7 +168,7 @@ def test_sizes_of_maps_compile_nothing_anew():
     """But for transport, whose sizes kernels are compiled for; channels may divide by 16 or not."""
     from quadtree_attention.ops.kernel import SIZES
 
-    numbers = {"scale", "share", "eps", "C"}
+    numbers = {"scale", "share", "eps", "number", "next_number", "C"}
     for kernel in all_kernels():
         if ".transport." in kernel.__module__:
             continue

@@ -174,7 +174,7 @@ BAD = [
     ({"dtype": torch.int32}, DTypeError, "q must be float32, float64, float16 or bfloat16, got"),
     ({"num_levels": 0}, OptionError, "num_levels must be an integer of at least 1, got"),
     ({"topk": (3, 3)}, OptionError, "topk must have one entry per level that selects"),
-    ({"variant": "C"}, OptionError, "variant must be 'A' or 'B', got variant='C'"),
+    ({"variant": "D"}, OptionError, "variant must be 'A', 'B' or 'C', got variant='D'"),
 ]  # fmt: skip
 
 

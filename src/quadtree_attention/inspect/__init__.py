@@ -2,6 +2,7 @@
 """Look into attention layers: record them, draw and explore them, choose K by attention mass."""
 
 from quadtree_attention.inspect.calibrate import Calibration, calibrate_topk
+from quadtree_attention.inspect.calibrate_error import ErrorCalibration
 from quadtree_attention.inspect.recorder import Layer, Record, record
 
-__all__ = ["Calibration", "Layer", "Record", "calibrate_topk", "record"]
+__all__ = ["Calibration", "ErrorCalibration", "Layer", "Record", "calibrate_topk", "record"]

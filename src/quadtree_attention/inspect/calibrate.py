@@ -2,16 +2,19 @@
 """K by attention mass: per layer and level the smallest K whose kept cells carry a share of it."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 import torch
 from torch import nn
 
+from quadtree_attention import checks
 from quadtree_attention.errors import OptionError
 from quadtree_attention.images import Array
 from quadtree_attention.inspect.attention import mass_inside
+from quadtree_attention.inspect.calibrate_error import ErrorCalibration, calibrate_error
 from quadtree_attention.inspect.recorder import record, refuse_compiled
+from quadtree_attention.models.accelerate import accelerated_layers
 from quadtree_attention.models.topk import quadtree_layers
 
 if TYPE_CHECKING:
@@ -81,16 +84,29 @@ class Calibration(dict[str, tuple[int, ...]]):
         return draw_curves(self, path)
 
 
+@overload
+def calibrate_topk(
+    model: nn.Module, images: Iterable[Any], *, mass: float, error: None = None
+) -> Calibration: ...
+
+
+@overload
+def calibrate_topk(
+    model: nn.Module, images: Iterable[Any], *, mass: None = None, error: float
+) -> ErrorCalibration: ...
+
+
 def calibrate_topk(
     model: nn.Module,
     images: Iterable[Any],
     *,
     mass: float | None = None,
     error: float | None = None,
-) -> Calibration:
-    """Return the smallest K per layer and level whose kept cells carry a share of the attention.
+) -> Calibration | ErrorCalibration:
+    """Return the smallest K per layer by attention mass, or by the error of an accelerated model.
 
-    The share is that of full attention: the softmax of the same queries over all keys of the finest
+    With `mass`, K is chosen per level so that the kept cells carry a share of the attention. The
+    share is that of full attention: the softmax of the same queries over all keys of the finest
     map. With n levels that select, level i (from 0) may lose (i + 1) / n of what is to be lost, so
     that the cells kept at the last of them carry `mass`. K of a level is chosen with the K of the
     coarser levels in place. The model keeps its own K: apply the result with `set_topk`.
@@ -99,7 +115,9 @@ def calibrate_topk(
         model: A model with quadtree attention, in evaluation mode.
         images: Inputs of the model; every one is passed as `model(item)`, once per level.
         mass: Share of full attention's probability, above 0 and at most 1.
-        error: Largest relative error; for models of `accelerate` only.
+        error: For models of `accelerate`: largest relative error of the result of a layer, above 0.
+            Every image is passed once, through dense layers that run variant C beside. Layers whose
+            K would be too large, or no faster than dense attention, stay dense.
 
     Raises:
         OptionError: An argument is not accepted, or the model has no quadtree layers.
@@ -115,10 +133,18 @@ def calibrate_topk(
         raise OptionError(
             f"calibrate_topk takes exactly one of mass and error, got {mass=}, {error=}; pass one"
         )
-    if mass is None:
-        raise OptionError(
-            "error is measured on models of accelerate(), which this is none of; pass mass"
-        )
+    items = list(images)
+    if not items:
+        raise OptionError("calibrate_topk needs at least one image, got none; pass some")
+    if error is not None:
+        checks.above(0, error=error)
+        if not accelerated_layers(model):
+            raise OptionError(
+                "error is measured on models of accelerate(), which this is none of; call "
+                "accelerate(model) first, or pass mass"
+            )
+        return calibrate_error(model, items, error)
+    assert mass is not None
     if not 0 < mass <= 1:
         raise OptionError(f"mass must be above 0 and at most 1, got {mass}; 0.95 is usual")
     refuse_compiled(model)
@@ -132,9 +158,6 @@ def calibrate_topk(
             f"{type(model).__name__} has no quadtree layers of several levels, whose K could be "
             "chosen; pass a model that has"
         )
-    items = list(images)
-    if not items:
-        raise OptionError("calibrate_topk needs at least one image, got none; pass some")
     chosen: dict[str, list[int]] = {name: [] for name in layers}
     curves: dict[str, list[Array]] = {name: [] for name in layers}
     for level in range(max(layer.num_levels for layer in layers.values()) - 1):

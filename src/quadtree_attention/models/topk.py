@@ -8,6 +8,8 @@ from torch import nn
 
 from quadtree_attention import checks
 from quadtree_attention.errors import OptionError
+from quadtree_attention.models.accelerate import accelerated_layers, checked_topk
+from quadtree_attention.models.parts.dense_layers import DenseLayer
 from quadtree_attention.models.parts.row_attention import RowAttention
 from quadtree_attention.nn.attention import QuadtreeAttention
 from quadtree_attention.ops.attention.problem import check_topk
@@ -23,12 +25,13 @@ def quadtree_layers(model: nn.Module) -> dict[str, nn.Module]:
     }
 
 
-def set_topk(model: nn.Module, topk: Mapping[str, int | Sequence[int]]) -> None:
+def set_topk(model: nn.Module, topk: Mapping[str, int | Sequence[int] | None]) -> None:
     """Set how many cells layers keep per query cell; all are set, or none.
 
     Args:
-        model: A network with quadtree attention.
-        topk: By the name of a layer: one number, or one per level that selects, coarse -> fine.
+        model: A network with quadtree attention, or one that `accelerate` was called on.
+        topk: By the name of a layer: one number, or one per level that selects, coarse -> fine;
+            None leaves a layer of an accelerated network dense.
 
     Raises:
         OptionError: The network has no such layer, or the layer accepts no such number.
@@ -40,12 +43,16 @@ def set_topk(model: nn.Module, topk: Mapping[str, int | Sequence[int]]) -> None:
         >>> model.stages[0].blocks[0].attn.topk
         (8, 4, 2)
     """
-    layers, checked = quadtree_layers(model), {}
+    layers: dict[str, Any] = {**quadtree_layers(model), **accelerated_layers(model)}
+    checked: dict[str, Any] = {}
     for name, value in topk.items():
         checks.known(name, layers, "a quadtree layer")
         try:
-            checked[name] = check_topk(value, cast(Any, layers[name]).num_levels)
+            if isinstance(layers[name], DenseLayer):
+                checked[name] = checked_topk(value)
+            else:
+                checked[name] = check_topk(cast(Any, value), layers[name].num_levels)
         except OptionError as error:
             raise OptionError(f"{name}: {error}") from error
     for name, values in checked.items():
-        cast(Any, layers[name]).topk = values
+        layers[name].topk = values

@@ -215,9 +215,9 @@ def _dense_seconds(pairs: int, flops: int, problem: Problem, speed: Speed) -> fl
 def saved_bytes(problem: Problem) -> int:
     """What the forward pass of quadtree attention keeps for backward, beyond its inputs."""
     cells = _cells(problem.query_tree)
-    numbers = (
-        sum(cells) if COPIES_FINEST[problem.device.type] else cells[0] * _kept_per_cell(problem)
-    )
+    numbers = sum(cells) if _in_tree_order(problem) else cells[0] * _kept_per_cell(problem)
+    if problem.variant == "C":  # the state of every level
+        numbers = sum(cells) * (1 + problem.value_dim)
     statistics = _rows(problem) * numbers * _wide(problem)
     return sum(_pyramid_bytes(problem)) + _selection_bytes(problem) + statistics
 
@@ -238,7 +238,7 @@ def _quadtree_memory(problem: Problem) -> int:
 
 def _quadtree_training_memory(problem: Problem) -> int:
     """The peak is in backward of the finest level: its gradients, and all that was saved."""
-    gradients = _summed_gradients if COPIES_FINEST[problem.device.type] else _listed_gradients
+    gradients = _summed_gradients if _in_tree_order(problem) else _listed_gradients
     return saved_bytes(problem) + _result_bytes(problem) + gradients(problem)
 
 
@@ -369,7 +369,12 @@ def _wide(problem: Problem) -> int:
 
 def _copies_finest(problem: Problem) -> bool:
     """With one level there is no tree to be in order of."""
-    return problem.num_levels > 1 and COPIES_FINEST[problem.device.type]
+    return problem.num_levels > 1 and _in_tree_order(problem)
+
+
+def _in_tree_order(problem: Problem) -> bool:
+    """Whether the backend of the device copies the finest maps; all kernels of variant C do."""
+    return COPIES_FINEST[problem.device.type] or problem.variant == "C"
 
 
 def _cells(tree: Tree) -> list[int]:

@@ -311,8 +311,6 @@ def _kept(grid: tuple[int, ...], key_bits: tuple[int, ...], places: Tensor, scor
 
 def _reasons(problem: Problem) -> list[str]:
     reasons = []
-    if problem.variant == "C":
-        reasons.append("it has no kernels for variant 'C'")
     interpreted = os.environ.get("TRITON_INTERPRET", "0") == "1"
     if not TRITON_INSTALLED:
         reasons.append("triton is not installed; it comes with the CUDA builds of torch for Linux")

@@ -14,6 +14,7 @@ from quadtree_attention.ops.attention.tree import is_known
 Grid = tuple[int, ...]
 
 LARGEST_DIM, LARGEST_TOPK = 256, 128  # of attention
+MOST_CANDIDATES = 1024  # of a query cell of variant C below the coarsest level
 LARGEST_CHANNELS = 1024  # of norms
 PLACE_BITS = 31  # of a place, the coordinates of a cell in one int32 that is never negative
 MOST_STEPS = {1: 5, 2: 3, 3: 2}  # levels that a program of `pyramid.py` looks down from a cell
@@ -49,6 +50,12 @@ def reasons(problem: Problem) -> list[str]:
         )
     if max(problem.topk, default=0) > LARGEST_TOPK:
         found.append(f"topk goes up to {LARGEST_TOPK}, got {problem.topk}")
+    candidates = max(problem.topk, default=0) * problem.num_children
+    if problem.variant == "C" and problem.num_levels > 2 and candidates > MOST_CANDIDATES:
+        found.append(
+            f"variant C chooses among {MOST_CANDIDATES} cells at most, got {candidates} "
+            f"({problem.topk=})"
+        )
     heads, single = problem.batch * problem.num_heads, problem.num_levels == 1
     for name, tree in (("query", problem.query_tree), ("key", problem.key_tree)):
         found += grid_reasons(f"the {name} grid", tree.grid)

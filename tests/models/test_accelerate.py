@@ -1,0 +1,343 @@
+# SPDX-License-Identifier: Apache-2.0
+"""accelerate(): variant C in networks with dense attention, and their own attention again."""
+
+import pytest
+import timm
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from quadtree_attention import OptionError, accelerate, models
+from quadtree_attention.models.accelerate import accelerated_layers
+from quadtree_attention.models.parts.points import curve_order
+
+ALL = {"topk": 10**6, "num_levels": 3, "min_tokens": 1, "use_plan": False}
+FEW = {"topk": 2, "num_levels": 3, "min_tokens": 1, "use_plan": False}
+
+
+def vit(**options):
+    return timm.create_model(
+        "vit_tiny_patch16_224", dynamic_img_size=True, depth=2, num_classes=7, **options
+    ).eval()
+
+
+class Points(nn.Module):
+    """A network with LightGlue's interface: it gives every point its nearest one by descriptors."""
+
+    class SelfBlock(nn.Module):
+        def __init__(self, dim, heads):
+            super().__init__()
+            self.heads = heads
+            self.Wqkv = nn.Linear(dim, 3 * dim)
+
+        def forward(self, x, encoding):
+            qkv = self.Wqkv(x + encoding).unflatten(-1, (3, self.heads, -1)).transpose(1, 3)
+            message = F.scaled_dot_product_attention(*qkv.unbind(2))
+            return x + message.transpose(1, 2).flatten(2)
+
+    class CrossBlock(nn.Module):
+        def __init__(self, dim, heads):
+            super().__init__()
+            self.heads = heads
+            self.to_qk, self.to_v, self.to_out = (nn.Linear(dim, dim) for _ in range(3))
+            self.ffn = nn.Linear(2 * dim, dim)
+
+        def forward(self, x0, x1, mask=None):
+            qk0, qk1, v0, v1 = (
+                p(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+                for p in (self.to_qk, self.to_v)
+                for x in (x0, x1)
+            )
+            scores = qk0 @ qk1.mT * qk0.shape[-1] ** -0.5
+            m0, m1 = scores.softmax(-1) @ v1, scores.mT.softmax(-1) @ v0
+            m0, m1 = (self.to_out(m.transpose(1, 2).flatten(2)) for m in (m0, m1))
+            x0 = x0 + self.ffn(torch.cat([x0, m0], -1))
+            return x0, x1 + self.ffn(torch.cat([x1, m1], -1))
+
+    class Layer(nn.Module):
+        def __init__(self, dim, heads):
+            super().__init__()
+            self.self_attn = Points.SelfBlock(dim, heads)
+            self.cross_attn = Points.CrossBlock(dim, heads)
+
+    def __init__(self, dim=32, heads=2):
+        super().__init__()
+        self.posenc, self.log_assignment = nn.Linear(2, dim), nn.Identity()
+        self.transformers = nn.ModuleList(Points.Layer(dim, heads) for _ in range(2))
+
+    def forward(self, data):
+        points = [data[name]["keypoints"] for name in ("image0", "image1")]
+        x = [data[name]["descriptors"] for name in ("image0", "image1")]
+        for layer in self.transformers:
+            x = [layer.self_attn(d, self.posenc(p)) for d, p in zip(x, points, strict=True)]
+            x = list(layer.cross_attn(*x))
+        scores = x[0] @ x[1].mT
+        best, at0 = scores.max(2)
+        at1 = scores.argmax(1)
+        mutual = torch.arange(at0.shape[1]) == at1.gather(1, at0)
+        m0 = torch.where(mutual, at0, -1)
+        m1 = torch.full_like(at1, -1)
+        for b, i in mutual.nonzero().tolist():
+            m1[b, at0[b, i]] = i
+        pairs = [torch.stack([m.nonzero()[:, 0], at0[b][m]], -1) for b, m in enumerate(mutual)]
+        return {
+            "matches0": m0, "matches1": m1, "matching_scores0": best, "matches": pairs,
+            "scores": [best[b][m] for b, m in enumerate(mutual)], "stop": 2,
+        }  # fmt: skip
+
+
+def points(batch=2, count=(90, 70), dim=32):
+    return {
+        f"image{i}": {
+            "keypoints": 100 * torch.rand(batch, n, 2),
+            "descriptors": torch.randn(batch, n, dim),
+            "image_size": torch.tensor([[100.0, 100.0]] * batch),
+        }
+        for i, n in enumerate(count)
+    }
+
+
+class Frames(nn.Module):
+    """Frames of patches behind two tokens each, all in one sequence; attention of nn."""
+
+    def __init__(self, dim=24, heads=3):
+        super().__init__()
+        self.patch = nn.Conv2d(3, dim, 4, 4)
+        self.first = nn.Parameter(torch.randn(1, 2, dim))
+        self.attn = nn.MultiheadAttention(dim, heads, batch_first=True)
+
+    def forward(self, x):
+        x = self.patch(x).flatten(2).transpose(1, 2)  # of all frames
+        x = torch.cat([self.first.expand(len(x), -1, -1), x], 1).flatten(0, 1)[None]
+        return x + self.attn(x, x, x, need_weights=False)[0]
+
+
+def sequence_of(module, grid=(9, 14)):
+    """A module of nn and what it takes."""
+    return module.eval(), (torch.randn(2, grid[0] * grid[1], 32),), {"grid": grid}
+
+
+def matcher():
+    transformer = models.create("loftr_lite", attention="full", num_pairs=1).coarse_transformer
+    dim = next(transformer.parameters()).shape[-1]
+    maps = torch.randn(1, 9, 14, dim), torch.randn(1, 11, 6, dim)
+    return transformer.eval(), (*maps, torch.rand(1, 9, 14) > 0.2, torch.rand(1, 11, 6) > 0.2), {}
+
+
+def stereo():
+    network = models.create("sttr_quadtree_small", attention="full")
+    images = torch.rand(2, 1, 3, 48, 96)
+    return network.eval(), ({"image0": images[0], "image1": images[1]},), {}
+
+
+CASES = {
+    "class token": lambda: (vit(), (torch.randn(1, 3, 112, 176),), {}),
+    "register tokens": lambda: (
+        vit(reg_tokens=4, no_embed_class=True), (torch.randn(2, 3, 80, 144),), {}),
+    "no prefix": lambda: (
+        vit(class_token=False, global_pool="avg"), (torch.randn(1, 3, 80, 144),), {}),
+    "frames": lambda: (Frames().eval(), (torch.randn(3, 3, 20, 36),), {}),
+    "encoder of nn": lambda: sequence_of(
+        nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 4, 64, batch_first=True), 1)),
+    "points": lambda: (Points().eval(), (points(),), {}),
+    "matcher": matcher,
+    "stereo": stereo,
+}  # fmt: skip
+
+
+def leaves(x):
+    if isinstance(x, torch.Tensor):
+        return [x]
+    parts = x.values() if isinstance(x, dict) else x if isinstance(x, list | tuple) else []
+    if hasattr(x, "__dataclass_fields__"):
+        parts = vars(x).values()
+    return [leaf for part in parts for leaf in leaves(part)]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("case", CASES)
+def test_keeping_all_is_the_dense_network_and_restoring_is_bit_exact(case):
+    model, inputs, options = CASES[case]()
+    state = {name: x.clone() for name, x in model.state_dict().items()}
+    dense = leaves(model(*inputs))
+    assert dense
+    accelerated = accelerate(model, **ALL, **options)
+    every = leaves(model(*inputs))
+    calls = [text for layer in accelerated.values() for text in layer.calls]
+    assert calls and all(text.startswith("quadtree") for text in calls), accelerated
+    assert set(accelerated_layers(model)) == set(accelerated)
+    for a, b in zip(every, dense, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+    accelerated.restore()
+    assert not accelerated_layers(model)
+    with accelerate(model, **FEW, **options):
+        few = leaves(model(*inputs))
+    assert any(not torch.equal(a, b) for a, b in zip(few, dense, strict=False))  # it did something
+    assert all(torch.equal(a, b) for a, b in zip(leaves(model(*inputs)), dense, strict=True))
+    assert all(torch.equal(x, state[name]) for name, x in model.state_dict().items())
+    for module in model.modules():
+        assert "forward" not in vars(module)
+        assert not module._forward_hooks and not module._forward_pre_hooks
+
+
+@torch.no_grad()
+def test_report_says_how_calls_ran():
+    model = vit()
+    x = torch.randn(1, 3, 160, 256)
+    accelerated = accelerate(model, topk=4, min_tokens=100, skip="blocks.1.*", use_plan=False)
+    assert "not run yet" in accelerated.to_text()
+    model(x)
+    assert dict(accelerated["blocks.0.attn"].calls) == {"quadtree: 10x16 + 1, 3 levels, K 4": 1}
+    assert accelerated.skipped == {"blocks.1.attn": "skip names it"}
+    model(torch.randn(1, 3, 64, 64))
+    assert "dense: 17 tokens, fewer than min_tokens=100" in accelerated.to_text()
+    accelerated["blocks.0.attn"].topk = None
+    model(x)
+    assert "dense: K is None" in accelerated.to_text()
+    accelerated.restore()
+    with accelerate(model, topk={"blocks.1.attn": (5, 3)}, min_tokens=1, use_plan=False) as found:
+        model(x)
+    assert "dense: K is None" in found["blocks.0.attn"].calls
+    assert "quadtree: 10x16 + 1, 3 levels, K (5, 3)" in found["blocks.1.attn"].calls
+    assert found.to_dict()["layers"]["blocks.1.attn"]["topk"] == (5, 3)
+    with accelerate(model, topk=4, min_tokens=1) as found:
+        model(x)
+    assert "plan() finds dense attention faster" in found.to_text()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        ({"is_causal": True}, "causal"),
+        ({"dropout_p": 0.1}, "dropout"),
+        ({"attn_mask": torch.ones(40, 40).tril().bool()}, "not one of keys"),
+        ({"attn_mask": torch.zeros(40, 40)}, "not one of keys"),
+        ({"attn_mask": torch.arange(40) < 30}, None),
+        ({"attn_mask": (torch.arange(40) < 30).expand(2, 3, 40, 40)}, None),
+    ],
+)
+def test_masks_of_keys_alone(arguments, why):
+    class Layer(nn.Module):
+        def forward(self, x):
+            if arguments.get("attn_mask") is not None and arguments["attn_mask"].ndim == 1:
+                return F.scaled_dot_product_attention(
+                    x, x, x, attn_mask=arguments["attn_mask"][None]
+                )
+            return F.scaled_dot_product_attention(x, x, x, **arguments)
+
+    model, x = Layer(), torch.randn(2, 3, 40, 8)
+    torch.manual_seed(1)
+    dense = model(x)
+    with accelerate(model, **ALL, grid=(5, 8)) as accelerated:
+        torch.manual_seed(1)
+        out = model(x)
+    torch.testing.assert_close(out, dense)
+    (text,) = accelerated[""].calls
+    assert text.startswith("quadtree") if why is None else why in text
+
+
+@torch.no_grad()
+def test_multihead_attention_with_and_without_weights():
+    layer = nn.MultiheadAttention(32, 4, batch_first=False).eval()
+    x, padding = torch.randn(35, 2, 32), torch.rand(2, 35) < 0.3
+    dense, weights = layer(x, x, x, key_padding_mask=padding)
+    with accelerate(layer, **ALL, grid=(5, 7)) as accelerated:
+        out, none = layer(x, x, x, key_padding_mask=padding, need_weights=False)
+        assert none is None and "quadtree" in accelerated.to_text()
+        torch.testing.assert_close(out, dense)
+        torch.testing.assert_close(layer(x, x, x, key_padding_mask=padding)[1], weights)
+    assert "need_weights=True" in accelerated.to_text()
+
+
+def test_grid_from_the_arguments_of_the_model():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attn = nn.MultiheadAttention(8, 2, batch_first=True)
+
+        def forward(self, x, size):
+            return self.attn(x, x, x, need_weights=False)[0]
+
+    model = Model().eval()
+    with accelerate(model, **FEW, grid=lambda x, size: [size, size]) as accelerated:
+        model(torch.randn(1, 3 + 2 * 35, 8), size=(5, 7))
+    assert "quadtree: 2 x 5x7 + 3" in accelerated.to_text()
+    with accelerate(model, **FEW) as accelerated:
+        model(torch.randn(1, 35, 8), size=None)
+    assert "no grid is known" in accelerated.to_text()
+
+
+def test_gradients_reach_the_weights():
+    model, x = vit(), torch.randn(1, 3, 80, 96)
+    grads = []
+    for options in (None, ALL):
+        if options:
+            accelerate(model, **options)
+        model.zero_grad()
+        model(x).square().sum().backward()
+        grads.append(model.blocks[0].attn.qkv.weight.grad.clone())
+    torch.testing.assert_close(grads[1], grads[0], rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "match"),
+    [
+        (lambda: nn.Linear(3, 3), {}, "no attention that can be accelerated"),
+        (vit, {"topk": 0}, "topk must be at least 1"),
+        (vit, {"topk": {"blocks.7.attn": 3}}, "an attention layer must be one of"),
+        (vit, {"skip": "nothing"}, "no attention layer is called 'nothing'"),
+        (vit, {"skip": "*"}, "no attention that can be accelerated"),
+        (vit, {"grid": (3, -1)}, "grid must be the size"),
+        (vit, {"min_tokens": -1}, "min_tokens must be at least 0"),
+        (lambda: torch.compile(vit()), {}, "torch.compile"),
+    ],
+)
+def test_mistakes_leave_the_model_unchanged(make, options, match):
+    model = make()
+    with pytest.raises(OptionError, match=match):
+        accelerate(model, **options)
+    for module in model.modules():
+        assert "forward" not in vars(module) or hasattr(module, "_orig_mod")
+        assert not module._forward_hooks and not module._forward_pre_hooks
+
+
+def test_accelerated_twice():
+    model = vit()
+    accelerate(model)
+    with pytest.raises(OptionError, match="accelerated already"):
+        accelerate(model)
+
+
+def test_curve_visits_neighbours():
+    cells = torch.cartesian_prod(torch.arange(16.0), torch.arange(16.0))
+    shuffled = cells[torch.randperm(256)]
+    path = shuffled[curve_order(shuffled[None])[0]]
+    assert (path[1:] - path[:-1]).abs().sum(-1).eq(1).all()
+    assert curve_order(torch.ones(1, 3, 2)).tolist() == [[0, 1, 2]]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("registered", [True, False])
+def test_layers_of_transformers(registered):
+    transformers = pytest.importorskip(
+        "transformers", reason="transformers is in no extra; its interface is tested where it is"
+    )
+    from quadtree_attention.models.accelerate import register_transformers
+
+    register_transformers()
+    config = transformers.ViTConfig(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32,
+        image_size=96, patch_size=8,
+    )  # fmt: skip
+    model = transformers.ViTModel(config).eval()
+    model.set_attn_implementation("sdpa")
+    x = torch.randn(1, 3, 96, 96)
+    dense = model(x).last_hidden_state
+    if registered:
+        model.set_attn_implementation("quadtree")
+    with accelerate(model, **ALL) as accelerated:
+        out = model(x).last_hidden_state
+    assert "quadtree: 12x12 + 1" in accelerated.to_text()
+    torch.testing.assert_close(out, dense, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(model(x).last_hidden_state, dense)  # few tokens
