@@ -162,3 +162,17 @@ def test_how_blocks_start():
 def test_unknown_block():
     with pytest.raises(OptionError, match=r"one of loftr, vit, got 'vti'; did you mean vit"):
         build(block="vti")
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("block", ["loftr", "vit"])
+def test_large_maps_go_one_by_one_on_a_cpu(block, monkeypatch):
+    model = build(block=block, pairs=2)
+    maps = draw(9, 7), draw(9, 7)
+    batches: list[int] = []
+    model.layers[0].register_forward_pre_hook(lambda _, inputs: batches.append(len(inputs[0])))
+    together = model(*maps)
+    monkeypatch.setattr("quadtree_attention.models.parts.match_transformer.CPU_NUMBERS", 1)
+    for one, expected in zip(model(*maps), together, strict=True):
+        torch.testing.assert_close(one, expected)
+    assert batches == [4, 2, 2]

@@ -116,3 +116,15 @@ def test_turned_is_a_rotation_by_the_column(dim):
         number = number * torch.polar(torch.ones_like(angle), angle)
         expected[..., i], expected[..., pairs + i] = number.real, number.imag
     assert torch.allclose(turned(x), expected, atol=1e-12)
+
+
+@torch.no_grad()
+def test_views_go_through_the_mlp_one_by_one_on_a_cpu(monkeypatch):
+    block = row_attention.RowBlock(16, 2, 2.0, {"attention": "full"})
+    x, sizes = torch.randn(4, 5, 6, 16), []
+    assert block.mlp is not None
+    block.mlp.register_forward_pre_hook(lambda _, inputs: sizes.append(len(inputs[0])))
+    together = block(x)
+    monkeypatch.setattr(row_attention, "CPU_NUMBERS", 1)
+    torch.testing.assert_close(block(x), together)
+    assert sizes == [4, 2, 2]

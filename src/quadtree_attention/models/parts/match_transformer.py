@@ -16,6 +16,7 @@ from quadtree_attention.nn.norm import TokenNorm
 from quadtree_attention.nn.position import DepthwiseConv
 
 BlockKind = Literal["loftr", "vit"]
+CPU_NUMBERS = 2**18  # of a map; calls on smaller ones cost more than their memory
 MakeAttention = Callable[[], nn.Module]
 
 
@@ -107,8 +108,12 @@ def _both(
     contexts: tuple[Tensor, Tensor] | None,
     masks: tuple[Tensor | None, Tensor | None],
 ) -> tuple[Tensor, Tensor]:
-    """The layer on both maps: as one batch where they have one size, which halves the calls."""
-    if maps[0].shape == maps[1].shape:
+    """The layer on both maps: as one batch where they have one size, which halves the calls.
+
+    On a CPU, large maps go one by one where no gradient is needed, for half of the memory.
+    """
+    is_large = maps[0].is_cpu and maps[0].numel() > CPU_NUMBERS and not torch.is_grad_enabled()
+    if maps[0].shape == maps[1].shape and not is_large:
         mask = stack_masks(*masks)
         context = None if contexts is None else torch.cat(contexts)
         context_mask = None if contexts is None else stack_masks(masks[1], masks[0])

@@ -72,7 +72,7 @@ def cells_below(
 @triton.jit
 def near(
     p_x, i_0, i_1, i_2, m_row, o_c, size_0, size_1, size_2,
-    C: tl.constexpr, NDIM: tl.constexpr, RELU: tl.constexpr, TAP: tl.constexpr,
+    C, NDIM: tl.constexpr, RELU: tl.constexpr, TAP: tl.constexpr,
 ):  # fmt: skip
     """Neighbour number `TAP` of each cell, float32; zeros past the edge."""
     i_2 += TAP % 3 - 1
@@ -96,7 +96,7 @@ def near(
 @triton.jit
 def convolved(
     b_y, p_x, p_weight, i_0, i_1, i_2, m_row, o_c, size_0, size_1, size_2,
-    C: tl.constexpr, NDIM: tl.constexpr, RELU: tl.constexpr, TURNED: tl.constexpr,
+    C, NDIM: tl.constexpr, RELU: tl.constexpr, TURNED: tl.constexpr,
 ):  # fmt: skip
     """Adds the convolution at these cells; `TURNED`: that of the gradient."""
     TAPS: tl.constexpr = 3**NDIM
@@ -145,7 +145,7 @@ def handed_down(b_x, F: tl.constexpr):
 def depthwise_fwd_kernel(
     p_x0, p_x1, p_x2, p_x3, p_w0, p_w1, p_w2, p_w3, p_b0, p_b1, p_b2, p_b3,
     p_logits, p_message, p_above, p_y, size_0, size_1, size_2, level,
-    C: tl.constexpr, NDIM: tl.constexpr, LEVELS: tl.constexpr, BLOCK_L: tl.constexpr,
+    C, NDIM: tl.constexpr, LEVELS: tl.constexpr, BLOCK_L: tl.constexpr,
     STEPS: tl.constexpr, ROOTS: tl.constexpr, BLOCK_C: tl.constexpr, ACT: tl.constexpr,
     RELU: tl.constexpr, HAS_MESSAGE: tl.constexpr, HAS_ABOVE: tl.constexpr,
 ):  # fmt: skip
@@ -201,7 +201,7 @@ def depthwise_fwd_kernel(
 @kernel
 def pool_kernel(
     p_dy, p_pooled, batch, size_0, size_1, size_2,
-    C: tl.constexpr, NDIM: tl.constexpr, STEPS: tl.constexpr, ROOTS: tl.constexpr,
+    C, NDIM: tl.constexpr, STEPS: tl.constexpr, ROOTS: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """Sums over the cells of a map below each cell of the coarser levels, from fine to coarse."""
@@ -228,17 +228,17 @@ def pool_kernel(
 
 
 @triton.jit
-def spans_at(batch, size_0, size_1, size_2, s, SPANS: tl.constexpr, BLOCK_R: tl.constexpr):
+def spans_at(batch, size_0, size_1, size_2, s, most_spans, BLOCK_R: tl.constexpr):
     """Programs that share the sums of a level."""
-    return tl.minimum(SPANS, batch * tl.cdiv(cells_at(size_0, size_1, size_2, s), BLOCK_R))
+    return tl.minimum(most_spans, batch * tl.cdiv(cells_at(size_0, size_1, size_2, s), BLOCK_R))
 
 
 @kernel
 def depthwise_bwd_sums_kernel(
     p_dy, p_pooled, p_x0, p_x1, p_x2, p_x3, p_weight, p_bias, p_dz, p_sums,
     batch, size_0, size_1, size_2,
-    C: tl.constexpr, NDIM: tl.constexpr, STEPS: tl.constexpr, BLOCK_C: tl.constexpr,
-    BLOCK_R: tl.constexpr, SPANS: tl.constexpr, ACT: tl.constexpr, RELU: tl.constexpr,
+    C, NDIM: tl.constexpr, STEPS: tl.constexpr, BLOCK_C: tl.constexpr,
+    BLOCK_R: tl.constexpr, most_spans, ACT: tl.constexpr, RELU: tl.constexpr,
 ):  # fmt: skip
     """Sums over a part of a level that make up the gradients of weight, bias and share.
 
@@ -257,14 +257,14 @@ def depthwise_bwd_sums_kernel(
     i_row = i_span.to(tl.int64)
     before = i_row * 0
     for i_step in tl.static_range(1, STEPS + 1):
-        spans = spans_at(batch, size_0, size_1, size_2, i_step - 1, SPANS, BLOCK_R)
+        spans = spans_at(batch, size_0, size_1, size_2, i_step - 1, most_spans, BLOCK_R)
         is_past = (s == i_step - 1) & (i_span >= spans)
         i_span = tl.where(is_past, i_span - spans, i_span)
         s = tl.where(is_past, i_step, s)
         if i_step > 1:
             numbers = cells_at(size_0, size_1, size_2, i_step - 1).to(tl.int64) * batch * C
             before = tl.where(is_past, before + numbers, before)
-    spans = spans_at(batch, size_0, size_1, size_2, s, SPANS, BLOCK_R)
+    spans = spans_at(batch, size_0, size_1, size_2, s, most_spans, BLOCK_R)
     p_x = one_of(s, p_x0, p_x1, p_x2, p_x3)
     p_grad = p_dy
     if s > 0:
@@ -339,9 +339,9 @@ def depthwise_bwd_sums_kernel(
 def depthwise_bwd_weights_kernel(
     p_sums, p_w0, p_w1, p_w2, p_w3, p_b0, p_b1, p_b2, p_b3, p_logits, p_dweight, p_dbias, p_gains,
     batch, size_0, size_1, size_2, level,
-    C: tl.constexpr, NDIM: tl.constexpr, LEVELS: tl.constexpr, BLOCK_L: tl.constexpr,
+    C, NDIM: tl.constexpr, LEVELS: tl.constexpr, BLOCK_L: tl.constexpr,
     STEPS: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr,
-    SPANS: tl.constexpr,
+    most_spans,
 ):  # fmt: skip
     """Adds up the sums of all parts: gradients of a tap, or of the bias, of a level.
 
@@ -353,9 +353,9 @@ def depthwise_bwd_weights_kernel(
     s = tl.program_id(0) // (blocks_c * (TAPS + 1))
     first = 0
     for i_step in tl.static_range(STEPS):
-        spans = spans_at(batch, size_0, size_1, size_2, i_step, SPANS, BLOCK_R)
+        spans = spans_at(batch, size_0, size_1, size_2, i_step, most_spans, BLOCK_R)
         first += tl.where(i_step < s, spans, 0)
-    spans = spans_at(batch, size_0, size_1, size_2, s, SPANS, BLOCK_R)
+    spans = spans_at(batch, size_0, size_1, size_2, s, most_spans, BLOCK_R)
     o_c = i_c * BLOCK_C + tl.arange(0, BLOCK_C)
     m_c = o_c < C
     b_sum = tl.zeros((BLOCK_P, BLOCK_C), tl.float32)
@@ -382,8 +382,8 @@ def depthwise_bwd_weights_kernel(
 def depthwise_bwd_kernel(
     p_dy, p_pooled, p_x, p_w0, p_w1, p_w2, p_w3, p_logits, p_gains, p_dlogits, p_dx,
     batch, size_0, size_1, size_2, level,
-    C: tl.constexpr, NDIM: tl.constexpr, LEVELS: tl.constexpr, BLOCK_L: tl.constexpr,
-    STEPS: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr, GAINS: tl.constexpr,
+    C, NDIM: tl.constexpr, LEVELS: tl.constexpr, BLOCK_L: tl.constexpr,
+    STEPS: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr, gains_of_level,
     BLOCK_G: tl.constexpr, RELU: tl.constexpr,
 ):  # fmt: skip
     """Gradients of the maps, one level after the other, from fine to coarse."""
@@ -430,7 +430,9 @@ def depthwise_bwd_kernel(
         b_shares = share_of_levels(p_logits, LEVELS, BLOCK_L)
         b_dshares = tl.zeros((BLOCK_L,), tl.float32)
         for i_step in tl.static_range(STEPS + 1):
-            b_gains = tl.load(p_gains + i_step * GAINS + o_g, mask=o_g < GAINS, other=0.0)
+            b_gains = tl.load(
+                p_gains + i_step * gains_of_level + o_g, mask=o_g < gains_of_level, other=0.0
+            )
             b_dshares += tl.where(o_l == level - i_step, tl.sum(b_gains, axis=0), 0.0)
         b_dlogits = b_shares * (b_dshares - tl.sum(b_shares * b_dshares, axis=0))
         b_dlogits = b_dlogits.to(p_dlogits.dtype.element_ty)

@@ -116,7 +116,7 @@ def backward(
         dz = torch.empty_like(dy) if options.act else dy
         depthwise_bwd_sums_kernel[(spans * blocks_c * planes,)](
             dy, pooled, *_four(values), weights[-1], biases[-1], dz, sums, batch, *sizes,
-            C=channels, NDIM=ndim, STEPS=steps, **tile, SPANS=most, ACT=options.act,
+            C=channels, NDIM=ndim, STEPS=steps, **tile, most_spans=most, ACT=options.act,
             RELU=options.relu,
         )  # fmt: skip
 
@@ -126,7 +126,7 @@ def backward(
         gains = sums.new_empty(programs)
         depthwise_bwd_weights_kernel[(programs,)](
             sums, *_four(weights), *_four(biases), _or(logits, sums), dweight, dbias, gains, batch,
-            *sizes, options.level, **shape, STEPS=steps, **tile, BLOCK_P=BLOCK_P, SPANS=most,
+            *sizes, options.level, **shape, STEPS=steps, **tile, BLOCK_P=BLOCK_P, most_spans=most,
         )  # fmt: skip
 
         dx = finest.new_empty(batch * sum(cells) * channels)
@@ -138,7 +138,7 @@ def backward(
         depthwise_bwd_kernel[(tiles,)](
             dz, pooled, finest, *_four(weights), _or(logits, dx), gains, dlogits, dx, batch, *sizes,
             options.level, **shape, STEPS=steps, BLOCK_C=block_c, BLOCK_R=rows,
-            GAINS=gains_of_level, BLOCK_G=power_of_two(gains_of_level), RELU=options.relu,
+            gains_of_level=gains_of_level, BLOCK_G=power_of_two(gains_of_level), RELU=options.relu,
         )  # fmt: skip
     return dx, dweight, dbias, dlogits, dabove
 

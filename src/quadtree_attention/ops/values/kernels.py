@@ -240,6 +240,7 @@ def norm_linear_backward(
         norm_linear_bwd_kernel[(programs,)](
             dy, x, weight, bias, stats, matrix, activated, dz, sums, *sizes, channels,
             CHILDREN=children, ACT=act, **tile, num_stages=2,
+            num_warps=8 if tile["BLOCK_N"] == CHANNELS else 4,  # else float32 spills registers
         )  # fmt: skip
         by_map = sums.sum(dim=1)  # (B, 3, C)
         cells, rows = x.shape[1] * x.shape[2], tile_of(channels)
