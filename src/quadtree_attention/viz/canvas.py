@@ -198,7 +198,8 @@ def save_picture(picture: Image.Image, path: str | os.PathLike[str]) -> None:
         OptionError: The suffix is of no known format, or the file cannot be written.
     """
     content = io.BytesIO()
-    picture.save(content, format=picture_format(path), quality=92)
+    # A third of the time of level 6 for files of photographs that are 8 % larger
+    picture.save(content, format=picture_format(path), quality=92, compress_level=3)
     write_whole(path, content.getvalue())
 
 
