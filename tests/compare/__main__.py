@@ -13,6 +13,7 @@ as JSON and writes, the contents of recipes, and the weights of runs that were k
 import argparse
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -26,6 +27,11 @@ from tests.compare.driver import INPUTS, SECTIONS
 
 RECORD = "record-{}.json"  # of a section
 ARRAYS = "arrays-{}.npz"
+RENAMED = {  # parts of the names of parameters
+    r"(lepe\.\d+|dwconv)\.conv\.": r"\1.",
+    r"(branches\.\d+)\.norm1\.": r"\1.reduce.norm_",
+    r"(branches\.\d+)\.norm2\.": r"\1.mix.norm_",
+}
 
 
 def main() -> int:
@@ -82,13 +88,25 @@ def differences(section: str, old: Path, new: Path) -> list[str]:
         ]
     then, now = ({name: _scores(x) for name, x in record.items()} for record in (then, now))
     lines = [f"{section}: {line}" for line in _unlike(then, now, "")]
-    with np.load(old / ARRAYS.format(section)) as a, np.load(new / ARRAYS.format(section)) as b:
-        for name in sorted(a.keys() | b.keys()):
-            if name not in a or name not in b:
-                lines.append(f"{section}: {name} is only in {'NEW' if name in b else 'OLD'}")
-            elif said := _bits(a[name], b[name]):
-                lines.append(f"{section}: {name}: {said}")
+    a, b = (_arrays(folder / ARRAYS.format(section)) for folder in (old, new))
+    for name in sorted(a.keys() | b.keys()):
+        if name not in a or name not in b:
+            lines.append(f"{section}: {name} is only in {'NEW' if name in b else 'OLD'}")
+        elif said := _bits(a[name], b[name]):
+            lines.append(f"{section}: {name}: {said}")
     return lines
+
+
+def _arrays(path: Path) -> dict[str, np.ndarray]:
+    """Arrays of a file, parameters by the names that they have now."""
+    found = {}
+    with np.load(path) as stored:
+        for name in stored:
+            new = name
+            for old, now in RENAMED.items():
+                new = re.sub(old, now, new)
+            found[new] = stored[name]
+    return found
 
 
 def _bits(a: np.ndarray, b: np.ndarray) -> str:
