@@ -16,6 +16,7 @@ from quadtree_attention.errors import MissingDependencyError, OptionError
         (lambda: checks.above(0, focal=math.inf), "focal must be above 0, got inf"),
         (lambda: checks.between(0, 1, flip=1.01), r"flip must be in \[0, 1\], got 1.01"),
         (lambda: checks.between(0, 1, flip=math.nan), r"flip must be in \[0, 1\], got nan"),
+        (lambda: checks.at_least(1, size="big"), "size must be a number at least 1, got 'big'"),
         (lambda: checks.one_of(("a", "b"), kind="c"), "kind must be one of a, b, got 'c'; pass"),
         (lambda: checks.known("loftt", ("loftr", "sttr"), "model"), "did you mean loftr"),
     ],

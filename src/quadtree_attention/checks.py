@@ -3,7 +3,7 @@
 
 import difflib
 import math
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,23 +12,29 @@ from quadtree_attention.errors import MissingDependencyError, OptionError
 
 def at_least(least: float, /, **values: float | None) -> None:
     """Raises `OptionError` for a value below `least`, or NaN."""
-    for name, value in values.items():
-        if value is not None and not value >= least:
-            raise OptionError(f"{name} must be at least {least:g}, got {value}; pass a larger one")
+    _check(values, lambda x: x >= least, f"at least {least:g}", "a larger one")
 
 
 def above(limit: float, /, **values: float | None) -> None:
     """Raises `OptionError` for a value that is not finite and above `limit`."""
-    for name, value in values.items():
-        if value is not None and not limit < value < math.inf:
-            raise OptionError(f"{name} must be above {limit:g}, got {value}; pass a larger one")
+    _check(values, lambda x: limit < x < math.inf, f"above {limit:g}", "a larger one")
 
 
 def between(low: float, high: float, /, **values: float | None) -> None:
     """Raises `OptionError` for a value outside [low, high], or NaN."""
+    _check(values, lambda x: low <= x <= high, f"in [{low:g}, {high:g}]", "another")
+
+
+def _check(
+    values: Mapping[str, Any], fits: Callable[[Any], bool], accepted: str, instead: str
+) -> None:
     for name, value in values.items():
-        if value is not None and not low <= value <= high:
-            raise OptionError(f"{name} must be in [{low:g}, {high:g}], got {value}; pass another")
+        try:
+            good = value is None or fits(value)
+        except TypeError:
+            raise OptionError(f"{name} must be a number {accepted}, got {value!r}") from None
+        if not good:
+            raise OptionError(f"{name} must be {accepted}, got {value}; pass {instead}")
 
 
 def one_of(choices: Iterable[Any], /, **values: Any) -> None:

@@ -125,6 +125,8 @@ def test_options_that_are_refused(task, weights):
     with pytest.raises(OptionError, match="dtype must be one of float32, bfloat16, float16"):
         load(weights, dtype="float8")
     raises(OptionError, "size must be at least", load, weights, size=0)
+    raises(OptionError, "must be a number at least .*, got 'big'", load, weights, size="big")
+    raises(OptionError, r"one of size, .*, got 'sise'; did you mean size", load, weights, sise=64)
 
 
 def test_half_precision_is_close(task, weights, predictor):

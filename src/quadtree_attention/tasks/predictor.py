@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The base of all predictors: weights, devices, batches, memory."""
 
+import inspect
 import math
 import time
 from abc import ABC, abstractmethod
@@ -59,6 +60,8 @@ class Predictor(ABC, Generic[ResultT]):
         compile: bool = False,  # noqa: A002 (what users call it)
         **options: Any,
     ) -> None:
+        for name in options:
+            checks.known(name, self._option_names(), f"an option of {type(self).__name__}")
         self.dtype = "float32" if dtype is None else str(dtype).removeprefix("torch.")
         checks.one_of(DTYPES, dtype=self.dtype)
         self.card, self.options = card, options
@@ -92,7 +95,7 @@ class Predictor(ABC, Generic[ResultT]):
 
         Raises:
             CheckpointError: The weights cannot be read, are of another task, or there are none.
-            OptionError: An option has a value that is not accepted.
+            OptionError: There is no such option, or its value is not accepted.
         """
         from quadtree_attention.models import registry
 
@@ -192,6 +195,13 @@ class Predictor(ABC, Generic[ResultT]):
         """The inputs of samples of equal keys as batches (B, ...) on the device."""
         columns = zip(*(item.inputs for item in batch), strict=True)
         return [torch.stack(column).to(self.device) for column in columns]
+
+    @classmethod
+    def _option_names(cls) -> list[str]:
+        """Keyword arguments of the constructors of the class and its bases."""
+        made = [vars(kind)["__init__"] for kind in cls.__mro__[:-1] if "__init__" in vars(kind)]
+        parameters = [p for init in made for p in inspect.signature(init).parameters.values()]
+        return list(dict.fromkeys(p.name for p in parameters if p.kind is p.KEYWORD_ONLY))
 
     def _checked(self, images: Sequence[Any]) -> Sequence[Any]:
         if len(images) != len(self.task.images):

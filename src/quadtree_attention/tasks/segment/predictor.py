@@ -60,7 +60,6 @@ class Segmenter(Predictor[Segmentation]):
     Args:
         network: The segmenter.
         card: Its card; without names of classes, names are numbers.
-        path: File of the weights.
         size: Pixels of the longer side that the network sees, at most if `shorter_side` is given.
         shorter_side: Pixels of the shorter side that the network sees. Without `size` and
             `shorter_side`: as trained.
@@ -81,7 +80,6 @@ class Segmenter(Predictor[Segmentation]):
         network: SemanticFPN,
         card: dict[str, Any],
         *,
-        path: str | Path | None = None,
         size: int | None = None,
         shorter_side: int | None = None,
         window: int | None = None,
@@ -95,13 +93,13 @@ class Segmenter(Predictor[Segmentation]):
                 "pass a window of at least that many pixels"
             )
         if size is None and shorter_side is None:
-            shorter_side = _base_size(card, path)
+            shorter_side = _base_size(card, common.get("path"))
         if window is not None and stride is None:
             stride = max(1, window * 2 // 3)
         own = {"size": size, "shorter_side": shorter_side, "window": window, "stride": stride}
-        super().__init__(network, card, path=path, **common | own)
+        super().__init__(network, card, **common | own)
         self.names = class_names(card, network.num_classes, self.path)
-        self.palette = _palette(card, network.num_classes, path)
+        self.palette = _palette(card, network.num_classes, self.path)
         self.preprocess = Preprocess(shorter_side, size)
 
     def forward(self, batch: Sequence[Prepared]) -> list[tuple[Tensor, float]]:
