@@ -2,6 +2,7 @@
 """Checks of options, in the words that all of the package uses; None always passes."""
 
 import difflib
+import inspect
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -54,6 +55,12 @@ def known(name: str, names: Collection[str], what: str) -> None:
         raise OptionError(
             f"{what} must be one of {', '.join(names)}, got {name!r}{suggestion(name, names)}"
         )
+
+
+def keywords(*functions: Callable[..., Any]) -> list[str]:
+    """Names of the keyword-only arguments of functions."""
+    parameters = [p for f in functions for p in inspect.signature(f).parameters.values()]
+    return list(dict.fromkeys(p.name for p in parameters if p.kind is p.KEYWORD_ONLY))
 
 
 def suggestion(name: str, names: Iterable[str]) -> str:

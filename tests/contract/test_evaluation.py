@@ -127,6 +127,12 @@ def test_predictions_that_are_missing(task, run, data, save, tmp_path):
             evaluate(task.name, **data, predictions=save, strict=True)
 
 
+def test_options_that_do_not_exist(run, save):
+    raises(OptionError, "an option of the reader must be .*'layut'", run, reader={"layut": "x"})
+    raises(OptionError, "a threshold must be .*'sid'", run, thresholds={"sid": 3})
+    assert not save.exists()
+
+
 def test_workers_make_the_same(task, run, save):
     run()
     before = contents(save.parent)

@@ -116,7 +116,7 @@ def test_weights_that_are_missing_or_damaged(task, weights, tmp_path):
         raises(CheckpointError, "pass the path of weights that quadtree train", load)
 
 
-def test_options_that_are_refused(task, weights):
+def test_options_that_are_refused(task, weights, predictor):
     load = task.load("predictor").from_pretrained
     for device in ("gpu", "mps", "cuda:99"):
         with pytest.raises(OptionError, match=f"there is no device '{device}' here") as caught:
@@ -127,6 +127,7 @@ def test_options_that_are_refused(task, weights):
     raises(OptionError, "size must be at least", load, weights, size=0)
     raises(OptionError, "must be a number at least .*, got 'big'", load, weights, size="big")
     raises(OptionError, r"one of size, .*, got 'sise'; did you mean size", load, weights, sise=64)
+    raises(OptionError, "takes a list of .*, got one file", list, predictor.many("a.png"))
 
 
 def test_half_precision_is_close(task, weights, predictor):

@@ -105,10 +105,15 @@ def evaluate(
         DataError: The data or the predictions cannot be read.
     """
     chosen = get_task(task)
-    opened = chosen.load("open_source")
+    opened, metric = chosen.load("open_source"), chosen.load("metric")
+    for name in reader or {}:
+        accepted = [n for n in checks.keywords(opened) if n not in ("split", "strict")]
+        checks.known(name, accepted, "an option of the reader")
+    for name in thresholds or {}:
+        checks.known(name, checks.keywords(metric), "a threshold")
     source: Source[Any] = opened(data, split=split, strict=strict, **(reader or {}))
     skipped = list(source.skipped)
-    chosen.load("metric")(source, **(thresholds or {}))  # refuses thresholds before a network runs
+    metric(source, **(thresholds or {}))  # refuses thresholds before a network runs
     if predictions is None:
         made = chosen.load("predictor")
         predictor = made.from_pretrained(weights, **{**made.scored_with, **options})

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The base of all predictors: weights, devices, batches, memory."""
 
-import inspect
 import math
+import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
@@ -60,8 +60,9 @@ class Predictor(ABC, Generic[ResultT]):
         compile: bool = False,  # noqa: A002 (what users call it)
         **options: Any,
     ) -> None:
+        made = [vars(k)["__init__"] for k in type(self).__mro__[:-1] if "__init__" in vars(k)]
         for name in options:
-            checks.known(name, self._option_names(), f"an option of {type(self).__name__}")
+            checks.known(name, checks.keywords(*made), f"an option of {type(self).__name__}")
         self.dtype = "float32" if dtype is None else str(dtype).removeprefix("torch.")
         checks.one_of(DTYPES, dtype=self.dtype)
         self.card, self.options = card, options
@@ -143,6 +144,8 @@ class Predictor(ABC, Generic[ResultT]):
 
         checks.at_least(1, batch=batch)
         checks.one_of(("raise", "return"), errors=errors)
+        if isinstance(items, str | bytes | os.PathLike):
+            raise OptionError(f"many() takes a list of {self.task.item}s, got one file; pass [...]")
         total = len(items) if isinstance(items, Sized) else None
         remaining, hidden = iter(items), None if progress else True
         with tqdm(total=total, unit=self.task.item, leave=False, disable=hidden) as bar:
@@ -195,13 +198,6 @@ class Predictor(ABC, Generic[ResultT]):
         """The inputs of samples of equal keys as batches (B, ...) on the device."""
         columns = zip(*(item.inputs for item in batch), strict=True)
         return [torch.stack(column).to(self.device) for column in columns]
-
-    @classmethod
-    def _option_names(cls) -> list[str]:
-        """Keyword arguments of the constructors of the class and its bases."""
-        made = [vars(kind)["__init__"] for kind in cls.__mro__[:-1] if "__init__" in vars(kind)]
-        parameters = [p for init in made for p in inspect.signature(init).parameters.values()]
-        return list(dict.fromkeys(p.name for p in parameters if p.kind is p.KEYWORD_ONLY))
 
     def _checked(self, images: Sequence[Any]) -> Sequence[Any]:
         if len(images) != len(self.task.images):
