@@ -101,3 +101,11 @@ def test_sizes_compile_nothing_anew(training, most, interpreter):
 
 def check_variants(training, most):
     assert variants_of_sizes(training) <= most
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("training", [False, True])
+def test_on_a_gpu(training):
+    model = models.create("quadtree_b_b0").cuda()
+    assert models.warmup(model, [(128, 128)], training=training) > 10
+    assert torch.isfinite(model.eval()(torch.randn(1, 3, 90, 130, device="cuda"))).all()

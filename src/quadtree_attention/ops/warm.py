@@ -5,6 +5,9 @@ import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+import torch
+from torch import Tensor
+
 from quadtree_attention.ops.launches import Launch, record
 
 
@@ -34,7 +37,8 @@ def compile_launches(
         names = [name for name in kernel.parameters if name not in kernel.constants]
         varying = [launch.arguments[name] for name in names]
         constants = {k: v for k, v in launch.arguments.items() if k not in names}
-        kernel.jit.warmup(*varying, grid=launch.grid, **constants)
+        with torch.cuda.device_of(next(x for x in varying if isinstance(x, Tensor))):
+            kernel.jit.warmup(*varying, grid=launch.grid, **constants)
         done()
 
     with ThreadPoolExecutor(threads or os.cpu_count()) as pool:
