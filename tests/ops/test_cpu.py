@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from quadtree_attention import ShapeError, quadtree_attention, quadtree_attention_pyramid
 from quadtree_attention.ops.attention import cpu, reference
-from quadtree_attention.ops.attention.cpu import operators
+from quadtree_attention.ops.attention.cpu import operators, pyramids
 from quadtree_attention.ops.attention.cpu import threads as helpers
 from quadtree_attention.ops.attention.cpu.operators import attend as attend_level
 from quadtree_attention.ops.attention.problem import make_problem
@@ -200,6 +200,19 @@ def test_back_to_the_grid(grid):
     (a,), (b,) = (torch.autograd.grad(y.square().sum(), x) for y in (got, expected))
     assert torch.equal(a, b)
     torch.library.opcheck(OPS.cpu_to_grid, (x, list(grid), 3))
+
+
+def test_orders_of_trees_are_bounded(monkeypatch):
+    monkeypatch.setattr(pyramids, "_orders", {})
+    monkeypatch.setattr(pyramids, "MOST_BYTES", 3000)
+    trees = [Tree((16, 16 + 2 * i), 2) for i in range(4)]  # above 1,024 bytes each
+    orders = [pyramids._order(tree) for tree in trees]
+    assert list(pyramids._orders) == trees[-2:]
+    assert pyramids._order(trees[-2]) is orders[-2]
+    assert list(pyramids._orders) == [trees[-1], trees[-2]], "the last one goes last"
+    monkeypatch.setattr(pyramids, "MOST_ORDERS", 1)
+    pyramids._order(trees[0])
+    assert list(pyramids._orders) == trees[:1]
 
 
 @pytest.mark.parametrize("level", [0, 1, 2])

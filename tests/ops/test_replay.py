@@ -4,14 +4,13 @@
 import gc
 import random
 import weakref
-from functools import lru_cache, partial
+from functools import partial
 from itertools import combinations
 
 import pytest
 import torch
 
 from quadtree_attention import OptionError, quadtree_attention, quadtree_attention_pyramid
-from quadtree_attention.nn import QuadtreeAttention
 from quadtree_attention.ops.norms.functional import layer_norm, map_norm
 
 pytest.importorskip("triton", reason="triton comes with the CUDA builds of torch for Linux")
@@ -85,32 +84,8 @@ def gradients_with_mask(draw):
     return torch.cat([x.flatten() for x in torch.autograd.grad(out.square().sum(), (q, weights))])
 
 
-@lru_cache
-def module(device, **options):
-    torch.manual_seed(0)
-    options = {"num_levels": 2, "topk": 2, "value_pyramid": "conv", "lepe": True} | options
-    built = QuadtreeAttention(8, options.pop("num_heads", 2), **options, backend="triton")
-    return built.to(device).requires_grad_(False)
-
-
-def all_at_once(draw, *, dtype=None, **options):
-    """Two modules of the same options share a plan, whatever their parameters are."""
-    x = draw(1, 2, 3, 8)
-    context = [draw(1, 3, 2, 8)] if options.get("lepe") is False else []
-    with torch.autocast(x.device.type, dtype=dtype, enabled=dtype is not None):
-        return module(x.device, **options)(x, *context).float()
-
-
 # No two of them may be taken for each other, however little they differ.
 REPEATED = (
-    all_at_once,
-    partial(all_at_once, num_heads=1),
-    partial(all_at_once, topk=1),
-    partial(all_at_once, scale=0.1),
-    partial(all_at_once, value_act="relu"),
-    partial(all_at_once, lepe=False),
-    partial(all_at_once, qkv_bias=True),
-    partial(all_at_once, dtype=torch.float16),
     attention,
     of_itself,
     in_one_tensor,

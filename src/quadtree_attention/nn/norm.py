@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quadtree_attention.ops.dispatch import autocast_dtype
+from quadtree_attention.ops.autocast import autocast_dtype
 from quadtree_attention.ops.norms.functional import can_fuse, layer_norm
 
 

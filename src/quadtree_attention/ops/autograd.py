@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from quadtree_attention.errors import BackendUnsupportedError
+from quadtree_attention.ops import launches
 
 INSTEAD = "use backend='reference', or use_backend('reference') around a model"
 
@@ -33,14 +34,19 @@ def operator(name: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any
 
     Args:
         name: After `quadtree_attention::`.
-        fake: The function for tensors without data.
+        fake: The function for tensors without data; while launches are recorded, the operator
+            itself runs on them.
     """
 
     def register(run: Callable[..., Any]) -> Any:
         schema = torch.library.infer_schema(run, mutates_args=(), op_name=name)
         _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
         _library.impl(name, run, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"quadtree_attention::{name}", fake, lib=_library)
+
+        def without_data(*arguments: Any, **options: Any) -> Any:
+            return (run if launches.is_recording() else fake)(*arguments, **options)
+
+        torch.library.register_fake(f"quadtree_attention::{name}", without_data, lib=_library)
         return getattr(torch.ops.quadtree_attention, name).default
 
     return register

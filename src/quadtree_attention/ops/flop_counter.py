@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 
 import torch
 
+_registered: set[str] = set()
+
 
 def register_formulas(formulas: Mapping[str, Callable[..., int]]) -> None:
     """Registers formulas by operator name, once somebody has imported the FLOP counter.
@@ -13,11 +15,10 @@ def register_formulas(formulas: Mapping[str, Callable[..., int]]) -> None:
     Importing it here would import Triton. A counter that is already running gets them as well.
     """
     module = sys.modules.get("torch.utils.flop_counter")
-    if module is None:
+    if module is None or _registered >= formulas.keys():
         return
     operators = {getattr(torch.ops.quadtree_attention, name): f for name, f in formulas.items()}
-    if all(operator in module.flop_registry for operator in operators):
-        return
+    _registered.update(formulas)
     for operator, formula in operators.items():
         module.register_flop_formula(operator)(formula)
     from torch.utils._python_dispatch import _get_current_dispatch_mode_stack

@@ -38,8 +38,11 @@ class Kernel:
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         if launches.is_recording():
-            return partial(launches.note, self, grid)
-        return partial(self._launch_and_tell, grid) if replay.is_noting() else self.jit[grid]
+            launch = partial(launches.note, self, grid)
+        else:
+            launch = partial(self._launch_and_tell, grid) if replay.is_noting() else self.jit[grid]
+        # Versions of Triton have different defaults; near ties must not depend on them.
+        return partial(launch, enable_fp_fusion=True)
 
     def _launch_and_tell(self, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
         compiled = self.jit[grid](*arguments, **constants)

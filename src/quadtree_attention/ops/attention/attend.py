@@ -2,14 +2,12 @@
 """Where every call of the package ends: the run of the backend that was chosen."""
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 
-import torch
 from torch import Tensor
 
 from quadtree_attention.ops.attention.problem import Problem
+from quadtree_attention.ops.autocast import without_autocast
 from quadtree_attention.ops.backends import Backend, Kept
-from quadtree_attention.ops.dispatch import autocast_dtype
 
 
 def attend(
@@ -36,10 +34,3 @@ def attend(
             level_weights=level_weights,
             with_selection=with_selection,
         )
-
-
-def without_autocast(device: str) -> AbstractContextManager[object]:
-    """Inside the op the dtypes are ours to choose: sums are kept in float32."""
-    if autocast_dtype(device) is not None:
-        return torch.autocast(device, enabled=False)
-    return nullcontext()

@@ -21,8 +21,8 @@ from quadtree_attention.ops.attention.problem import (
     check_pyramids,
     make_problem,
 )
+from quadtree_attention.ops.autocast import autocast_dtype
 from quadtree_attention.ops.backends import Kept, choose, explain_backends
-from quadtree_attention.ops.dispatch import autocast_dtype
 
 
 class LevelSelection(NamedTuple):

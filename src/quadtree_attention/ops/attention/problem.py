@@ -3,6 +3,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import isfinite
 from numbers import Real
 from typing import Literal, get_args
@@ -73,20 +74,45 @@ def make_problem(
     check_depth(num_levels, query_grid, key_grid)
     check_variant(variant)
     check_level_weights(level_weights, num_levels, variant, q.device)
+    topk, scale = check_topk(topk, num_levels), check_scale(scale, q.shape[-1])
+    sizes = q.shape[0], q.shape[-2], q.shape[-1], v.shape[-1]
+    is_plain = not torch.compiler.is_compiling() and all(type(size) is int for size in sizes)
+    describe = _described if is_plain else _describe
+    return describe(*sizes, query_grid, key_grid, topk, variant, scale, q.dtype, q.device)
+
+
+def _describe(
+    batch: int,
+    num_heads: int,
+    head_dim: int,
+    value_dim: int,
+    query_grid: tuple[int, ...],
+    key_grid: tuple[int, ...],
+    topk: tuple[int, ...],
+    variant: Variant,
+    scale: float,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Problem:
+    """The problem of arguments that were checked."""
+    num_levels = len(topk) + 1
     key_tree = Tree(key_grid, num_levels)
     return Problem(
-        batch=q.shape[0],
+        batch=batch,
         query_tree=Tree(query_grid, num_levels),
         key_tree=key_tree,
-        num_heads=q.shape[-2],
-        head_dim=q.shape[-1],
-        value_dim=v.shape[-1],
-        topk=effective_topk(check_topk(topk, num_levels), key_tree),
+        num_heads=num_heads,
+        head_dim=head_dim,
+        value_dim=value_dim,
+        topk=effective_topk(topk, key_tree),
         variant=variant,
-        scale=check_scale(scale, q.shape[-1]),
-        dtype=q.dtype,
-        device=q.device,
+        scale=scale,
+        dtype=dtype,
+        device=device,
     )
+
+
+_described = lru_cache(maxsize=256)(_describe)
 
 
 def needs_grad(*tensors: Tensor | None) -> bool:
@@ -106,45 +132,51 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
                 f"{name} must be (batch, *grid, heads, dim) with 1, 2 or 3 grid axes, "
                 f"got {x.ndim} axes: {name}.shape={_shape(x)}; add or flatten axes to fit"
             )
-        for i, size in enumerate(x.shape[1:], start=1):
-            if size == 0:
-                raise ShapeError(
-                    f"every axis of {name} but the batch must have at least one entry, got axis "
-                    f"{i} empty: {name}.shape={_shape(x)}; pass a grid of size 1 or more"
-                )
+        if 0 in x.shape[1:]:
+            raise ShapeError(
+                f"every axis of {name} but the batch must have at least one entry, got axis "
+                f"{x.shape.index(0, 1)} empty: {name}.shape={_shape(x)}; pass a grid of size 1 or "
+                "more"
+            )
     _check_dtypes_and_devices(tensors)
-    shapes = f"q.shape={_shape(q)}, k.shape={_shape(k)}, v.shape={_shape(v)}"
+
+    def shapes() -> str:
+        return f"q.shape={_shape(q)}, k.shape={_shape(k)}, v.shape={_shape(v)}"
+
     if q.ndim != k.ndim:
         raise ShapeError(
             f"q and k must have the same number of grid axes, got {q.ndim - 3} and {k.ndim - 3}: "
-            f"{shapes}; reshape the smaller one"
+            f"{shapes()}; reshape the smaller one"
         )
     if k.shape[1:-2] != v.shape[1:-2]:
         raise ShapeError(
             f"k and v must lie on the same grid, got {_shape(k)[1:-2]} and {_shape(v)[1:-2]}: "
-            f"{shapes}; compute both from the same map"
+            f"{shapes()}; compute both from the same map"
         )
     if not q.shape[0] == k.shape[0] == v.shape[0]:
         raise ShapeError(
             f"q, k and v must have the same batch size, got {q.shape[0]}, {k.shape[0]} and "
-            f"{v.shape[0]}: {shapes}; use Tensor.expand to share one among many"
+            f"{v.shape[0]}: {shapes()}; use Tensor.expand to share one among many"
         )
     if not q.shape[-2] == k.shape[-2] == v.shape[-2]:
         raise ShapeError(
             f"q, k and v must have the same number of heads, got {q.shape[-2]}, {k.shape[-2]} and "
-            f"{v.shape[-2]}: {shapes}; use Tensor.expand to share heads"
+            f"{v.shape[-2]}: {shapes()}; use Tensor.expand to share heads"
         )
     if q.shape[-1] != k.shape[-1]:
         raise ShapeError(
-            f"q and k must have the same head dim, got {q.shape[-1]} and {k.shape[-1]}: {shapes}; "
-            "project both to one width (only v may differ)"
+            f"q and k must have the same head dim, got {q.shape[-1]} and {k.shape[-1]}: "
+            f"{shapes()}; project both to one width (only v may differ)"
         )
 
 
 def _check_dtypes_and_devices(tensors: dict[str, Tensor]) -> None:
+    first = next(iter(tensors.values()))
+    dtype, device = first.dtype, first.device
+    if dtype in DTYPES and all(x.dtype == dtype and x.device == device for x in tensors.values()):
+        return
     dtypes = ", ".join(f"{name}.dtype={x.dtype}" for name, x in tensors.items())
     devices = ", ".join(f"{name}.device={x.device}" for name, x in tensors.items())
-    first = next(iter(tensors.values()))
     names = _names(tensors)
     for name, x in tensors.items():
         if x.dtype not in DTYPES:
@@ -152,13 +184,12 @@ def _check_dtypes_and_devices(tensors: dict[str, Tensor]) -> None:
                 f"{name} must be float32, float64, float16 or bfloat16, got {dtypes}; "
                 f"convert it, for example with {name}.float()"
             )
-    if any(x.dtype != first.dtype for x in tensors.values()):
+    if any(x.dtype != dtype for x in tensors.values()):
         raise DTypeError(
             f"{names} must have one dtype, got {dtypes}; convert them to the same "
             "(torch.autocast does it for you)"
         )
-    if any(x.device != first.device for x in tensors.values()):
-        raise DTypeError(f"{names} must be on one device, got {devices}; move them with Tensor.to")
+    raise DTypeError(f"{names} must be on one device, got {devices}; move them with Tensor.to")
 
 
 def check_mask(

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from quadtree_attention.ops.attention.triton.limits import depthwise_reasons
+from quadtree_attention.ops.autocast import autocast_dtype
 from quadtree_attention.ops.autograd import apply, backward_pass, operator
 from quadtree_attention.ops.backends import fuses, fuses_more
 from quadtree_attention.ops.depthwise import plain
-from quadtree_attention.ops.dispatch import autocast_dtype
 from quadtree_attention.ops.flop_counter import register_formulas
 from quadtree_attention.ops.norms.functional import KERNEL_DTYPES, activation_code
 

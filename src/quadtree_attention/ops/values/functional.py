@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quadtree_attention.ops.autocast import autocast_dtype
 from quadtree_attention.ops.autograd import apply, backward_pass, operator
 from quadtree_attention.ops.backends import fuses_more
-from quadtree_attention.ops.dispatch import autocast_dtype
 from quadtree_attention.ops.flop_counter import register_formulas
 from quadtree_attention.ops.norms.functional import activation_code, can_fuse_map
 

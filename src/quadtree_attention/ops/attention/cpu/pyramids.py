@@ -2,9 +2,9 @@
 """Pyramids of means, and the way back to the grid, as PyTorch operators."""
 
 from collections.abc import Sequence
-from functools import lru_cache
 from itertools import pairwise
 from math import prod
+from threading import Lock
 from typing import Any
 
 import torch
@@ -18,6 +18,8 @@ from quadtree_attention.ops.attention.cpu.shape import LANES
 from quadtree_attention.ops.attention.cpu.threads import run
 from quadtree_attention.ops.attention.tree import Tree, accumulation_dtype
 from quadtree_attention.ops.autograd import apply, backward_pass, operator
+
+MOST_ORDERS, MOST_BYTES = 64, 64 * 2**20  # of orders that are kept
 
 
 def pyramid(tree: Tree, x: Tensor, visible: Sequence[Tensor | None]) -> list[Tensor]:
@@ -43,6 +45,10 @@ def to_grid(tree: Tree, x: Tensor) -> Tensor:
     return apply(WHAT, _ToGrid, tree, x)
 
 
+_lock = Lock()
+_orders: dict[Tree, Array] = {}
+
+
 def _has_kernels(tree: Tree, x: Tensor) -> bool:
     """Half precisions, narrow rows and single levels are left to PyTorch."""
     wide = x.dtype == accumulation_dtype(x.dtype) and x.shape[-1] >= LANES
@@ -55,11 +61,21 @@ def _check_width(x: Tensor) -> None:
         raise ShapeError(f"rows need {LANES} numbers or more, got {x.shape[-1]}; use tree.pyramid")
 
 
-@lru_cache(maxsize=64)
 def _order(tree: Tree) -> Array:
-    """The place on the grid, row by row, of every finest cell in tree order; -1 for padding."""
-    places = torch.arange(1, 1 + prod(tree.grid), dtype=torch.int32).reshape(tree.grid)
-    return flat(tree.to_tree(places, tree.finest, axis=0) - 1, torch.int32)
+    """The place on the grid, row by row, of every finest cell in tree order; -1 for padding.
+
+    Those of the latest trees are kept, up to `MOST_ORDERS` and `MOST_BYTES`, and the last one.
+    """
+    with _lock:
+        order = _orders.pop(tree, None)
+        if order is None:
+            places = torch.arange(1, 1 + prod(tree.grid), dtype=torch.int32).reshape(tree.grid)
+            order = flat(tree.to_tree(places, tree.finest, axis=0) - 1, torch.int32)
+        _orders[tree] = order  # the last one again
+        nbytes = sum(x.nbytes for x in _orders.values())
+        while len(_orders) > 1 and (nbytes > MOST_BYTES or len(_orders) > MOST_ORDERS):
+            nbytes -= _orders.pop(next(iter(_orders))).nbytes
+        return order
 
 
 def _shown(shown: list[Tensor], level: int) -> Array:

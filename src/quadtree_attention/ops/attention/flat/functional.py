@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from quadtree_attention.errors import DTypeError, OptionError, ShapeError
-from quadtree_attention.ops.attention.attend import without_autocast
 from quadtree_attention.ops.attention.base import Kept
 from quadtree_attention.ops.attention.flat.backends import FLAT
 from quadtree_attention.ops.attention.flat.forest import Forest
@@ -28,6 +27,7 @@ from quadtree_attention.ops.attention.problem import (
     make_problem,
 )
 from quadtree_attention.ops.attention.tree import Tree, accumulation_dtype
+from quadtree_attention.ops.autocast import without_autocast
 from quadtree_attention.ops.backends import choose
 
 Grid = Sequence[int]

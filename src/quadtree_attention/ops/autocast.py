@@ -1,0 +1,26 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What autocast means for operators that choose their own dtypes."""
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+
+# Asked once, here: torch.compile of torch 2.11 stumbles over the question.
+AUTOCAST_DEVICES = frozenset(
+    device
+    for device in ("cpu", "cuda", "xpu", "mps", "mtia", "hpu")
+    if torch.amp.is_autocast_available(device)
+)
+
+
+def autocast_dtype(device: str) -> torch.dtype | None:
+    """What autocast casts to on devices of this type; None where it is off or unknown to them."""
+    on = device in AUTOCAST_DEVICES and torch.is_autocast_enabled(device)
+    return torch.get_autocast_dtype(device) if on else None
+
+
+def without_autocast(device: str) -> AbstractContextManager[object]:
+    """A context without autocast: inside of an operator, sums are kept in float32."""
+    if autocast_dtype(device) is not None:
+        return torch.autocast(device, enabled=False)
+    return nullcontext()
