@@ -125,6 +125,12 @@ def test_look_is_the_selection_of_one_query(variant):
                 scores = selection[level].scores[0, y // cell, x // cell, head].sort().values
                 assert sorted(look.cells[look.kept].tolist()) == sorted(cells)
                 torch.testing.assert_close(look.scores[look.kept].sort().values, scores)
+    at = torch.tensor([5 * 18 + 9, 12 * 18 + 14])
+    for level, scores in enumerate(attention.scores(at)):
+        for query, place in enumerate([(5, 9), (12, 14)]):
+            for head in range(2):
+                expected = attention.maps(place, head)[level][0]
+                torch.testing.assert_close(scores[query, head], expected)
 
 
 @torch.no_grad()

@@ -9,10 +9,13 @@ import typer
 
 from quadtree_attention import __version__
 from quadtree_attention.cli import (
+    attention,
+    calibrate,
     classify,
     convert,
     detect,
     evaluate,
+    explore,
     info,
     match,
     segment,
@@ -23,7 +26,10 @@ from quadtree_attention.cli import (
 from quadtree_attention.cli.options import RENAMED
 from quadtree_attention.cli.output import MISTAKE, tell
 
-COMMANDS = (info, match, stereo, classify, detect, segment, evaluate, train, convert, warmup)
+COMMANDS = (
+    *(info, match, stereo, classify, detect, segment, evaluate, train, convert, warmup),
+    *(explore, attention, calibrate),
+)
 
 app = typer.Typer(
     no_args_is_help=True,

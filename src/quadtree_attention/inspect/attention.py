@@ -157,6 +157,50 @@ class Attention:
         return [(level[0], level[1], level[2]) for level in found]
 
     @torch.no_grad()
+    def scores(self, at: Tensor, topk: int | Sequence[int] | None = None) -> list[Tensor]:
+        """Return the scores of queries on every level; 0 where they did not look.
+
+        Args:
+            at: Numbers (Q,) of query cells of the first sample, row by row.
+            topk: Cells to keep; None: those of the layer.
+
+        Returns:
+            (Q, N, *key_grid_l) per level, coarse -> fine.
+        """
+        kept = check_topk(self.topk if topk is None else topk, self.num_levels)
+        queries = _levels(self.q, self.query_mask, self.num_levels)
+        keys = _levels(self.k, self.key_mask, self.num_levels)
+        place = torch.unravel_index(at, self.grid)
+        found: list[Tensor] = []
+        chosen = torch.zeros(())
+        for level, ((q_map, _), (k_map, shown)) in enumerate(zip(queries, keys, strict=True)):
+            side = 2 ** (self.num_levels - 1 - level)
+            q = q_map[0][tuple(axis // side for axis in place)].float()  # (Q, N, D)
+            logits = torch.einsum("qnd,...nd->qn...", q, k_map[0].float()) * self.scale
+            looked = shown[0].expand_as(logits)
+            if level:
+                looked = looked & _children(chosen, logits)
+            logits = logits.masked_fill(~looked, -torch.inf)
+            if level and self.variant == "A":
+                axes = tuple(range(2, logits.ndim))
+                e = (logits - logits.amax(dim=axes, keepdim=True)).double().exp()
+                total = e
+                for axis in range(2, e.ndim):
+                    total = _summed(total, axis, 2)
+                share = e / _children(total, e).clamp(min=1e-300)
+                scores = (share * _children(found[-1], e)).float()
+            else:
+                scores = logits.flatten(2).softmax(dim=-1).nan_to_num().view_as(logits)
+            found.append(scores)
+            if level < self.num_levels - 1:
+                rank = scores if self.variant == "A" else logits
+                rank = torch.where(looked, rank, -torch.inf).flatten(2)
+                best = rank.topk(min(kept[level], rank.shape[-1])).indices
+                chosen = torch.zeros_like(rank, dtype=torch.bool).scatter(-1, best, True)
+                chosen = (chosen & looked.flatten(2)).view_as(logits)
+        return found
+
+    @torch.no_grad()
     def dense(self, at: Tensor) -> Tensor:
         """Return the scores of queries for all keys of the finest map, without a pyramid.
 
@@ -181,9 +225,11 @@ class Attention:
         return scores.movedim(0, 1).unflatten(-1, self.key_grid)
 
 
-def _cells(sizes: Sequence[int]) -> Tensor:
-    """Coordinates (S, ndim) of all cells of a grid, row by row."""
-    return torch.cartesian_prod(*(torch.arange(n) for n in sizes)).reshape(-1, len(sizes))
+def _children(x: Tensor, like: Tensor) -> Tensor:
+    """Values (Q, N, *grid) of parents at their children, on the grid of `like`."""
+    for axis in range(2, x.ndim):
+        x = x.repeat_interleave(2, dim=axis).narrow(axis, 0, like.shape[axis])
+    return x
 
 
 def _levels(x: Tensor, mask: Tensor | None, num_levels: int) -> list[tuple[Tensor, Tensor]]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, overload
 import numpy as np
 import torch
 from torch import nn
+from tqdm import tqdm
 
 from quadtree_attention import checks
 from quadtree_attention.errors import OptionError
@@ -102,6 +103,7 @@ def calibrate_topk(
     *,
     mass: float | None = None,
     error: float | None = None,
+    progress: bool = False,
 ) -> Calibration | ErrorCalibration:
     """Return the smallest K per layer by attention mass, or by the error of an accelerated model.
 
@@ -118,6 +120,7 @@ def calibrate_topk(
         error: For models of `accelerate`: largest relative error of the result of a layer, above 0.
             Every image is passed once, through dense layers that run variant C beside. Layers whose
             K would be too large, or no faster than dense attention, stay dense.
+        progress: Show a progress bar in a terminal; for `mass`.
 
     Raises:
         OptionError: An argument is not accepted, or the model has no quadtree layers.
@@ -160,21 +163,24 @@ def calibrate_topk(
         )
     chosen: dict[str, list[int]] = {name: [] for name in layers}
     curves: dict[str, list[Array]] = {name: [] for name in layers}
-    for level in range(max(layer.num_levels for layer in layers.values()) - 1):
+    levels = max(layer.num_levels for layer in layers.values()) - 1
+    bar = tqdm(total=levels * len(items), unit="pass", leave=False, disable=None if progress else 1)
+    for level in range(levels):
         open_ones = {n: layer for n, layer in layers.items() if level < layer.num_levels - 1}
-        found = _curves(model, items, {n: chosen[n] for n in open_ones}, level)
+        found = _curves(model, items, {n: chosen[n] for n in open_ones}, level, bar)
         for name, curve in found.items():
             selecting = layers[name].num_levels - 1
             goal = 1 - (1 - mass) * (level + 1) / selecting
             enough = np.flatnonzero(curve >= goal - 1e-6)
             chosen[name].append(int(enough[0]) + 1 if len(enough) else len(curve))
             curves[name].append(curve)
+    bar.close()
     topk = {name: tuple(values) for name, values in chosen.items()}
     return Calibration(topk, mass, len(items), curves)
 
 
 def _curves(
-    model: nn.Module, items: Sequence[Any], above: Mapping[str, Sequence[int]], level: int
+    model: nn.Module, items: Sequence[Any], above: Mapping[str, Sequence[int]], level: int, bar: Any
 ) -> dict[str, Array]:
     """The share over K at one level, by layer, as the mean over images, samples, queries, heads."""
     sums: dict[str, list[Array]] = {name: [] for name in above}
@@ -182,6 +188,7 @@ def _curves(
     for item in items:
         with torch.no_grad(), record(model, layers=list(above)) as seen:
             model(item)
+        bar.update()
         for name, layer in seen.items():
             rest = layer.num_levels - 2 - level
             step = -(-len(layer) // SAMPLES)

@@ -34,7 +34,8 @@ if TYPE_CHECKING:
     from PIL import Image
 
     from quadtree_attention.files import StrPath
-    from quadtree_attention.images import ImageLike
+    from quadtree_attention.images import Array, ImageLike
+    from quadtree_attention.viz.page import Page
 
 LIMIT = 2**31  # bytes
 DENSE = (
@@ -218,6 +219,36 @@ class Record(Mapping[str, Layer]):
         from quadtree_attention.inspect.still import draw_record
 
         return draw_record(self, images, at, path, layers=layers, head=head, sample=sample)
+
+    def show(
+        self,
+        images: "ImageLike | Sequence[ImageLike]",
+        *,
+        layers: Sequence[str] | None = None,
+        at: tuple[float, float] | None = None,
+        matches: "tuple[Array, Array, Array] | None" = None,
+        disparity: "Array | None" = None,
+    ) -> "Page":
+        """Return a page that shows what every query kept, at any K; a notebook displays it.
+
+        `show(...).save("explore.html")` writes it: one file, which needs no server and no network.
+        Of rows (the stereo network) it holds as many as fit into 4 MB.
+
+        Args:
+            images: The image, or the two images of a pair, as the network saw them.
+            layers: Names of layers; None: the last self and the last cross attention.
+            at: The query that the page begins with, (x, y) in pixels of the first image.
+            matches: Points (N, 2) of the two images, in pixels, and their confidence (N,).
+            disparity: Disparity (H, W) of the left image, in its pixels; NaN where occluded.
+
+        Raises:
+            OptionError: There is no such layer, or the point is outside of the image.
+        """
+        from quadtree_attention.inspect.explorer import make_explorer
+
+        return make_explorer(
+            {"": self}, images, layers=layers, at=at, matches=matches, disparity=disparity
+        )
 
     def _clear(self) -> None:
         self._bytes = 0

@@ -1,26 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pictures of recorded attention: one query's scores at every level, and curves of mass over K."""
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
 from PIL import Image, ImageDraw, ImageFont
+from torch import nn
 
 from quadtree_attention import checks
 from quadtree_attention.errors import OptionError
 from quadtree_attention.files import StrPath
 from quadtree_attention.images import Array, ImageLike, to_image
 from quadtree_attention.inspect.attention import Attention
+from quadtree_attention.models.topk import quadtree_layers
 from quadtree_attention.viz.canvas import cut, save_picture
-from quadtree_attention.viz.palette import BACKGROUND, CONFIDENCE, FAINT, TEXT, ramp
+from quadtree_attention.viz.palette import BACKGROUND, CONFIDENCE, FAINT, TEXT, ramp, text_on
 
 if TYPE_CHECKING:
     from quadtree_attention.inspect.calibrate import Calibration
     from quadtree_attention.inspect.recorder import Layer, Record
 
 WIDTH, GAP, TITLE, MARGIN = 300, 8, 24, 14  # of panels, in pixels
+BARS, ROW = 900, 26  # of bars of level weights
 QUERY = (255, 255, 255)
 DIMMED = 0.25  # brightness of what was not looked at
 BAND = 12  # pixels of half the height of a row of the stereo network
@@ -44,6 +47,8 @@ def default_layers(record: "Record", images: int) -> list[str]:
     if not seen:
         raise OptionError("nothing was recorded; call the model while record(model) is open")
     quadtree = [name for name in seen if record[name].kind == "quadtree"] or seen
+    most = max(record[name].num_levels for name in quadtree)  # coarse stages have few levels
+    quadtree = [name for name in quadtree if record[name].num_levels == most]
     selves = [name for name in quadtree if not record[name].cross]
     crosses = [name for name in quadtree if record[name].cross]
     return selves[-1:] + (crosses[-1:] if images == 2 else [])
@@ -76,12 +81,41 @@ def draw_record(
     sample: int = 0,
 ) -> Image.Image:
     """See `Record.draw`."""
+    return draw_records({"": record}, images, at, path, layers=layers, head=head, sample=sample)
+
+
+def draw_records(
+    records: "Mapping[str, Record]",
+    images: "ImageLike | Sequence[ImageLike]",
+    at: tuple[float, float],
+    path: StrPath | None = None,
+    *,
+    layers: Sequence[str] | None = None,
+    head: int | None = None,
+    sample: int = 0,
+) -> Image.Image:
+    """Draw several records of the same images, one below the other.
+
+    Args:
+        records: By a name of the network.
+        images: As for `Record.draw`, likewise the other arguments.
+        at: As for `Record.draw`.
+        path: As for `Record.draw`.
+        layers: Of the first record; others show their default layers.
+        head: As for `Record.draw`.
+        sample: As for `Record.draw`.
+    """
     shown = images_of(images)
     check_point(at, shown[0])
-    names = default_layers(record, len(shown)) if layers is None else list(layers)
-    for name in names:
-        checks.known(name, list(record), "a recorded layer")
-    rows = [_row(record[name], shown, at, head, sample) for name in names]
+    rows = []
+    for number, (network, record) in enumerate(records.items()):
+        names = default_layers(record, len(shown))
+        if layers is not None and number == 0:
+            names = list(layers)
+        for name in names:
+            checks.known(name, list(record), "a recorded layer")
+            title, panels = _row(record[name], shown, at, head, sample)
+            rows.append((f"{network}   {title}" if len(records) > 1 else title, panels))
     picture = stacked(rows)
     if path is not None:
         save_picture(picture, path)
@@ -125,7 +159,9 @@ def _row(
             words = f"level {level}: {sizes} cells"
             if level < len(one.level_weights) and one.variant == "B":
                 words += f", {100 * one.level_weights[level]:.0f} % of the message"
-            panels.append((words, _panel(target, scores, looked, kept, band)))
+            side = 2 ** (one.num_levels - 1 - level)
+            full = [n / side for n in one.key_grid]
+            panels.append((words, _panel(target, scores, looked, kept, band, full)))
     number = int(np.ravel_multi_index(cell, one.grid))
     dense = one.dense(torch.tensor([number]))[0]  # (N, *key_grid)
     dense = dense.mean(dim=0) if head is None else dense[head]
@@ -133,7 +169,8 @@ def _row(
     if one.kind != "quadtree":
         sizes = " x ".join(map(str, one.key_grid))
         words = f"{'linear attention' if one.kind == 'linear' else 'attention'}: {sizes} cells"
-    panels.append((words, _panel(target, dense, torch.ones_like(dense), None, band)))
+    whole = torch.ones_like(dense)
+    panels.append((words, _panel(target, dense, whole, None, band, one.key_grid)))
     what = "mean of heads" if head is None else f"head {head}"
     title = f"{layer.name}   {'cross' if layer.cross else 'self'} attention   {what}"
     return title + (f"   K = {', '.join(map(str, one.topk))}" if one.topk else ""), panels
@@ -171,12 +208,13 @@ def _panel(
     looked: torch.Tensor,
     kept: torch.Tensor | None,
     band: float | None,
+    full: Sequence[float],
 ) -> Image.Image:
     """The image, dark where nothing was looked at, with cells in the colours of their scores."""
     picture = _shrunk(image)
     grey = np.asarray(picture.convert("L"), np.float32)[..., None].repeat(3, axis=-1)
     width, height = picture.size
-    maps = [_spread(x.numpy(), (height, width), band) for x in (scores, looked)]
+    maps = [_spread(x.numpy(), (height, width), band, full) for x in (scores, looked)]
     top = max(float(scores.max()), 1e-12)
     share = np.sqrt(maps[0] / top)[..., None]  # small scores stay visible
     colours = ramp(CONFIDENCE, share[..., 0]).astype(np.float32)
@@ -184,30 +222,33 @@ def _panel(
     mixed = bright * (1 - 0.85 * share) + colours * 0.85 * share
     drawn = Image.fromarray(mixed.clip(0, 255).astype(np.uint8))
     if kept is not None and kept.any():
-        _outline(drawn, kept.numpy(), band)
+        _outline(drawn, kept.numpy(), band, full)
     return drawn
 
 
-def _spread(values: Array, size: tuple[int, int], band: float | None) -> Array:
-    """A map of cells at the size of a picture; a row fills a band of it, with 0 elsewhere."""
+def _spread(
+    values: Array, size: tuple[int, int], band: float | None, full: Sequence[float]
+) -> Array:
+    """A map of cells at the size of a picture; a row fills a band of it, with 0 elsewhere.
+
+    `full` is the size of the image in cells, which is no whole number where the last cell is cut.
+    """
     height, width = size
-    columns = np.minimum(
-        (np.arange(width) + 0.5) / width * values.shape[-1], values.shape[-1] - 1
-    ).astype(int)
+    columns = ((np.arange(width) + 0.5) / width * full[-1]).astype(int)
     if band is None:
-        rows = np.minimum((np.arange(height) + 0.5) / height * len(values), len(values) - 1)
-        return values[rows.astype(int)][:, columns]
+        rows = ((np.arange(height) + 0.5) / height * full[0]).astype(int)
+        return values[rows][:, columns]
     top, bottom = (round(edge * height) for edge in _band_edges(band, height))
     spread = np.zeros(size, np.float32)
     spread[top:bottom] = values[columns]
     return spread
 
 
-def _outline(picture: Image.Image, kept: Array, band: float | None) -> None:
+def _outline(picture: Image.Image, kept: Array, band: float | None, full: Sequence[float]) -> None:
     pen = ImageDraw.Draw(picture)
     width, height = picture.size
     for cell in np.argwhere(kept > 0):
-        edges = [(i / n, (i + 1) / n) for i, n in zip(cell, kept.shape, strict=True)]
+        edges = [(i / n, min(1.0, (i + 1) / n)) for i, n in zip(cell, full, strict=True)]
         if band is not None:
             edges.insert(0, _band_edges(band, height))
         (top, bottom), (left, right) = edges
@@ -238,6 +279,56 @@ def stacked(rows: Sequence[tuple[str, list[tuple[str, Image.Image]]]]) -> Image.
             pen.text((x, middle), cut(words, WIDTH, small), FAINT, small, anchor="lm")
             picture.paste(panel, (x, y + 2 * TITLE))
         y += height
+    return picture
+
+
+def draw_level_weights(model: nn.Module, path: StrPath | None = None) -> Image.Image:
+    """Draw the learned weight of every level in the message, one bar per layer.
+
+    Args:
+        model: A network with layers of variant B.
+        path: Picture to write, .png, .jpg or .webp.
+
+    Raises:
+        OptionError: The network has no learned level weights.
+
+    Example:
+        >>> from quadtree_attention import models
+        >>> from quadtree_attention.inspect import draw_level_weights
+        >>> draw_level_weights(models.create("loftr_quadtree_small", num_pairs=1)).width
+        900
+    """
+    weights: dict[str, list[float]] = {}
+    for name, layer in quadtree_layers(model).items():
+        logits = cast(torch.Tensor | None, getattr(layer, "level_logits", None))
+        if logits is not None:
+            weights[name] = logits.detach().float().softmax(dim=0).tolist()
+    if not weights:
+        raise OptionError(f"{type(model).__name__} has no learned level weights; pass one that has")
+    levels = max(map(len, weights.values()))
+    colours = [tuple(c) for c in ramp(CONFIDENCE, np.linspace(0.1, 0.95, levels)).tolist()]
+    left, right, height = 320, BARS - MARGIN, 2 * TITLE + ROW * len(weights) + MARGIN
+    picture = Image.new("RGB", (BARS, height), BACKGROUND)
+    pen, font = ImageDraw.Draw(picture), ImageFont.load_default(13)
+    for level, colour in enumerate(colours):
+        start = left + 140 * level
+        pen.rectangle([start, 16, start + 14, 30], fill=colour)
+        words = "coarsest" if level == 0 else "finest" if level == levels - 1 else ""
+        pen.text((start + 20, 23), f"level {level} {words}".strip(), FAINT, font, anchor="lm")
+    for row, (name, shares) in enumerate(weights.items()):
+        top = 2 * TITLE + ROW * row
+        middle = top + ROW / 2
+        pen.text((MARGIN, middle), cut(name, left - 2 * MARGIN, font), TEXT, font, anchor="lm")
+        x: float = left
+        for share, colour in zip(shares, colours, strict=False):
+            wide = share * (right - left)
+            pen.rectangle([x, top + 2, x + wide - 1, top + ROW - 3], fill=colour)
+            if wide > 36:
+                label = f"{100 * share:.0f} %"
+                pen.text((x + wide / 2, middle), label, text_on(colour), font, anchor="mm")
+            x += wide
+    if path is not None:
+        save_picture(picture, path)
     return picture
 
 

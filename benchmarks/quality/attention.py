@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where a matcher's cross attention is: its mass near to the true partner, on held-out scenes.
+
+Synthetic scenes of a seed that training does not use. Queries are cells whose partner in the other
+image is visible, chosen at random; a score is spread evenly over the finest cells that its cell
+holds. `within` is the share at most r finest cells away along x and y, as a mean over queries and
+heads of a pair, then over pairs. Errors are standard errors over pairs: queries of a pair are not
+independent. `share` is the part of the message that a level gives: its learned weight in variant B,
+in variant A what its cells that are not kept (and all of the finest) carry.
+"""
+
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.measure import use_threads
+from benchmarks.suite import Work
+from quadtree_attention.errors import OptionError
+from quadtree_attention.inspect import Record, record
+from quadtree_attention.inspect.attention import Attention
+from quadtree_attention.models.matcher import COARSE_STRIDE
+from quadtree_attention.tasks.match.data import MatchData, grey
+from quadtree_attention.tasks.match.predictor import Matcher
+from quadtree_attention.tasks.match.truth import true_matches, view_from_flow
+
+HELD_OUT = 20_260_102  # seed of the scenes
+RADII = (1, 2, 4)  # finest cells
+SCENE = {"baseline": [0.05, 0.8], "rotation": [0.0, 20.0], "roll": [0.0, 35.0]}
+FULL, ALL = "full attention", "message"
+
+
+def plan(options: Namespace) -> list[list[Work]]:
+    """One row per weights, cross layer and level; all are measured by the first one."""
+    use_threads(options.threads)
+    found = []
+    for name, path in options.weights or [("quadtree", None)]:
+        matcher = Matcher.from_pretrained(path, device="cpu")
+        with record(matcher.network) as seen:
+            layers = [n for n, layer in seen.items() if layer.cross]
+            levels = {n: seen[n].num_levels if seen[n].kind == "quadtree" else 0 for n in layers}
+        measured: dict[Any, Any] = {}
+        for layer in layers:
+            shown = [*map(str, range(levels[layer])), *([ALL] if levels[layer] else []), FULL]
+            for level in shown:
+                case = {"weights": name, "layer": layer, "level": level}
+                found.append(Work(case, "cpu", {"matcher": matcher, "measured": measured}))
+    return [found]
+
+
+def prepare(work: Work) -> None:
+    return None
+
+
+def check_options(parser: ArgumentParser, options: Namespace) -> None:
+    if options.textures is not None and not Path(options.textures).is_dir():
+        parser.error(f"argument --textures: there is no folder {options.textures}")
+
+
+def measure_row(work: Work, options: Namespace) -> dict[str, Any]:
+    measured = work.more["measured"]
+    if not measured:
+        _measure(work.more["matcher"], options, measured)
+    pairs = torch.stack(measured[work["layer"], work["level"]])  # (pairs, share and radii)
+    mean, error = pairs.mean(dim=0), pairs.std(dim=0) / len(pairs) ** 0.5
+    radii = [str(r) for r in RADII]
+    return {
+        "pairs": len(pairs),
+        "queries": measured["queries"],
+        "share": float(mean[0]),
+        "within": dict(zip(radii, mean[1:].tolist(), strict=True)),
+        "errors": dict(zip(radii, error[1:].tolist(), strict=True)),
+    }
+
+
+@torch.inference_mode()
+def _measure(matcher: Matcher, options: Namespace, measured: dict[Any, Any]) -> None:
+    height, width = options.image[::-1]
+    data = MatchData(
+        height=height, width=width, scene=SCENE, val_pairs=options.pairs, batch_size=1,
+        seed=HELD_OUT, textures=options.textures, procedural=0 if options.textures else None,
+    )  # fmt: skip
+    data.setup()
+    chosen = torch.Generator().manual_seed(0)
+    total = 0
+    for batch in data.val_dataloader():
+        pair = data.on_after_batch_transfer(batch, 0)
+        view0 = view_from_flow(pair["flow0to1"], pair["visible0"])
+        view1 = view_from_flow(pair["flow1to0"], pair["visible1"])
+        truth, _ = true_matches(view0, view1, COARSE_STRIDE)
+        some = torch.randperm(len(truth.cell0), generator=chosen)[: options.queries]
+        if not len(some):
+            continue
+        total += len(some)
+        with record(matcher.network) as seen:
+            matcher.network({f"image{i}": grey(pair[f"image{i}"]) for i in range(2)})
+        _add(seen, truth.cell0[some], truth.cell1[some], measured)
+    if not total:
+        raise OptionError("no scene has visible partners; render larger ones")
+    measured["queries"] = total
+
+
+def _add(seen: Record, at: Tensor, partner: Tensor, measured: dict[Any, Any]) -> None:
+    """Appends the values of a pair."""
+    for name, layer in seen.items():
+        if not layer.cross:
+            continue
+        one = layer[0]
+        measured.setdefault((name, FULL), []).append(_values(one.dense(at), 1.0, partner))
+        if one.kind != "quadtree":
+            continue
+        message = torch.zeros(())
+        for level, given in enumerate(_messages(one, at)):
+            total = given.flatten(2).sum(dim=-1)
+            share = float(total.mean())
+            part = given / total.clamp(min=1e-12)[..., None, None]
+            measured.setdefault((name, str(level)), []).append(_values(part, share, partner))
+            message = message + given
+        measured.setdefault((name, ALL), []).append(_values(message, 1.0, partner))
+
+
+def _messages(one: Attention, at: Tensor) -> list[Tensor]:
+    """What every level gives to the message (Q, N, *key_grid), spread over the finest cells."""
+    scores, found = one.scores(at), []
+    for level, values in enumerate(scores):
+        if one.variant == "A" and level < one.num_levels - 1:
+            best = values.flatten(2).topk(min(one.topk[level], values[0, 0].numel())).indices
+            values = values.flatten(2).scatter(-1, best, 0.0).view_as(values)
+        elif one.variant == "B":
+            values = values * one.level_weights[level]
+        side = 2 ** (one.num_levels - 1 - level)
+        cells = torch.ones(one.key_grid)
+        for axis in range(values.ndim - 2):
+            values = values.repeat_interleave(side, dim=axis + 2)
+            values = values.narrow(axis + 2, 0, one.key_grid[axis])
+            numbers = torch.arange(one.key_grid[axis]) // side
+            inside = numbers.bincount()[numbers].float()  # finest cells of a cell along the axis
+            cells = cells * inside.view([-1, *[1] * (values.ndim - 3 - axis)])
+        found.append(values / cells)
+    return found
+
+
+def _values(scores: Tensor, share: float, partner: Tensor) -> Tensor:
+    """The share, and the means over queries and heads of what is near to the partners."""
+    rows, columns = (axis.view(-1, 1, 1) for axis in torch.unravel_index(partner, scores.shape[2:]))
+    y = torch.arange(scores.shape[2]).view(1, -1, 1)
+    x = torch.arange(scores.shape[3]).view(1, 1, -1)
+    away = torch.maximum((y - rows).abs(), (x - columns).abs())[:, None]
+    near = [float((scores * (away <= r)).flatten(2).sum(dim=-1).mean()) for r in RADII]
+    return torch.tensor([share, *near])

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`quadtree explore`: a page that shows what every query of a network kept, in the browser."""
+
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from quadtree_attention.cli.options import FILE, TEXT, argument, option
+from quadtree_attention.cli.output import command, say, say_json, tell
+from quadtree_attention.tasks.contract import table
+
+HELP = """Make a page that shows what attention kept: point at a place, and see every level.
+
+One HTML file, opened from disk, without a server or network. It shows the self-attention of a
+network on image A, or with B its cross attention, too; for the stereo network, attention along
+rows of a rectified pair. In the page K, head, layer and level are chosen, and two layers, or full
+attention of the same queries and keys, are put side by side.
+
+Without --weights it is the packaged matcher, or with --task stereo the packaged stereo network.
+Weights of classifiers, detectors and segmenters show the self-attention of their backbone.
+--beside takes weights of a second network for the same task, such as one with full, spatial
+reduction or linear attention. --layers names the layers that the page holds, with * for any
+characters; by default the last self and the last cross attention.
+
+\b
+Examples:
+  quadtree explore a.jpg b.jpg
+  quadtree explore left.png right.png --task stereo --out rows.html
+  quadtree explore a.jpg b.jpg --layers "*.4.attn,*.5.attn" --at 320,200
+  quadtree explore photo.jpg --weights b2.safetensors --layers "stages.0.*"
+"""
+PAGE = Path("explore.html")
+OPTIONS = "weights size device json debug"
+NETWORKS = {  # options that `attention` has, too
+    "image0": argument(str, "A", "An image.", ...),
+    "image1": argument(TEXT, "[B]", "Another one."),
+    "beside": option(FILE, "Weights of a second network.", metavar="FILE"),
+    "task": option(
+        TEXT, "match or stereo.", metavar="TASK", show_default="that of the weights, else match"
+    ),
+    "layers": option(
+        TEXT, "Layers, by names or patterns.", metavar="NAMES", show_default="last self and cross"
+    ),
+}
+OWN = {
+    **NETWORKS,
+    "out": option(Path, "Page to write, .html.", PAGE, metavar="FILE"),
+    "at": option(
+        TEXT, "Query that the page begins with.", metavar="X,Y", show_default="a sure match"
+    ),
+}
+
+
+def register(app: typer.Typer) -> None:
+    command(app, "explore", explore, HELP, OPTIONS, OWN)
+
+
+def explore(context: typer.Context) -> None:
+    o = context.params
+    from quadtree_attention.cli.recording import patterns, point_of
+    from quadtree_attention.files import check_writable
+    from quadtree_attention.inspect.explorer import make_explorer
+    from quadtree_attention.inspect.still import check_point
+    from quadtree_attention.viz.page import check_suffix
+
+    inputs = [image for image in (o["image0"], o["image1"]) if image is not None]
+    check_suffix(o["out"])
+    check_writable(o["out"], *inputs)
+    at = None if o["at"] is None else point_of(o["at"])
+    seen = look_at(o, inputs, at)
+    if at is not None:
+        check_point(at, seen.images[0])
+    page = make_explorer(
+        seen.records,
+        seen.images,
+        layers=patterns(o["layers"], seen.records),
+        at=at,
+        names=[Path(name).name for name in inputs],
+        **seen.found,
+    )
+    page.save(o["out"])
+    size = len(page.html.encode())
+    if size > LARGE:
+        tell(f"the page has {size / 1e6:.1f} MB; name fewer --layers for a smaller one")
+    if o["json"]:
+        say_json({"written": str(o["out"]), "bytes": size})
+    else:
+        say(table({"size": f"{size / 1e6:.1f} MB", "written": str(o["out"])}))
+
+
+LARGE = 6_000_000  # bytes
+
+
+def look_at(o: dict[str, Any], inputs: list[str], at: tuple[float, float] | None) -> Any:
+    """Run the networks of the options `NETWORKS`; bad images and points end it before."""
+    from quadtree_attention.cli.output import imported
+    from quadtree_attention.cli.recording import look
+    from quadtree_attention.images import to_image
+    from quadtree_attention.inspect.still import check_point
+
+    images = [to_image(name) for name in inputs]
+    if at is not None:
+        check_point(at, images[0])
+    imported()
+    weights = [o["weights"], *([o["beside"]] if o["beside"] else [])]
+    return look(images, weights, task=o["task"], size=o["size"], device=o["device"])

@@ -1,0 +1,241 @@
+"""The explorer in a real browser: what it shows is what the layers kept, and it can be used."""
+
+import json
+import random
+
+import numpy as np
+import pytest
+import torch
+from axe_playwright_python.sync_playwright import Axe
+
+from quadtree_attention import OptionError, QuadtreeAttention, models, record
+from quadtree_attention.models.parts.row_attention import RowAttention
+
+QUERIES = 50
+EQUAL = 0.98  # share of kept cells
+CLOSE = 0.25  # of scores, in logits, that 8 bits may mix up
+
+
+def noise(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def smooth(*shape, seed=0):
+    """Maps (B, C, H, W) whose neighbours are alike, so that means over cells tell something."""
+    maps = torch.nn.functional.avg_pool2d(noise(*shape, seed=seed), 5, 1, 2)
+    return (maps / maps.std()).movedim(1, -1)
+
+
+def photographs(count, size=(320, 240)):
+    generator = np.random.default_rng(0)
+    shape = (count, size[1] // 16, size[0] // 16, 3)
+    cells = generator.integers(0, 255, shape, dtype=np.uint8)
+    return [np.kron(image, np.ones((16, 16, 1), np.uint8)) for image in cells]
+
+
+def of_maps(variant):
+    torch.manual_seed(0)
+    layer = QuadtreeAttention(32, 2, num_levels=3, topk=(6, 9), variant=variant, scale=1.0)
+    with record(layer) as seen:
+        layer(smooth(1, 32, 31, 41))
+    return seen, photographs(1)
+
+
+def of_rows(_):
+    torch.manual_seed(0)
+    layer = RowAttention(32, 2, num_levels=4, topk=5)
+    x = smooth(2, 32, 20, 75) * 6
+    with record(layer) as seen:
+        layer(x, x.flip(0))
+    seen[""].cross = True
+    return seen, photographs(2)
+
+
+@pytest.fixture(scope="module")
+def matcher_page(tmp_path_factory):
+    """A page of a small matcher of two images of unequal sizes, with matches."""
+    torch.manual_seed(0)
+    options = {"dims": (16, 24, 32), "num_pairs": 1, "num_heads": 2}
+    network = models.create("loftr_quadtree_small", **options).eval()
+    images = photographs(1) + photographs(1, (256, 256))
+    grey = [torch.from_numpy(x.mean(axis=-1) / 255).float()[None, None] for x in images]
+    with torch.no_grad(), record(network, layers="coarse*") as seen:
+        network({"image0": grey[0], "image1": grey[1]})
+    points = np.array([[160.0, 120], [40, 40]]), np.array([[100.0, 130], [60, 30]])
+    path = tmp_path_factory.mktemp("page") / "explore.html"
+    page = seen.show(images, matches=(*points, np.array([0.9, 0.4])))
+    page.save(path)
+    return path
+
+
+@pytest.mark.parametrize(("make", "variant"), [(of_maps, "B"), (of_maps, "A"), (of_rows, "B")])
+@torch.no_grad()
+def test_cells_are_those_of_the_layer(opened, tmp_path, make, variant):
+    seen, images = make(variant)
+    seen.show(images).save(tmp_path / "a.html")
+    layer = seen[""]
+    own, other = layer.topk, tuple(k + 3 for k in layer.topk)
+    chosen = random.Random(0)
+    equal = total = 0
+    with opened(tmp_path / "a.html") as page:
+        samples = page.evaluate("JSON.parse(document.getElementById('about').textContent)")
+        samples = samples["layers"][0]["samples"]
+        height, width = images[0].shape[:2]
+        for i in range(QUERIES):
+            topk = own if i % 2 else other
+            head = chosen.randrange(2)
+            sample = chosen.choice(samples)
+            rows, columns = sample["grid"]
+            y, x = chosen.randrange(rows), chosen.randrange(columns)
+            top, bottom = sample["band"]
+            place = [(x + 0.5) / columns * width - 0.5]
+            place.append((top + (y + 0.5) / rows * (bottom - top)) * height - 0.5)
+            state = {"x": place[0], "y": place[1], "head": head, "topk": {"": topk}}
+            kept = page.evaluate("s => { explorer.set(s); return explorer.kept(); }", state)
+            row = int(np.mean(sample["band"]) * len(layer) / 2) if sample["flat"] else 0
+            at = (x,) if sample["flat"] else (y, x)
+            look = layer[row].look(at, head, topk)
+            for level, cells in enumerate(kept):
+                found = {tuple(cell[1:] if sample["flat"] else cell) for cell in cells}
+                wanted = set(map(tuple, look[level].cells[look[level].kept].tolist()))
+                assert len(found) == len(wanted) or level > 0
+                equal += len(found & wanted)
+                total += len(wanted)
+                if found != wanted:  # children of other parents are not candidates at all
+                    _assert_close(look[level], found, wanted)
+                    break
+    assert equal >= EQUAL * total
+
+
+def _assert_close(look, found, wanted):
+    """Cells that were mixed up have scores next to each other."""
+    logits = {
+        tuple(cell): score
+        for cell, score in zip(look.cells.tolist(), look.scores.log().tolist(), strict=True)
+    }
+    least = min(logits[cell] for cell in wanted)
+    assert all(abs(logits[cell] - least) < CLOSE for cell in found ^ wanted)
+
+
+def test_controls(opened, matcher_page):
+    with opened(matcher_page) as page:
+        state = lambda: page.evaluate("explorer.state")  # noqa: E731
+        canvas = page.locator("#query")
+        box = canvas.bounding_box()
+        first = page.locator("#readout").inner_text()
+        page.mouse.move(box["x"] + 20, box["y"] + 30)
+        page.wait_for_function("t => document.getElementById('readout').innerText !== t", arg=first)
+        hovered = state()
+        assert hovered["x"] == pytest.approx(20 / box["width"] * 320, abs=2)
+        page.mouse.click(box["x"] + 100, box["y"] + 80)
+        page.mouse.move(box["x"] + 150, box["y"] + 90)
+        assert state()["held"] and state()["x"] == pytest.approx(100 / box["width"] * 320, abs=2)
+        page.mouse.click(box["x"] + 100, box["y"] + 80)
+        assert not state()["held"]
+        canvas.focus()
+        page.mouse.move(0, 0)
+        before = state()
+        page.keyboard.press("ArrowRight")
+        page.keyboard.press("Shift+ArrowDown")
+        assert state()["x"] == pytest.approx(before["x"] + 8)
+        assert state()["y"] == pytest.approx(before["y"] + 32)
+        page.keyboard.press("h")
+        page.keyboard.press("1")
+        assert (state()["head"], state()["level"]) == (0, 1)
+        cross = state()["layer"]
+        page.keyboard.press("l")
+        assert state()["layer"] != cross
+        page.select_option("#layer", cross)
+        page.keyboard.press("a")
+        shown = page.evaluate("explorer.kept().map(level => level.length)")
+        assert shown == [16, 8]
+        slider = page.locator("#sliders input").first
+        slider.fill("5")
+        assert page.evaluate("explorer.kept()[0].length") == 5
+        page.click("#sliders button")
+        assert page.evaluate("explorer.kept()[0].length") == 16
+        page.select_option("#beside", "full")
+        assert page.locator("#second").is_visible()
+        assert "full attention" in page.locator("#second-title").inner_text()
+        page.click("#swap")
+        assert state()["image"] == 1
+        with page.expect_download() as download:
+            page.click("#save")
+        assert download.value.suggested_filename == "attention.png"
+
+
+def test_a_link_restores_the_view(opened, matcher_page):
+    with opened(matcher_page) as page:
+        page.evaluate("explorer.set({x: 200, y: 64, head: 1, level: 0, beside: 'full'})")
+        page.locator("#sliders input").first.fill("7")
+        page.wait_for_function("() => location.hash.includes('k=7')")
+        fragment = page.evaluate("location.hash")
+        kept = page.evaluate("explorer.kept()")
+    with opened(matcher_page, fragment=fragment) as page:
+        assert page.evaluate("explorer.kept()") == kept
+        state = page.evaluate("explorer.state")
+        assert (state["x"], state["y"], state["head"], state["level"]) == (200, 64, 1, 0)
+        assert page.locator("#second").is_visible()
+        assert page.locator("#head").input_value() == "1"
+    wrong = "#layer=x&image=7&x=a&y=&head=99&level=-3&k=1,b&beside=y"
+    with opened(matcher_page, fragment=wrong) as page:
+        assert page.evaluate("explorer.kept()[0].length") >= 16
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [375, 1280])
+def test_sizes_and_accessibility(opened, matcher_page, scheme, width):
+    viewport = {"width": width, "height": 720}
+    with opened(matcher_page, viewport=viewport, color_scheme=scheme, has_touch=True) as page:
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        box = page.locator("#query").bounding_box()
+        assert box["width"] > 0.4 * width
+        page.touchscreen.tap(box["x"] + 50, box["y"] + 40)
+        state = page.evaluate("explorer.state")
+        assert state["x"] == pytest.approx(50 / box["width"] * 320, abs=2)
+        page.set_viewport_size({"width": 375, "height": 720})
+        page.wait_for_timeout(100)
+        assert page.evaluate("document.documentElement.scrollWidth") <= 375
+        found = Axe().run(page).response["violations"]
+        serious = [v["id"] for v in found if v["impact"] in ("serious", "critical")]
+        assert not serious, json.dumps(found)[:2000]
+
+
+def test_frames_are_fast(opened, matcher_page):
+    with opened(matcher_page) as page:
+        box = page.locator("#query").bounding_box()
+        for i in range(60):
+            page.mouse.move(box["x"] + 4 * i, box["y"] + 3 * i)
+        frames = page.evaluate("explorer.frames")
+        assert len(frames) > 20 and sorted(frames)[len(frames) // 2] < 33  # milliseconds
+
+
+def test_without_javascript(opened, matcher_page):
+    with opened(matcher_page, script=False) as page:
+        assert page.locator("#still img").is_visible()
+        assert "never looked at" in page.locator(".lead").inner_text()
+        assert page.locator("#still img").evaluate("i => i.naturalWidth") > 500
+
+
+def test_in_a_notebook(opened, matcher_page, tmp_path):
+    seen, images = of_maps("B")
+    frame = seen.show(images)._repr_html_()
+    path = tmp_path / "notebook.html"
+    path.write_text(f"<!doctype html><title>cell</title>{frame}", "utf-8")
+    with opened(path, embedded=True) as page:
+        assert "Query at" in page.frame_locator("iframe").locator("#readout").inner_text()
+
+
+def test_bad_input(tmp_path):
+    seen, images = of_maps("B")
+    with pytest.raises(OptionError, match=r"written as \.html"):
+        seen.show(images).save(tmp_path / "a.png")
+    with pytest.raises(OptionError, match="outside"):
+        seen.show(images, at=(400, 10))
+    with pytest.raises(OptionError, match="recorded layer"):
+        seen.show(images, layers=["x"])
+    with pytest.raises(OptionError, match="one image or two"):
+        seen.show(images * 3)
+    with pytest.raises(OptionError, match="cannot be written"):
+        seen.show(images).save(tmp_path / "missing" / "a.html")
+    assert not list(tmp_path.iterdir())
