@@ -9,6 +9,7 @@ independent. `share` is the part of the message that a level gives: its learned 
 in variant A what its cells that are not kept (and all of the finest) carry.
 """
 
+import sys
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from typing import Any
@@ -77,7 +78,7 @@ def measure_row(work: Work, options: Namespace) -> dict[str, Any]:
 
 @torch.inference_mode()
 def _measure(matcher: Matcher, options: Namespace, measured: dict[Any, Any]) -> None:
-    height, width = options.image[::-1]
+    height, width = options.image
     data = MatchData(
         height=height, width=width, scene=SCENE, val_pairs=options.pairs, batch_size=1,
         seed=HELD_OUT, textures=options.textures, procedural=0 if options.textures else None,
@@ -96,6 +97,7 @@ def _measure(matcher: Matcher, options: Namespace, measured: dict[Any, Any]) -> 
         total += len(some)
         with record(matcher.network) as seen:
             matcher.network({f"image{i}": grey(pair[f"image{i}"]) for i in range(2)})
+        print(f"{total} queries", file=sys.stderr, flush=True)
         _add(seen, truth.cell0[some], truth.cell1[some], measured)
     if not total:
         raise OptionError("no scene has visible partners; render larger ones")
