@@ -23,13 +23,21 @@ from quadtree_attention.errors import OptionError
 from quadtree_attention.inspect import Record, record
 from quadtree_attention.inspect.attention import Attention
 from quadtree_attention.models.matcher import COARSE_STRIDE
-from quadtree_attention.tasks.match.data import MatchData, grey
+from quadtree_attention.synthetic import (
+    PhotoTextures,
+    ProceduralTextures,
+    SceneOptions,
+    Textures,
+    scene_pairs,
+)
+from quadtree_attention.tasks.match.data import grey
 from quadtree_attention.tasks.match.predictor import Matcher
 from quadtree_attention.tasks.match.truth import true_matches, view_from_flow
 
 HELD_OUT = 20_260_102  # seed of the scenes
 RADII = (1, 2, 4)  # finest cells
-SCENE = {"baseline": [0.05, 0.8], "rotation": [0.0, 20.0], "roll": [0.0, 35.0]}
+SCENE = {"baseline": (0.05, 0.8), "rotation": (0.0, 20.0), "roll": (0.0, 35.0)}
+PROCEDURAL, PHOTOS, TEXTURE = 32, 96, 256  # textures without photographs, with; pixels of a side
 FULL, ALL = "full attention", "message"
 
 
@@ -58,6 +66,9 @@ def prepare(work: Work) -> None:
 def check_options(parser: ArgumentParser, options: Namespace) -> None:
     if options.textures is not None and not Path(options.textures).is_dir():
         parser.error(f"argument --textures: there is no folder {options.textures}")
+    options.folder_of_textures = options.textures
+    if options.textures is not None:
+        options.textures = Path(options.textures).resolve().parent.name
 
 
 def measure_row(work: Work, options: Namespace) -> dict[str, Any]:
@@ -78,16 +89,14 @@ def measure_row(work: Work, options: Namespace) -> dict[str, Any]:
 
 @torch.inference_mode()
 def _measure(matcher: Matcher, options: Namespace, measured: dict[Any, Any]) -> None:
-    height, width = options.image
-    data = MatchData(
-        height=height, width=width, scene=SCENE, val_pairs=options.pairs, batch_size=1,
-        seed=HELD_OUT, textures=options.textures, procedural=0 if options.textures else None,
-    )  # fmt: skip
-    data.setup()
+    textures: Textures = ProceduralTextures(PROCEDURAL, size=TEXTURE)
+    if options.textures is not None:
+        textures = PhotoTextures(options.folder_of_textures, size=TEXTURE, limit=PHOTOS)
+    made = {"size": tuple(options.image), "seed": HELD_OUT, "options": SceneOptions(**SCENE)}
     chosen = torch.Generator().manual_seed(0)
     total = 0
-    for batch in data.val_dataloader():
-        pair = data.on_after_batch_transfer(batch, 0)
+    for index in range(options.pairs):
+        pair = vars(scene_pairs(textures, [index], **made))
         view0 = view_from_flow(pair["flow0to1"], pair["visible0"])
         view1 = view_from_flow(pair["flow1to0"], pair["visible1"])
         truth, _ = true_matches(view0, view1, COARSE_STRIDE)
