@@ -57,7 +57,7 @@ def calibrate(context: typer.Context) -> None:
     from quadtree_attention.cli.predict import check_targets
     from quadtree_attention.cli.recording import task_of
     from quadtree_attention.images import images_inside
-    from quadtree_attention.inspect import Calibration, calibrate_topk
+    from quadtree_attention.inspect import calibrate_topk
     from quadtree_attention.models.topk import set_topk
     from quadtree_attention.models.weights import check_target, save_weights
     from quadtree_attention.tasks.contract import get_task
@@ -76,7 +76,6 @@ def calibrate(context: typer.Context) -> None:
     imported()
     items = [_input(predictor, task, group) for group in groups]
     found = calibrate_topk(predictor.network, items, mass=o["mass"], progress=True)
-    assert isinstance(found, Calibration)
     if o["out"] is not None:
         found.draw(o["out"])
     if o["save"] is not None:

@@ -87,13 +87,23 @@ class Calibration(dict[str, tuple[int, ...]]):
 
 @overload
 def calibrate_topk(
-    model: nn.Module, images: Iterable[Any], *, mass: float, error: None = None
+    model: nn.Module,
+    images: Iterable[Any],
+    *,
+    mass: float,
+    error: None = None,
+    progress: bool = False,
 ) -> Calibration: ...
 
 
 @overload
 def calibrate_topk(
-    model: nn.Module, images: Iterable[Any], *, mass: None = None, error: float
+    model: nn.Module,
+    images: Iterable[Any],
+    *,
+    mass: None = None,
+    error: float,
+    progress: bool = False,
 ) -> ErrorCalibration: ...
 
 
