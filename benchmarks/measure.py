@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
@@ -16,7 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from benchmarks.result import ROOT
 
@@ -168,6 +172,61 @@ def cuda_peak_mib(call: Call, before: int | None = None) -> float:
     call()
     torch.cuda.synchronize()
     return (torch.cuda.max_memory_allocated() - before) / MIB
+
+
+def resident_peak_mib(warm_up: Call, prepare: Callable[[], Call]) -> float | None:
+    """Resident memory that a call adds to this process; None where the system does not tell.
+
+    Args:
+        warm_up: A small call, for what libraries allocate once.
+        prepare: Makes the call; its inputs do not count.
+    """
+    warm_up()
+    call = prepare()
+    gc.collect()
+    try:
+        memory = Memory("cpu")
+    except OSError:
+        return None
+    call()
+    return memory.whole()
+
+
+class StoragePeak(TorchDispatchMode):
+    """Counts bytes of the tensors that operators return inside of the context, views once.
+
+    Works on fake tensors, too, which need no memory. What an operator allocates and frees inside of
+    itself does not count, nor what an allocator adds.
+
+    Attributes:
+        live: Bytes of all storages that exist now.
+        peak: The most there were.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = self.peak = 0
+        self._seen: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        self.add(*(leaf for leaf in tree_leaves(found) if isinstance(leaf, Tensor)))
+        return found
+
+    def add(self, *tensors: Tensor) -> None:
+        """Counts tensors that were made outside of the context."""
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            key, size = id(storage), storage.nbytes()
+            if key not in self._seen:
+                self._seen.add(key)
+                self.live += size
+                self.peak = max(self.peak, self.live)
+                weakref.finalize(storage, self._drop, key, size)
+
+    def _drop(self, key: int, size: int) -> None:
+        self._seen.discard(key)
+        self.live -= size
 
 
 def in_fresh_process(function: Callable[..., Any], *args: Any, threads: int) -> Any:

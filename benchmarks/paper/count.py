@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parameters and FLOPs by the authors' rule: classifiers, backbones, Mask R-CNN; needs no GPU.
+"""Parameters and FLOPs: classifiers, backbones and Mask R-CNN by the authors' rule; needs no GPU.
 
 Backbones are those of the authors' counter, which builds the networks of classification: their
 value branch has GELU, which counts nothing, where detectors have ReLU. Mask R-CNN is a backbone
-with mmdet's pyramid and heads. "complexity" is attention alone, beside the closed form of the
-paper's appendix A.1.
+with mmdet's pyramid and heads. "stereo" is a pair through STTR and its quadtree network, products
+only: the paper's counting rule for them is not public. "complexity" is attention alone, beside the
+closed form of the paper's appendix A.1.
 """
 
 from argparse import Namespace
@@ -18,6 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from benchmarks.paper.rule import count
 from benchmarks.speed.backbones import TOPK, build, is_ours
 from benchmarks.speed.ops import GROWTH
+from benchmarks.speed.stereo import count_of
 from benchmarks.suite import Work
 from quadtree_attention import models, quadtree_attention
 
@@ -28,7 +30,9 @@ WITHOUT_MPE = "quadtree_b_b2 without LePE"  # the paper's MPE
 SWIN = "swin_tiny_quadtree_b"
 IMAGE = {"classification": [224, 224], "backbone": [800, 1344]}
 ODD_IMAGE = [800, 1333]  # not padded: PVTv2-b0 in the paper's Table 4
-TASKS = ("classification", "backbone", "mask_rcnn", "complexity")
+PAIR = [540, 960]
+STEREO = ("sttr", "sttr_quadtree")
+TASKS = ("classification", "backbone", "mask_rcnn", "stereo", "complexity")
 CLASSES = 80
 CHANNELS = 256
 LIBRARIES = ("timm", "torchvision")
@@ -42,6 +46,7 @@ def plan(options: Namespace) -> list[list[Work]]:
         cases += [_case(task, name, IMAGE[task], TOPK[task]) for name in names]
     cases += [_case("backbone", "pvt_v2_b0", ODD_IMAGE, None)]
     cases += [_case("mask_rcnn", name, [], TOPK["backbone"]) for name in QUADTREE]
+    cases += [_case("stereo", name, PAIR, None) for name in STEREO]
     cases += [_case("complexity", case.name, list(case.grid), case.topk) for case in GROWTH]
     return [[Work(case)] for case in cases if case["task"] in options.tasks]
 
@@ -55,6 +60,10 @@ def measure_row(work: Work, options: Namespace) -> dict[str, Any]:
     """The counts of one row."""
     if work["task"] == "mask_rcnn":
         return mask_rcnn(work["model"])
+    if work["task"] == "stereo":
+        rows, columns = work["image"]
+        counted = count_of(work["model"], columns, rows)
+        return {"params": counted["params"], "macs": counted["macs"]}
     if work["task"] == "complexity":
         return complexity(work["model"])
     name, _, without = work["model"].partition(" ")

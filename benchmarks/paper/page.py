@@ -5,8 +5,9 @@ A row is "reproduced" if our number has the digits that the paper prints, "diffe
 "ready" if a recipe would train it, and "unknowable" where what the paper counted is not public.
 """
 
+import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache, reduce
 from typing import Any
 
@@ -25,15 +26,22 @@ def page() -> str:
     """All tables, after a summary."""
     sections = yaml.safe_load(ROWS.read_text())
     cells = {part["section"]: [cells_of(row) for row in part["rows"]] for part in sections}
-    lines = [f"| part of the paper | {' | '.join(STATES)} |", "| --- |" + " ---: |" * len(STATES)]
-    for name, rows in cells.items():
-        found = Counter(row[3] for row in rows)
-        lines.append(f"| {name} | {' | '.join(str(found[state] or '-') for state in STATES)} |")
+    lines = [f"| part of the paper | {' | '.join(STATES)} | in short |",
+             f"| --- |{' ---: |' * len(STATES)} --- |"]  # fmt: skip
+    for part in sections:
+        found = Counter(row[3] for row in cells[part["section"]])
+        counts = " | ".join(str(found[state] or "-") for state in STATES)
+        lines.append(f"| {part['section']} | {counts} | {part['short']} |")
     for part in sections:
         lines += ["", f"## {part['section']}", "", *([part["note"], ""] if part["note"] else [])]
         lines += [HEAD, "| --- | ---: | ---: | --- | --- | --- | --- |"]
-        lines += [f"| {' | '.join(row)} |" for row in cells[part["section"]]]
+        lines += [f"| {' | '.join(_marked(row))} |" for row in cells[part["section"]]]
     return "\n".join(lines)
+
+
+def _marked(row: Sequence[str]) -> list[str]:
+    """Cells with the states in bold that a reader looks for."""
+    return [f"**{cell}**" if cell in ("differs", "unknowable") else cell for cell in row]
 
 
 def cells_of(row: Mapping[str, Any]) -> list[str]:
@@ -44,16 +52,8 @@ def cells_of(row: Mapping[str, Any]) -> list[str]:
     """
     paper, why = row["paper"], row.get("why", "")
     same, command = row.get("same", "yes"), row.get("command", COUNT)
-    if "count" in row:
-        values = _found("paper/count", row["count"])
-        scale = SCALES.get(row["value"], 1e9)
-        if "formula" in row:
-            paper = f"{values[row['formula']] / scale:.3f}"
-        ours = _as_printed(paper, _get(values, row["value"]) / scale)
-    elif "measured" in row:
-        wanted = row["measured"]
-        values = _found(wanted["file"], wanted["case"], wanted.get("kind"))
-        ours = _as_printed(paper, values[row["value"]] / row["scale"])
+    if "count" in row or "measured" in row:
+        paper, ours = _numbers(row, paper)
     elif "growth" in row:
         ours = f"{_growth(**row['growth']):.1f}"
     elif "recipe" in row:
@@ -77,9 +77,18 @@ def _state(row: Mapping[str, Any], paper: str, ours: str) -> str:
     return "reproduced" if ours == paper else "differs"
 
 
-def _as_printed(paper: str, value: float) -> str:
-    """A value with as many digits after the point as the paper prints."""
-    return f"{value:.{len(paper.partition('.')[2])}f}"
+def _numbers(row: Mapping[str, Any], paper: str) -> tuple[str, str]:
+    """The paper's number, from its formula if it has one, and ours with as many digits."""
+    wanted = row.get("measured", {"file": "paper/count", "case": row.get("count")})
+    values = _found(wanted["file"], wanted["case"], wanted.get("kind"))
+    key, percent = row["value"], " %" if paper.endswith("%") else ""
+    value, scale = _get(values, key), row.get("scale") or SCALES.get(key, 1e9)
+    if "formula" in row:
+        paper = f"{values[row['formula']] / scale:.3f}"
+    if "of" in row:
+        scale = _get(_found(wanted["file"], row["of"]), key) / (100 if percent else 1)
+    (number,) = re.findall(r"\d+\.?\d*", paper)
+    return paper, f"{value / scale:.{len(number.partition('.')[2])}f}{percent}"
 
 
 def train_command(row: Mapping[str, Any]) -> str:

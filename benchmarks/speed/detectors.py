@@ -9,6 +9,7 @@ pyramid and heads; "detector" also resizes the images and chooses boxes.
 from argparse import Namespace
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 import torch._functorch.config
 from torch import Tensor, nn
 
-from benchmarks.measure import Call, scores_held
+from benchmarks.measure import Call, in_fresh_process, resident_peak_mib, scores_held
 from benchmarks.suite import Work, cases
 from quadtree_attention import models
 
@@ -27,6 +28,7 @@ ATTENTIONS: dict[str, dict[str, Any]] = {  # options of the detector
 }
 PARTS = ("network", "detector")
 CLASSES = 80
+SMALL = [64, 64]  # of warm-up
 # Off, since with it torch 2.11 fails on PVTv2's attention in bfloat16 ("CantSplit").
 INDUCTOR = {"triton.coalesce_tiling_analysis": False}
 SEED = 0
@@ -75,6 +77,18 @@ def prepare(work: Work) -> Call:
     network = Network(whole)
     return partial(_forward, compiled(network) if "compile" in work["mode"] else network, images,
                    held)  # fmt: skip
+
+
+def peak(work: Work, options: Namespace) -> float | None:
+    """Peak memory on a CPU beyond model and images; None of a compiled network."""
+    if "compile" in work["mode"]:
+        return None
+    return in_fresh_process(_peak, work, threads=options.threads)
+
+
+def _peak(work: Work) -> float | None:
+    small = prepare(replace(work, case=work.case | {"image": SMALL}))
+    return resident_peak_mib(small, partial(prepare, work))
 
 
 def compiled(network: nn.Module) -> Any:

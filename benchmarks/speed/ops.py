@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Quadtree attention beside full attention on the same maps, forward and backward."""
 
-import gc
 import math
 from argparse import ArgumentTypeError, Namespace
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.measure import Call, Memory, in_fresh_process, measure
+from benchmarks.measure import Call, in_fresh_process, measure, resident_peak_mib
 from benchmarks.suite import SkippedError, Work, cases
 from benchmarks.tables.table import number
 from quadtree_attention import available_backends, quadtree_attention
@@ -162,15 +162,8 @@ def peak(work: Work, options: Namespace) -> float | None:
 
 def _peak(work: Work, case: Case) -> float | None:
     side = 2**case.num_levels
-    call_of(work, replace(case, batch=1, grid=(side, side)))()  # warm-up
-    call = call_of(work, case)
-    gc.collect()
-    try:
-        memory = Memory("cpu")
-    except OSError:
-        return None
-    call()
-    return memory.whole()
+    small = call_of(work, replace(case, batch=1, grid=(side, side)))
+    return resident_peak_mib(small, partial(call_of, work, case))
 
 
 def estimate(work: Work) -> float:

@@ -5,8 +5,11 @@ import pytest
 import torch
 import yaml
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from benchmarks.measure import StoragePeak
 from benchmarks.paper.count import measure_row
+from benchmarks.paper.memory import measure_row as memory_row
 from benchmarks.paper.page import ROWS, STATES, cells_of, train_command
 from benchmarks.paper.rule import count
 from benchmarks.result import ResultFileError, read_all
@@ -119,6 +122,12 @@ def test_mask_rcnn_parameters(rows):
         assert found["torchvision_params"] - found["params"] == 1025 * 4 + 257
 
 
+def test_stereo(rows):
+    full, ours = (values(rows, "stereo", name) for name in ("sttr", "sttr_quadtree"))
+    assert round(full["macs"] / 1e9, 1) == 839.0 and full["params"] == 2_513_811
+    assert round(ours["macs"] / 1e9, 1) == 434.2
+
+
 def test_closed_form_leaves_out_the_finest_level(rows):
     for case in GROWTH:
         found = values(rows, "complexity", case.name)
@@ -132,6 +141,37 @@ def test_committed_counts_are_those_of_this_code(rows):
     assert len(some) == 7
     for row in some:
         assert measure_row(Work(row["case"], "cpu"), None) == row["values"]
+
+
+def peak_of(device):
+    with StoragePeak() as storages:
+        x = torch.zeros(100, 25, device=device)  # 10,000 bytes
+        view = x.T[3:]  # no storage of its own
+        y = torch.cat([x, view.reshape(-1, 25)])  # 8,800 bytes copied, then 18,800
+        del view
+        z = x.half()  # 5,000
+        del x, y
+        last = z + 1
+    assert storages.live == 10_000, last
+    return storages.peak
+
+
+def test_peak_of_storages_is_that_of_a_hand_count():
+    """Live tensors at the widest point; fake tensors have the same sizes."""
+    assert peak_of("cpu") == 10_000 + 8_800 + 18_800
+    with FakeTensorMode():
+        assert peak_of("cuda") == peak_of("cpu")
+
+
+def test_committed_memory_is_that_of_this_code():
+    stored = read_all("paper/memory")["paper/memory"]["rows"]
+    case = {"model": "sttr_quadtree", "pass": "forward"}
+    (row,) = (row for row in stored if case.items() <= row["case"].items())
+    assert memory_row(Work(row["case"], "cpu"), None) == row["values"]
+    peaks = {(r["case"]["model"], r["case"]["pass"]): r["values"]["peak_mib"] for r in stored[:6]}
+    for kind in ("forward", "training", "checkpointed"):
+        assert peaks["sttr_quadtree", kind] < peaks["sttr", kind]
+    assert peaks["sttr", "forward"] < peaks["sttr", "checkpointed"] < peaks["sttr", "training"]
 
 
 def test_command_counts(tmp_path, capsys):
@@ -160,6 +200,7 @@ def test_every_row_has_something_of_ours():
         cells = cells_of(row)
         assert cells[2] and cells[3] in STATES and cells[4] and cells[6], row
         assert cells[3] in ("reproduced", "ready") or cells[5], row  # says why it differs
+        assert cells[3] != "reproduced" or cells[1] in (cells[2], f"linear ({cells[2]})")
     with pytest.raises(ResultFileError, match="nothing of ours beside 'x'"):
         cells_of({"what": "x", "paper": "1"})
     with pytest.raises(ResultFileError, match="0 rows of"):
@@ -171,6 +212,9 @@ def test_states_follow_the_numbers():
     assert cells_of(row)[1:4] == ["11.5", "11.5", "reproduced"]
     assert cells_of(row | {"paper": "11.4"})[2:4] == ["11.5", "differs"]
     assert cells_of(row | {"unknowable": True})[3] == "unknowable"
+    ratio = next(row for row in all_rows() if row["what"] == "QuadTree-B, GFLOPs of STTR's")
+    assert cells_of(ratio)[1:4] == ["52 %", "52 %", "unknowable"]
+    assert cells_of(ratio | {"paper": "52.0 %"})[2] == "51.8 %"
 
 
 def test_rows_name_variants_that_build():
