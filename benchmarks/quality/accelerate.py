@@ -8,6 +8,7 @@ ImageNet: top-1 and the error of its features. "top-k" drops what is not kept; C
 "calibrated" takes K from `calibrate_topk(error=...)` on a few images of the same kind.
 """
 
+import hashlib
 import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
@@ -150,11 +151,16 @@ def _item(images: Any, part: str, known: Known) -> dict[str, dict[str, Tensor]]:
 
 
 def _features(image: Any, part: str, known: Known) -> dict[str, Tensor]:
-    if (part, image) not in known.features:
+    key = part, checksum(image)
+    if key not in known.features:
         extractor: Any = _networks(part, known)[0]
         pixels = torch.from_numpy(np.array(to_image(image).convert("RGB"))).permute(2, 0, 1) / 255
-        known.features[part, image] = extractor.extract(pixels, resize=SIDE)
-    return known.features[part, image]
+        known.features[key] = extractor.extract(pixels, resize=SIDE)
+    return known.features[key]
+
+
+def checksum(image: Any) -> str:
+    return hashlib.sha256(to_image(image).tobytes()).hexdigest()
 
 
 def _find(
@@ -172,7 +178,7 @@ def _find(
     seconds = time.perf_counter() - began
     pairs, scores = found["matches"][0], found["scores"][0]
     named = {(int(a), int(b)) for a, b in pairs}
-    key = work["part"], str(image0), str(image1)
+    key = work["part"], checksum(image0), checksum(image1)
     dense = known.matches.setdefault(key, named)  # the first row is that of dense attention
     shares.append((len(named & dense), len(dense)))
     points = (item[f"image{i}"]["keypoints"][0][pairs[:, i]].double().numpy() for i in range(2))

@@ -1,17 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Networks beside SIFT and SGBM: real runs, weights of one's own, and mistakes."""
 
+import io
 import json
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
+from benchmarks import vit
 from benchmarks.quality.matching import RATIO, nearest
 from benchmarks.quality.stereo import fill_holes
 from quadtree_attention import models
 from tests.benchmarks.conftest import command, read, refused
 from tests.conftest import ROOT
+from tests.support import tiny
 from tests.support.tiny import write_weights
 from tests.tasks.stereo.test_result import write_pairs
 
@@ -153,3 +157,43 @@ def test_a_folder_without_pairs(tmp_path, capsys):
         capsys, "quality stereo --methods sgbm", "--data", tmp_path, "--out", tmp_path / "o.json"
     )
     assert not list(tmp_path.iterdir())
+
+
+def test_variant_c_in_a_vision_transformer(tmp_path, capsys):
+    """Random weights; the network trained without timm is timm's."""
+    import timm
+
+    vit.save(vit.make_vit(), weights := tmp_path / "vit.safetensors")
+    own = vit.load_vit(weights)
+    other = timm.models.VisionTransformer(
+        img_size=112, patch_size=4, num_classes=20, embed_dim=128, depth=6, num_heads=4,
+        dynamic_img_size=True,
+    )  # fmt: skip
+    other.load_state_dict(own.state_dict())
+    for side in (56, 112, 128):
+        x = torch.randn(1, 3, side, side)
+        torch.testing.assert_close(own(x), other.eval()(x), rtol=1e-4, atol=1e-5)
+    for split in ("train", "val"):
+        files = [io.BytesIO() for _ in range(3)]
+        for i, file in enumerate(files):
+            tiny.picture(i, (64, 64)).save(file, "JPEG")
+        data = [np.frombuffer(file.getvalue(), np.uint8) for file in files]
+        offsets = np.cumsum([0, *map(len, data)])
+        np.savez(
+            tmp_path / f"{split}.npz", data=np.concatenate(data), offsets=offsets,
+            labels=np.arange(3),
+        )  # fmt: skip
+    options = "--parts vit --sides 28 --topk 4,784 --images 2 --threads 1"
+    places = ["--vit", weights, "--tiny", tmp_path, "--out", tmp_path / "accelerate.json"]
+    assert command(f"quality accelerate {options}", *places) == 0
+    assert "error of features" in capsys.readouterr().out
+    rows = {
+        (row["case"]["attention"], row["case"]["topk"]): row["values"]
+        for row in read(tmp_path / "accelerate.json")["rows"]
+    }
+    assert rows["dense", None]["feature_error"] == 0 == rows["dense", None]["top1"] % 50
+    assert rows["C", 784]["feature_error"] < 1e-5
+    assert 0 < rows["C", 4]["feature_error"] < rows["top-k", 4]["feature_error"]
+    assert rows["calibrated", None]["mean_topk"] is not None
+    assert "no folder" in refused(capsys, "quality accelerate --parts disk --data", tmp_path / "no")
+    assert "part vit" in refused(capsys, "quality accelerate --parts vit")

@@ -45,8 +45,8 @@ def test_chosen_k_is_applied_and_expected_error_is_that_of_the_layer(model):
         found.seconds = {
             name: dict.fromkeys(s, 1.0) | {0: 3.0} for name, s in found.seconds.items()
         }
-        for name, errors in found.errors.items():
-            found[name] = min(k for k, e in errors.items() if e <= 0.6)
+        for name in found.errors:
+            found[name] = found.within(name, 0.6)
         assert found.speedup() == pytest.approx(3)
         first = "blocks.0.attn"
         assert 1 < found[first] < 48

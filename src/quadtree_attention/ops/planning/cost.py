@@ -47,6 +47,7 @@ class Speed:
         scan_pairs: Pairs of the coarsest level.
         softmax_pairs: Pairs of full attention where the exponentials are the limit.
         matmul_flops: FLOPs of full attention where the matrix products are the limit.
+        copy_bytes: Maps copied to tree order and back, for variant C.
         slowdown: How much longer full attention takes, by bytes per number.
         gather_slowdown: How much longer rows take than their bytes do, by bytes per number.
     """
@@ -60,6 +61,7 @@ class Speed:
     scan_pairs: float
     softmax_pairs: float
     matmul_flops: float
+    copy_bytes: float
     slowdown: dict[int, float]
     gather_slowdown: dict[int, float]
 
@@ -81,6 +83,7 @@ SPEEDS = {
         scan_pairs=9e10,
         softmax_pairs=1.85e12,
         matmul_flops=6e14,
+        copy_bytes=1.5e12,  # not measured
         slowdown={2: 1, 4: 12, 8: 24},
         gather_slowdown={2: 1, 4: 1.8, 8: 1.8},  # float32 takes three products for one
     ),
@@ -94,6 +97,7 @@ SPEEDS = {
         scan_pairs=1.15e8,
         softmax_pairs=1e9,
         matmul_flops=1e11,
+        copy_bytes=3e9,
         slowdown={2: 1, 4: 1, 8: 2},
         gather_slowdown={2: 1, 4: 1, 8: 1},
     ),
@@ -196,10 +200,14 @@ def _quadtree_seconds(problem: Problem, speed: Speed) -> float:
         flops = sum(level_flops(problem))
         return speed.level + _dense_seconds(_coarse_pairs(problem), flops, problem, speed)
     gathered = _gathered_bytes(problem) * speed.gather_slowdown[problem.dtype.itemsize]
+    copied = 0
+    if problem.variant == "C":
+        copied = sum(_input_bytes(problem)) + sum(_pyramid_bytes(problem)) + _result_bytes(problem)
     return (
         fixed_seconds(problem, speed)
         + gathered / speed.gather_bytes
         + _coarse_pairs(problem) / speed.scan_pairs
+        + copied / speed.copy_bytes
     )
 
 
