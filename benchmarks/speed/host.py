@@ -56,12 +56,10 @@ def plan(options: Namespace) -> list[list[Work]]:
     planned = []
     for part in options.parts:
         model, _ = PARTS[part]
-        cases = [(model, BASELINES.get(model), fused) for fused in (False, True)]
-        if model == MODEL:
-            cases.append((BASELINES[model], None, False))
-        else:
-            del cases[1:]
-        planned.append([_work(part, *case) for case in cases])
+        baseline = BASELINES.get(model)
+        for fused in (False, True) if baseline else (False,):
+            works = [_work(part, model, baseline, fused)]
+            planned.append(works + ([_work(part, baseline, None, fused)] if baseline else []))
     return planned
 
 
