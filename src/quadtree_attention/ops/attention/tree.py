@@ -88,7 +88,8 @@ class Tree:
     @property
     def is_padded(self) -> bool:
         """Whether tree order may hold cells that are not on the grid."""
-        return not is_known(self.grid == self.padded_grid_at(self.finest))
+        padded = self.padded_grid_at(self.finest)
+        return not all(is_known(a == b) for a, b in zip(self.grid, padded, strict=True))
 
     def to_tree(self, x: Tensor, level: int, axis: int) -> Tensor:
         """Flattens the grid axes of `x`, which start at `axis`, into tree order; pads with zeros.
