@@ -27,7 +27,7 @@ SOME_TASKS = {"augment", "losses"}
 OWN = {  # what one task alone has
     "classify": set(),
     "detect": {"generated", "rle"},
-    "match": {"megadepth", "npz", "pose", "posed", "scannet", "truth"},
+    "match": {"guided", "megadepth", "npz", "pose", "posed", "scannet", "truth"},
     "segment": set(),
     "stereo": {"checks", "filling", "formats"},
 }

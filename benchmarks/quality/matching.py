@@ -2,9 +2,11 @@
 """The matcher and SIFT on the same real pairs, with the same two estimators, in one run on a CPU.
 
 Sets, folders of `--data`: scannet (15 pairs of indoor views far apart, poses), graf (a painted wall
-from three other viewpoints) and bikes (three degrees of blur), homographies, and rgbd (three views
-of a room, poses). Matches go to `<set>/<method>/<pair>.npz` of the work folder, and are scored from
-there as `quadtree evaluate match` does.
+from three other viewpoints) and bikes (three degrees of blur), homographies, rgbd (three views of a
+room, poses), and turned (24 pairs of views of one photograph, turned over the whole circle and
+zoomed by up to 3.5, made from the photographs beside that folder; homographies). Matches go to
+`<set>/<method>/<pair>.npz` of the work folder, and are scored from there as `quadtree evaluate
+match` does.
 """
 
 import json
@@ -12,6 +14,7 @@ import statistics
 import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -27,6 +30,7 @@ from benchmarks.quality import (
     networks,
     works,
 )
+from benchmarks.quality.turned import draw_pairs
 from benchmarks.result import ROOT, THRESHOLDS
 from benchmarks.suite import Work
 from benchmarks.tables.views import ESTIMATORS
@@ -107,10 +111,17 @@ def _sift_method(options: Namespace) -> list[Method]:
 
 
 def _matchers(options: Namespace) -> list[Method]:
-    return networks(options, Matcher)
+    return networks(options, Matcher, guided="never")
 
 
-METHODS = {"matcher": _matchers, "sift": _sift_method}
+def _guided(options: Namespace) -> list[Method]:
+    return [
+        replace(method, name=f"{method.name} guided")
+        for method in networks(options, Matcher, guided="auto")
+    ]
+
+
+METHODS = {"matcher": _matchers, "guided": _guided, "sift": _sift_method}
 
 
 def measure(method: Method, samples: PairsSource, folder: Path) -> dict[str, Any]:
@@ -146,7 +157,7 @@ def measure(method: Method, samples: PairsSource, folder: Path) -> dict[str, Any
 def prepare(name: str, data: Path, work: Path) -> PairsSource:
     """The pairs of a set; their file is written to a folder."""
     folder, read = SETS[name]
-    images, lines = read(data / folder)
+    images, lines = read(data / folder, work)
     return write_pairs(work, images, lines)
 
 
@@ -158,11 +169,11 @@ def write_pairs(folder: Path, images: Path, lines: Sequence[str]) -> PairsSource
     return open_source(path, images=images)
 
 
-def _listed(folder: Path) -> tuple[Path, list[str]]:
+def _listed(folder: Path, work: Path) -> tuple[Path, list[str]]:
     return folder / "images", (folder / "pairs_with_gt.txt").read_text().splitlines()
 
 
-def _planes(folder: Path) -> tuple[Path, list[str]]:
+def _planes(folder: Path, work: Path) -> tuple[Path, list[str]]:
     """Image 1 with each of the others, by the homographies beside them."""
     lines = []
     for path in sorted(folder.glob("H1to*p.txt")):
@@ -171,7 +182,7 @@ def _planes(folder: Path) -> tuple[Path, list[str]]:
     return folder, lines
 
 
-def _frames(folder: Path) -> tuple[Path, list[str]]:
+def _frames(folder: Path, work: Path) -> tuple[Path, list[str]]:
     """Every two frames of known cameras."""
     cameras = json.loads((folder / "cameras.json").read_text())
     lines = []
@@ -181,6 +192,13 @@ def _frames(folder: Path) -> tuple[Path, list[str]]:
         motion[3] = 0, 0, 0, 1
         lines.append(f"{name0} {name1} 0 0 {words_of(first['K'], second['K'], motion)}")
     return folder, lines
+
+
+def _turned(folder: Path, work: Path) -> tuple[Path, list[str]]:
+    """Views of the photographs of a folder, and of the smaller ones of `free_photos` beside it."""
+    large = sorted(folder.glob("*/images/*.jpg"))
+    small = sorted((folder.parent / "free_photos" / "images").rglob("*.jpg"))
+    return draw_pairs(large, small, work / "views")
 
 
 def words_of(*matrices: Any) -> str:
@@ -193,4 +211,5 @@ SETS = {  # folder, and how its pairs are read
     "graf": ("oxford_affine/graf", _planes),
     "bikes": ("oxford_affine/bikes", _planes),
     "rgbd": ("rgbd_sample", _frames),
+    "turned": ("../free_multiview", _turned),
 }

@@ -24,6 +24,9 @@ matches.png. With --K0 and --K1, each fx,fy,cx,cy or 9 numbers or a text file wi
 relative pose is printed, by two estimators, and the picture marks the inliers. Weights come with
 the package.
 
+Images that are turned or zoomed against each other are aligned and matched again (--guided):
+"auto" does so where the first pass finds few matches that agree.
+
 --pairs matches many: every line of the file names two images in --images, as in SuperGlue's files
 (image0 image1 [rotation0 rotation1 [K0 K1 [T_0to1]]]; quote names with spaces), and gets one
 STEM0__STEM1.npz in --save. A rotation turns the image by so many quarters counter-clockwise first,
@@ -50,6 +53,9 @@ OWN = {
     "image1": argument(TEXT, "B", "Another one."),
     "save": option(FILE, "Matches to write, .npz; a folder for --pairs.", metavar="PATH"),
     "top": option(INT, "Keep the N best.", None, "--max", metavar="N"),
+    "guided": option(
+        str, "Align turned or zoomed images and match again: auto, always or never.", "auto"
+    ),
     "camera0": option(TEXT, "Camera of A.", None, "--K0", metavar="K"),
     "camera1": option(TEXT, "Camera of B.", None, "--K1", metavar="K"),
     "pairs": option(FILE, "File of pairs.", metavar="FILE"),
@@ -102,7 +108,7 @@ def _match_two(context: typer.Context) -> None:
     if posed:
         cameras = [read_camera(f"--K{i}", camera) for i, camera in enumerate(cameras)]
     images = to_image(inputs[0]), to_image(inputs[1])  # before the slow part
-    predictor = make_predictor(context, "match", ("threshold", "top"))
+    predictor = make_predictor(context, "match", ("threshold", "top", "guided"))
     matches: Matches = predictor(*images)
     if posed:
         matches = matches.with_poses(*cameras)
@@ -131,7 +137,7 @@ def _match_many(context: typer.Context) -> None:
     if o["save"] is None:
         raise OptionError("--pairs needs --save OUT, a folder for the matches; name one")
     source = open_source(o["pairs"], images=o["images"], truth=False)
-    predictor = make_predictor(context, "match", ("threshold", "top"))
+    predictor = make_predictor(context, "match", ("threshold", "top", "guided"))
     rows, there = predict_pairs(
         predictor,
         source,

@@ -104,7 +104,12 @@ def test_pairs_of_equal_sizes_go_through_the_network_together(loose, photo):
 
 def test_options_are_settings(weights, photo):
     matcher = Matcher.from_pretrained(weights, threshold=0.0, top=3, size=64)
-    assert matcher.settings()["options"] == {"size": 64, "threshold": 0.0, "top": 3}
+    assert matcher.settings()["options"] == {
+        "size": 64,
+        "threshold": 0.0,
+        "top": 3,
+        "guided": "auto",
+    }
     found, whole = matcher(photo, photo), Matcher.from_pretrained(weights, threshold=0.0, size=64)
     assert found.confidence.tolist() == whole(photo, photo).best(3).confidence.tolist()
     assert len(found) == 3

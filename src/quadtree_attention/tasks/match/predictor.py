@@ -2,7 +2,7 @@
 """Two images in, matches out."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ from quadtree_attention.errors import OptionError
 from quadtree_attention.images import Array, ImageLike, to_image
 from quadtree_attention.tasks.contract import Prepared
 from quadtree_attention.tasks.match import TASK
+from quadtree_attention.tasks.match.guided import GUIDED, Found, Guide, Guided, View, stacked
 from quadtree_attention.tasks.match.result import Matches
 from quadtree_attention.tasks.predictor import Predictor
 
@@ -54,6 +55,9 @@ class Matcher(Predictor[Matches]):
         size: Pixels of the longer side, at least 16.
         threshold: Least confidence of a match; None: that of the network.
         top: Keep so many of the most confident matches, best first; None: all.
+        guided: Matching of images that are turned or zoomed against each other. "auto": where the
+            first pass finds few matches that agree, or a rotation above 40 degrees or a zoom above
+            1.5, the images are aligned and matched again; "always": all pairs are; "never".
         **common: As for `Predictor`.
 
     Raises:
@@ -70,16 +74,22 @@ class Matcher(Predictor[Matches]):
         size: int | None = None,
         threshold: float | None = None,
         top: int | None = None,
+        guided: Guided = "auto",
         **common: Any,
     ) -> None:
         checks.at_least(SMALLEST, size=size)
         checks.at_least(1, top=top)
         if threshold is not None and not 0 <= threshold < 1:
             raise OptionError(f"threshold must be from 0 to below 1, got {threshold}; pass such")
-        super().__init__(network, card, size=size, threshold=threshold, top=top, **common)
+        checks.one_of(GUIDED, guided=guided)
+        own: dict[str, Any] = {"threshold": threshold, "top": top, "guided": guided}
+        super().__init__(network, card, size=size, **own, **common)
         self.threshold = threshold
         self.top = top
         self.preprocess = Preprocess(SIZE if size is None else size)
+        self.guide: Guide | None = None
+        if guided != "never":
+            self.guide = Guide(self._match_views, self.preprocess.size, always=guided == "always")
 
     def forward(self, batch: Sequence[Prepared]) -> list[dict[str, Tensor]]:
         image0, image1 = self.stack(batch)
@@ -91,13 +101,46 @@ class Matcher(Predictor[Matches]):
         ]
 
     def finish(self, raw: dict[str, Tensor], item: Prepared) -> Matches:
-        if any(map(_is_flat, item.inputs)):  # maps that tell of the borders of the image alone
+        flat = any(map(_is_flat, item.inputs))
+        if flat:  # the maps show the borders of the image alone
             raw = {name: values[:0] for name, values in raw.items()}
         points0, points1 = (
             _to_original(raw[f"keypoints{i}"], item.inputs[i], item.images[i]) for i in range(2)
         )
         matches = Matches(points0, points1, raw["confidence"].float().numpy())
+        if self.guide is not None and not flat:
+            better = self.guide(item.images, (points0, points1, matches.confidence))
+            if better is not None:
+                matches = Matches(*better[0], seen=better[1])
         return matches if self.top is None else matches.best(self.top)
+
+    def _match_views(self, view0: View, views1: Sequence[View]) -> list[Found]:
+        """Matches of a view of image 0 with each of several of image 1."""
+        network: Any = self.network
+        with self._precision():
+            maps0, maps1 = (
+                network.maps(pixels.to(self.device), mask if mask is None else mask.to(self.device))
+                for pixels, mask in (stacked([view0]), stacked(views1))
+            )
+            if len(views1) > 1:  # the CNN runs once for image 0
+                parts = {name: getattr(maps0, name) for name in ("coarse", "fine", "mask")}
+                maps0 = replace(
+                    maps0,
+                    **{
+                        name: part if part is None else part.expand(len(views1), *part.shape[1:])
+                        for name, part in parts.items()
+                    },
+                )
+            found = network.pair(maps0, maps1, threshold=self.threshold)
+        view = found.pop("batch_indexes").cpu().numpy()
+        points0, points1, confidence = (
+            found[name].double().cpu().numpy()
+            for name in ("keypoints0", "keypoints1", "confidence")
+        )
+        return [
+            (points0[view == i], points1[view == i], confidence[view == i].astype(np.float32))
+            for i in range(len(views1))
+        ]
 
 
 def shrunk(image: Image.Image, size: int) -> Image.Image:
