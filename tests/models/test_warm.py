@@ -11,7 +11,7 @@ from quadtree_attention import OptionError, models
 from tests.conftest import ROOT
 from tests.support.tiny import NETWORKS
 
-OF_ATTENTION = ("pyramid", "coarse", "fine")
+OF_ATTENTION = ("logits", "pyramid", "coarse", "fine")
 
 
 @pytest.mark.parametrize("training", [False, True])

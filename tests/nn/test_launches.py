@@ -10,7 +10,7 @@ from quadtree_attention.nn import QuadtreeBlock, fuse_for_inference
 from quadtree_attention.ops.launches import record
 
 OPTIONS = {"num_levels": 4, "topk": 2, "value_pyramid": "conv", "lepe": True}
-OF_ATTENTION = ("pyramid", "coarse", "fine", "users", "shares", "choose", "list")
+OF_ATTENTION = ("pyramid", "coarse", "fine", "users", "logits", "choose", "list")
 FORWARD = {
     "layer_norm_fwd_kernel": 2,
     "map_moments_kernel": 6,  # two for each of three coarser levels

@@ -64,14 +64,14 @@ def compile_all() -> None:
 
 def all_kernels() -> list[Any]:
     from quadtree_attention.ops.attention.flat import triton_kernels as flat
-    from quadtree_attention.ops.attention.triton.kernels import coarse, fine, pyramid
+    from quadtree_attention.ops.attention.triton.kernels import coarse, fine, pyramid, users
     from quadtree_attention.ops.depthwise import kernels as depthwise
     from quadtree_attention.ops.kernel import Kernel
     from quadtree_attention.ops.norms import kernels as norms
     from quadtree_attention.ops.transport import kernels as transport
     from quadtree_attention.ops.values import kernels as values
 
-    modules = coarse, fine, flat, norms, depthwise, pyramid, transport, values
+    modules = coarse, fine, users, flat, norms, depthwise, pyramid, transport, values
     return [
         item
         for part in modules
@@ -82,7 +82,7 @@ def all_kernels() -> list[Any]:
 
 def calls(dtype: torch.dtype) -> None:
     """Calls that launch every kernel; their numbers mean nothing."""
-    from quadtree_attention.ops.attention.triton.backend import _backward, _run
+    from quadtree_attention.ops.attention.triton.operator import _backward, _run
     from quadtree_attention.ops.norms import kernels as norms
     from quadtree_attention.ops.transport import kernels as transport
     from quadtree_attention.ops.values import kernels as values
@@ -96,10 +96,9 @@ def calls(dtype: torch.dtype) -> None:
     for variant in ("A", "B"):
         weights = torch.zeros(levels) if variant == "B" else None
         lists = [maps], [maps], [maps], [], [], weights
-        results = _run(*lists, [8, 8], 0.1, variant, variant == "A", True)
-        for found in results:
-            found.zero_()
-        _backward(maps, *lists, results, [8, 8], 0.1, variant, False)
+        options = [8, 8], 0.1, variant, variant == "A"
+        out, rest = _run(*lists, *options, True)
+        _backward(maps, out.zero_(), rest.zero_(), *lists, *options, False)
     convolutions(dtype)
     variant_c(dtype)
     norms.layer_norm(x, weight, weight, 1e-5, dtype)

@@ -27,7 +27,7 @@ import triton
 import triton.language as tl
 
 from quadtree_attention.ops import kernel
-from quadtree_attention.ops.attention.triton import backend, launch
+from quadtree_attention.ops.attention.triton import layout, operator, schedule
 from quadtree_attention.ops.attention.triton.kernels import places
 from quadtree_attention.ops.norms import kernels as norms
 from quadtree_attention.ops.transport import kernels as transport
@@ -77,7 +77,7 @@ def check_places(grid):
     rows = torch.empty(cells, dtype=torch.int32)
     children = torch.empty(parents, 2**ndim, dtype=torch.int32)
     places_kernel[(-(-cells // block),)](
-        rows, children, cells, parents, *launch.sizes(grid), *launch.sizes(above)[1:],
+        rows, children, cells, parents, *schedule.three(grid), *schedule.three(above)[1:],
         BITS=bits, BLOCK=block,
     )  # fmt: skip
     assert np.array_equal(rows.numpy(), np.arange(cells))
@@ -86,7 +86,8 @@ def check_places(grid):
     on_grid = np.all([x < size for x, size in zip(places, grid, strict=True)], axis=0)
     expected = np.ravel_multi_index(places, grid, mode="clip")
     assert np.array_equal(children.numpy(), np.where(on_grid, expected, -1))
-    axes = launch.coordinates_of(launch.packed(torch.arange(cells), launch.Cells(grid, bits)), bits)
+    packed = layout.packed(torch.arange(cells), layout.Cells(grid, bits))
+    axes = layout.coordinates_of(packed, bits)
     assert np.array_equal(torch.stack(axes).numpy(), np.indices(grid).reshape(ndim, -1))
 
 
@@ -189,12 +190,18 @@ ONE_ABOVE = ((1, 33), (33, 1), (17, 9), (1, 1, 17), (17, 1, 4), (257,))
 
 def with_few_bits(function, *arguments):
     limits.PLACE_BITS = FEW_BITS
-    launch.grids_of.cache_clear()
+    forget()
     try:
         function(*arguments)
     finally:
         limits.PLACE_BITS = 31
-        launch.grids_of.cache_clear()
+        forget()
+
+
+def forget():
+    """What was worked out for another number of bits."""
+    for cached in (layout.grids_of, schedule.forward_schedule, schedule.backward_schedule):
+        cached.cache_clear()
 
 
 def check_attention(grid, key_grid, levels, topk, variant, deterministic):
@@ -244,7 +251,7 @@ def fits(recorded):
         for programs, most in zip(grid, LARGEST_GRID, strict=False):
             assert 0 < programs <= most, (name, grid)
         for key, value in arguments.items():
-            if isinstance(value, int) and key in kernel.SIZES - {"rows", "entries", "per_head"}:
+            if isinstance(value, int) and key in kernel.SIZES - {"rows", "kept"}:
                 assert value < 2**31, (name, key, value)
         if name.startswith("fine"):
             assert arguments.get("rows", 0) < 2**31 - 16, name
@@ -263,8 +270,9 @@ def attend(batch, grid, key_grid, heads, dim, topk, variant="B", deterministic=F
     assert limits.reasons(problem) == []
     lists = [q], [k], [k], [], [], None
     with launches.record() as recorded:
-        results = backend._run(*lists, list(problem.topk), 1.0, variant, variant == "A", True)
-        backend._run_backward(q, *lists, results, list(problem.topk), 1.0, variant, deterministic)
+        options = list(problem.topk), 1.0, variant, variant == "A"
+        out, rest = operator._run(*lists, *options, True)
+        operator._run_backward(q, out, rest, *lists, *options, deterministic)
     fits(recorded)
     return recorded
 
@@ -306,8 +314,8 @@ def test_launches_of_random_attention():
 def test_users_are_listed_past_2_to_31():
     recorded = attend(16, (2**11, 2**11), (64, 64), 16, 8, (128, 128))
     first = [x.arguments["p_first"] for x in recorded if x.name == "list_users_kernel"]
-    entries = [x.arguments["entries"] for x in recorded if x.name == "list_users_kernel"]
-    assert max(entries) >= 2**31
+    users = [x.arguments["p_users"] for x in recorded if x.name == "list_users_kernel"]
+    assert min(x.numel() for x in users) >= 2**31
     assert {x.dtype for x in first} == {torch.int64}
 
 

@@ -18,10 +18,11 @@ from quadtree_attention.ops import launches, replay
 
 # Numbers that differ from map to map: kernels are not compiled anew for multiples of 16 and for 1.
 SIZES = {
-    "above_0", "above_1", "above_2", "added_row", "batch", "batch_heads", "cells", "cells_above",
-    "entries", "gains_of_level", "heads", "iterations", "key_0", "key_1", "key_2", "keys", "level",
-    "most_spans", "new_row", "parts", "per_head", "per_map", "per_span", "query_1", "query_2",
-    "rows", "rows_out", "size_0", "size_1", "size_2", "spans",
+    "above", "above_0", "above_1", "above_2", "added_row", "batch", "batch_heads", "cells",
+    "cells_above", "entries", "gains_of_level", "heads", "iterations", "kept", "key_0", "key_1",
+    "key_2", "keys", "level", "levels", "most_spans", "new_row", "parts", "per_head", "per_map",
+    "per_span", "query_1", "query_2", "rows", "rows_out", "size_0", "size_1", "size_2", "spans",
+    "width",
 }  # fmt: skip
 
 

@@ -66,12 +66,14 @@ class Slot(NamedTuple):
     Attributes:
         argument: Its number.
         tensor: Number of the tensor: of those that come in, go out and lie between, in this order.
-        offset: Entries before the first one that is given, or bytes where it is given by address.
+        offset: Bytes before the first one that is given.
+        dtype: Of what is given; parts of one piece of memory may have several.
     """
 
     argument: int
     tensor: int
     offset: int
+    dtype: torch.dtype
 
 
 class Made(NamedTuple):
@@ -141,12 +143,12 @@ class Plan:
                 arguments = arguments.copy()
                 if by_address:
                     arguments[STREAM] = stream
-                    for number, i, offset in slots:
+                    for number, i, offset, _ in slots:
                         arguments[number] = addresses[i] + offset
                 else:
-                    for number, i, offset in slots:
+                    for number, i, offset, dtype in slots:
                         whole = self._tensor(i, [*inputs, *outputs], memory)
-                        arguments[number] = whole[offset:] if offset else whole
+                        arguments[number] = _part(whole, offset, dtype)
                 run(*arguments)
         return outputs
 
@@ -157,6 +159,14 @@ class Plan:
         assert memory is not None
         offset, made = self.offsets[i - len(others)], self.between[i - len(others)]
         return memory[offset : offset + made.nbytes].view(made.dtype)
+
+
+def _part(whole: Tensor, offset: int, dtype: torch.dtype) -> Tensor:
+    """What lies in a dense tensor from a byte on; all of it as it is if that is wanted."""
+    if offset == 0 and whole.dtype == dtype:
+        return whole
+    size = (whole.nbytes - offset) // dtype.itemsize * dtype.itemsize
+    return whole.view(-1).view(torch.uint8)[offset : offset + size].view(dtype)
 
 
 def _stream_of(x: Tensor) -> Any:
@@ -312,12 +322,11 @@ class _Planner:
         for i, x in enumerate(launch.arguments):
             if isinstance(x, Tensor) and x.numel() > 0:
                 arguments[i] = None
-                tensor, entries = self._origin(x)
-                slots.append(Slot(i, tensor, entries * (x.itemsize if launch.by_address else 1)))
+                slots.append(Slot(i, *self._origin(x), x.dtype))
         return Launch(launch.run, launch.by_address, arguments, slots)
 
     def _origin(self, x: Tensor) -> tuple[int, int]:
-        """The number of the tensor that x is, or is a part of; and where the part begins."""
+        """The number of the tensor that x is or is a part of, and the byte where x begins in it."""
         if (number := self.places.get(x.data_ptr())) is not None:
             return number, 0
         if wholes := self.wholes.get(_storage(x)):
@@ -327,17 +336,16 @@ class _Planner:
         if number == len(self.made):  # one that lies between: all of what the view x is of
             entries = x.untyped_storage().nbytes() // x.itemsize
             self.made.append(Made(torch.Size([entries]), x.dtype))
-        shape, dtype = self.made[number]
-        offset = int(x.storage_offset())
-        _check(dtype == x.dtype and (offset == 0 or len(shape) == 1))
+        offset = int(x.storage_offset()) * x.itemsize
+        _check(offset == 0 or len(self.made[number].shape) == 1)
         return len(self.inputs) + number, offset
 
     @staticmethod
     def _part_of_input(x: Tensor, whole: Tensor) -> int:
-        offset = int(x.storage_offset() - whole.storage_offset())
-        _check(whole.ndim == 1 and whole.is_contiguous() and whole.dtype == x.dtype)
-        _check(0 <= offset < len(whole))
-        return offset
+        begin = x.data_ptr() - whole.data_ptr()
+        _check(whole.ndim == 1 and whole.is_contiguous())
+        _check(0 <= begin < whole.nbytes)
+        return begin
 
 
 def _offsets(sizes: Sequence[int], spans: Sequence[tuple[int, int]]) -> list[int]:

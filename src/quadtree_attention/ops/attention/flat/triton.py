@@ -12,7 +12,7 @@ from torch import Tensor
 
 from quadtree_attention.ops.attention.flat import reference
 from quadtree_attention.ops.attention.flat.level import FlatLevel, LevelInputs
-from quadtree_attention.ops.attention.triton.backend import WHAT
+from quadtree_attention.ops.attention.triton.operator import WHAT
 from quadtree_attention.ops.autograd import apply, backward_pass, operator
 
 ROWS_AT_ONCE = 64

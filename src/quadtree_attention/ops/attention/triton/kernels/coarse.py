@@ -18,6 +18,7 @@ from quadtree_attention.ops.attention.triton.kernels.select import (
     middle,
     ordered,
     safe_reciprocal,
+    share_at,
 )
 from quadtree_attention.ops.kernel import kernel, load_rows, store_rows
 
@@ -152,6 +153,7 @@ def coarse_fwd_kernel(
             b_next = tl.where(b_high - b_low == 1, b_low, middle(b_low, b_high, i_step))
             b_bound = ordered(tl.where(m_move, b_next, b_here)).to(tl.float32, bitcast=True)
             crowded = any_row(m_move & m_t[:, None], 1)
+            tl.debug_barrier()  # another thread may write the same slot in the next walk
             i_step += 1
         tl.store(p_count + i_span.to(tl.int64) * rows + o_row, b_count, mask=m_t[:, None])
 
@@ -159,8 +161,8 @@ def coarse_fwd_kernel(
 @kernel
 def coarse_choose_kernel(
     p_v, p_parts, p_part_lse, p_list, p_count, p_message, p_lse, p_selection, p_scores,
-    rows, heads, cells, key_1, key_2, sv_b, sv_n, sv_t,
-    KEY_BITS: tl.constexpr, SPANS: tl.constexpr, BLOCK_T: tl.constexpr,
+    spans, rows, heads, cells, key_1, key_2, sv_b, sv_n, sv_t,
+    KEY_BITS: tl.constexpr, MOST_SPANS: tl.constexpr, BLOCK_T: tl.constexpr,
     DV: tl.constexpr, BLOCK_DV: tl.constexpr,
     TOPK: tl.constexpr, BLOCK_TOPK: tl.constexpr, ROOM: tl.constexpr,
     VARIANT_A: tl.constexpr, WITH_SCORES: tl.constexpr,
@@ -174,7 +176,7 @@ def coarse_choose_kernel(
     b_max = tl.full((BLOCK_T,), float("-inf"), tl.float32)
     b_sum = tl.zeros((BLOCK_T,), tl.float32)
     b_message = tl.zeros((BLOCK_T, BLOCK_DV), tl.float32)
-    for i_span in tl.static_range(SPANS):
+    for i_span in range(spans):
         b_part_lse = tl.load(p_part_lse + i_span * rows + o_row, mask=m_row, other=float("-inf"))
         p_part = p_parts + i_span * rows * DV + o_row[:, None] * DV + o_dv
         b_part = tl.load(p_part, mask=m_message, other=0.0)
@@ -190,9 +192,10 @@ def coarse_choose_kernel(
     tl.store(p_lse + o_row, b_lse, mask=m_row)
 
     # The lists: one query per column.
-    o_slot = tl.arange(0, SPANS * ROOM)[:, None]
+    o_slot = tl.arange(0, MOST_SPANS * ROOM)[:, None]
     o_count = o_slot // ROOM * rows + o_row[None, :]
-    m_list = o_slot % ROOM < tl.load(p_count + o_count, mask=m_row[None, :], other=0)
+    m_count = (o_slot // ROOM < spans) & m_row[None, :]
+    m_list = o_slot % ROOM < tl.load(p_count + o_count, mask=m_count, other=0)
     o_list = o_slot * rows + o_row[None, :]
     b_pair = tl.load(p_list + o_list, mask=m_list, other=0)
     b_score = (b_pair >> 32).to(tl.int32).to(tl.float32, bitcast=True)
@@ -218,7 +221,8 @@ def coarse_choose_kernel(
         tl.store(p_scores + o_slot, tl.exp(b_score - b_lse[None, :]), mask=b_chosen)
         tl.store(p_scores + o_rest, 0.0, mask=m_rest)
     if VARIANT_A:
-        # Kept cells speak one level down: take back what they said here.
+        # Kept cells are replaced by their children: subtract their messages here. The selection is
+        # read back from memory behind a barrier, which orders the threads of this program.
         tl.debug_barrier()
         i_bn = (o_row // cells)[:, None]
         p_v += i_bn // heads * sv_b + i_bn % heads * sv_n
@@ -256,9 +260,9 @@ def pair_gradients(
 
 @kernel
 def coarse_bwd_queries_kernel(
-    p_q, p_k, p_v, p_shown, p_weights, p_selection, p_scores, p_lse, p_message,
+    p_q, p_k, p_v, p_shown, p_logits, p_selection, p_scores, p_lse, p_message,
     p_dtotal, p_dscores, p_dq, p_dweight, p_delta,
-    scale, share, heads, cells, keys, key_1, key_2,
+    scale, share, levels, heads, cells, keys, key_1, key_2,
     sq_b, sq_n, sq_t, sk_b, sk_n, sk_t, sv_b, sv_n, sv_t, so_b, so_n, so_t, sm_b, sm_n, sm_t,
     sdq_b, sdq_n, sdq_t,
     KEY_BITS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,
@@ -278,7 +282,7 @@ def coarse_bwd_queries_kernel(
     b_q = load_rows(p_q + i_b * sq_b + i_n * sq_n, o_t, m_t, sq_t, D, BLOCK_D)
     b_do = load_rows(p_dtotal + i_b * so_b + i_n * so_n, o_t, m_t, so_t, DV, BLOCK_DV)
     b_lse = tl.load(p_lse + o_row, mask=m_t, other=0.0)[:, None]
-    w = tl.load(p_weights).to(tl.float32) if WEIGHTED else share
+    w = share_at(p_logits, 0, levels) if WEIGHTED else share
     # Mean gradient of each row. What was kept did not speak; its gradient is that of its score.
     b_message = load_rows(p_message + i_b * sm_b + i_n * sm_n, o_t, m_t, sm_t, DV, BLOCK_DV)
     b_delta = tl.sum(b_do.to(tl.float32) * b_message.to(tl.float32), axis=1)
@@ -306,9 +310,9 @@ def coarse_bwd_queries_kernel(
 
 @kernel
 def coarse_bwd_keys_kernel(
-    p_q, p_k, p_v, p_shown, p_weights, p_selection, p_lse, p_delta, p_dtotal, p_dscores,
+    p_q, p_k, p_v, p_shown, p_logits, p_selection, p_lse, p_delta, p_dtotal, p_dscores,
     p_dk, p_dv,
-    scale, share, heads, cells, keys, key_1, key_2,
+    scale, share, levels, heads, cells, keys, key_1, key_2,
     sq_b, sq_n, sq_t, sk_b, sk_n, sk_t, sv_b, sv_n, sv_t, so_b, so_n, so_t,
     sdk_b, sdk_n, sdk_t, sdv_b, sdv_n, sdv_t,
     KEY_BITS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,
@@ -326,7 +330,7 @@ def coarse_bwd_keys_kernel(
     b_v = load_rows(p_v + i_b * sv_b + i_n * sv_n, o_s, m_shown, sv_t, DV, BLOCK_DV)
     p_q += i_b * sq_b + i_n * sq_n
     p_dtotal += i_b * so_b + i_n * so_n
-    w = tl.load(p_weights).to(tl.float32) if WEIGHTED else share
+    w = share_at(p_logits, 0, levels) if WEIGHTED else share
     b_dk = tl.zeros((BLOCK_S, BLOCK_D), tl.float32)
     b_dv = tl.zeros((BLOCK_S, BLOCK_DV), tl.float32)
     for i_t in range(0, cells, BLOCK_T):

@@ -25,6 +25,7 @@ from quadtree_attention.ops.attention.triton.kernels.select import (
     row_max,
     row_sum,
     safe_reciprocal,
+    share_at,
 )
 from quadtree_attention.ops.kernel import kernel, load_rows, quotient, store_rows
 
@@ -224,9 +225,9 @@ def kept_cells(i_first, rows, KEPT: tl.constexpr, FAMILIES: tl.constexpr, ROWS: 
 
 @kernel
 def fine_fwd_kernel(
-    p_q, p_k, p_v, p_shown, p_weights, p_parents, p_parent_scores, p_inherited,
+    p_q, p_k, p_v, p_shown, p_logits, p_parents, p_parent_scores, p_inherited,
     p_total, p_selection, p_scores,
-    scale, share, level, rows, heads, size_0, size_1, size_2, key_0, key_1, key_2,
+    scale, share, level, levels, rows, heads, size_0, size_1, size_2, key_0, key_1, key_2,
     sq_b, sq_n, sq_t, sk_b, sk_n, sk_t, sv_b, sv_n, sv_t, so_b, so_n, so_t,
     QUERY_BITS: tl.constexpr, KEY_BITS: tl.constexpr, KEPT: tl.constexpr, FAMILIES: tl.constexpr,
     ROWS: tl.constexpr, PARTS: tl.constexpr, WIDTH: tl.constexpr,
@@ -306,12 +307,12 @@ def fine_fwd_kernel(
         b_message = tl.sum(spread(b_message, NDIM), axis=0)  # (F, BLOCK_DV)
     if not VARIANT_A:
         b_message *= tl.reshape(b_norm, (OUT, 1))
-    b_message *= tl.load(p_weights + level).to(tl.float32) if WEIGHTED else share
+    b_message *= share_at(p_logits, level, levels) if WEIGHTED else share
     o_out = tl.arange(0, OUT)
     i_out = family_of_part(i_first, o_out // F, FAMILIES) + tl.zeros((OUT,), tl.int32)
     b_inherited = load_rows(p_inherited, i_out, i_out < rows, DV, DV, BLOCK_DV)
     if level == 1:  # the message of level 0 comes unweighted
-        b_inherited *= tl.load(p_weights).to(tl.float32) if WEIGHTED else share
+        b_inherited *= share_at(p_logits, 0, levels) if WEIGHTED else share
     b_message += b_inherited
     _, i_b, i_n, o_out, m_out = family(
         i_first, o_out // F, rows, heads, size_0, size_1, size_2, o_out % F, QUERY_BITS, FAMILIES
@@ -322,10 +323,10 @@ def fine_fwd_kernel(
 
 @kernel
 def fine_bwd_kernel(
-    p_q, p_k, p_v, p_shown, p_weights, p_parents, p_parent_scores, p_selection,
+    p_q, p_k, p_v, p_shown, p_logits, p_parents, p_parent_scores, p_selection,
     p_dtotal, p_dscores,
     p_dq, p_dweight, p_dparent_scores, p_dinherited, p_lse, p_delta,
-    scale, share, level, rows, heads, size_0, size_1, size_2, key_0, key_1, key_2,
+    scale, share, level, levels, rows, heads, size_0, size_1, size_2, key_0, key_1, key_2,
     sq_b, sq_n, sq_t, sk_b, sk_n, sk_t, sv_b, sv_n, sv_t, so_b, so_n, so_t, sdq_b, sdq_n, sdq_t,
     QUERY_BITS: tl.constexpr, KEY_BITS: tl.constexpr, KEPT: tl.constexpr, FAMILIES: tl.constexpr,
     ROWS: tl.constexpr, PARTS: tl.constexpr, WIDTH: tl.constexpr,
@@ -403,7 +404,7 @@ def fine_bwd_kernel(
         b_sum = row_sum(b_attention, AXIS)
         b_attention *= safe_reciprocal(b_sum)
         b_delta = row_sum(b_attention * b_dattention, AXIS)
-        w = tl.load(p_weights + level).to(tl.float32) if WEIGHTED else share
+        w = share_at(p_logits, level, levels) if WEIGHTED else share
         if WEIGHTED:
             b_delta_sum = tl.sum(tl.sum(tl.sum(b_delta, axis=2), axis=1), axis=0)
             tl.store(p_dweight + tl.program_id(0), b_delta_sum)
@@ -431,40 +432,10 @@ def fine_bwd_kernel(
 
 
 @kernel
-def count_users_kernel(p_parents, p_count, entries, per_head, above_0, above_1, above_2,
-                       KEY_BITS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """How many query families kept each key family."""
-    o = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    b_parent = tl.load(p_parents + o, mask=o < entries, other=-1)
-    o_key = (o // per_head) * (above_0 * above_1 * above_2)
-    o_key += row_at(b_parent, above_1, above_2, KEY_BITS)
-    tl.atomic_add(p_count + o_key, 1, mask=b_parent >= 0, sem="relaxed")
-
-
-@kernel
-def list_users_kernel(p_parents, p_first, p_cursor, p_users, p_slots,
-                      entries, per_head, above_0, above_1, above_2, query_1, query_2,
-                      KEPT: tl.constexpr, QUERY_BITS: tl.constexpr, KEY_BITS: tl.constexpr,
-                      BLOCK: tl.constexpr, WITH_SLOTS: tl.constexpr):  # fmt: skip
-    """Writes them side by side, in no particular order."""
-    o = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    b_parent = tl.load(p_parents + o, mask=o < entries, other=-1)
-    m = b_parent >= 0
-    o_key = (o // per_head) * (above_0 * above_1 * above_2)
-    o_key += row_at(b_parent, above_1, above_2, KEY_BITS)
-    o_list = tl.load(p_first + o_key, mask=m, other=0)
-    o_list += tl.atomic_add(p_cursor + o_key, 1, mask=m, sem="relaxed")
-    o_family = (o % per_head // KEPT).to(tl.int32)
-    tl.store(p_users + o_list, place_of(o_family, query_1, query_2, QUERY_BITS), mask=m)
-    if WITH_SLOTS:
-        tl.store(p_slots + o_list, (o % KEPT).to(tl.int32), mask=m)
-
-
-@kernel
 def fine_bwd_keys_kernel(
-    p_q, p_k, p_v, p_shown, p_weights, p_parent_scores, p_selection, p_dtotal, p_dscores,
+    p_q, p_k, p_v, p_shown, p_logits, p_parent_scores, p_selection, p_dtotal, p_dscores,
     p_users, p_slots, p_first, p_lse, p_delta, p_dk, p_dv,
-    scale, share, level, heads, size_0, size_1, size_2, key_0, key_1, key_2,
+    scale, share, level, levels, heads, size_0, size_1, size_2, key_0, key_1, key_2,
     sq_b, sq_n, sq_t, sk_b, sk_n, sk_t, sv_b, sv_n, sv_t, so_b, so_n, so_t,
     sdk_b, sdk_n, sdk_t, sdv_b, sdv_n, sdv_t,
     QUERY_BITS: tl.constexpr, KEY_BITS: tl.constexpr, BLOCK_M: tl.constexpr, KEPT: tl.constexpr,
@@ -493,7 +464,7 @@ def fine_bwd_keys_kernel(
     b_v = load_rows(p_v + i_b * sv_b + i_n * sv_n, o_key, b_shown, sv_t, DV, BLOCK_DV)
     p_q += i_b * sq_b + i_n * sq_n
     p_dtotal += i_b * so_b + i_n * so_n
-    w = tl.load(p_weights + level).to(tl.float32) if WEIGHTED else share
+    w = share_at(p_logits, level, levels) if WEIGHTED else share
     b_dk = tl.zeros((16, BLOCK_D), tl.float32)
     b_dv = tl.zeros((16, BLOCK_DV), tl.float32)
     o_m = tl.arange(0, BLOCK_M)  # rows: queries of several families

@@ -3,8 +3,9 @@
 
 A program takes the `F**STEPS` tokens below one cell and makes the means of all levels from them. It
 reads a map once and writes all coarser levels; backward adds the gradients of all coarser levels to
-that of the map. The tokens are ordered by the child they are of their parent, then by the child
-that one is of its own, and so on: a mean is then a sum over axis 0, which lies in registers.
+that of the map. A launch goes over up to three maps of the same sizes and strides. The tokens are
+ordered by the child they are of their parent, then by the child that one is of its own, and so on:
+a mean is then a sum over axis 0, which lies in registers.
 Levels lie one after the other in one buffer, from fine to coarse.
 """
 
@@ -66,37 +67,46 @@ def hand_down(b_grad, b_shown, F: tl.constexpr, HIDES: tl.constexpr):
 
 
 @triton.jit
-def tokens(p_shown, heads, size_0, size_1, size_2, BITS: tl.constexpr, STEPS: tl.constexpr,
-           MASKED: tl.constexpr):  # fmt: skip
-    """The cell of this program (map and head, map, place) and the tokens below it.
+def tokens(p_shown, batch_heads, heads, size_0, size_1, size_2,
+           BITS: tl.constexpr, STEPS: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
+    """The cell of this program (map, map and head, batch entry, place) and the tokens below it.
 
     Of the tokens: their rows, which of them are on the grid, and which are shown (1.0 or 0.0).
     """
     top_1, top_2 = halved(size_1, STEPS), halved(size_2, STEPS)
     top = halved(size_0, STEPS) * top_1 * top_2
-    i_bn = (tl.program_id(0) // top).to(tl.int64)
-    i_place = place_of(tl.program_id(0) % top, top_1, top_2, BITS)
+    i_bn = tl.program_id(0) // top
+    i_place = place_of(tl.program_id(0) - i_bn * top, top_1, top_2, BITS)
+    i_map = i_bn // batch_heads
+    i_bn = (i_bn - i_map * batch_heads).to(tl.int64)
     i_b = i_bn // heads
     o_row, m_row = cells_below(i_place, size_0, size_1, size_2, BITS, STEPS)
     b_shown = m_row.to(tl.float32)
     if MASKED:
         p_row = p_shown + i_b * size_0 * size_1 * size_2 + o_row
         b_shown = tl.load(p_row, mask=m_row, other=0).to(tl.float32)
-    return i_bn, i_b, i_place, o_row, m_row, b_shown
+    return i_map, i_bn, i_b, i_place, o_row, m_row, b_shown
+
+
+@triton.jit
+def map_of(p_0, p_1, p_2, i_map):
+    """One of three maps."""
+    return tl.where(i_map == 0, p_0, tl.where(i_map == 1, p_1, p_2))
 
 
 @kernel
 def pyramid_fwd_kernel(
-    p_x, p_shown, p_levels,
-    batch_heads, heads, size_0, size_1, size_2, s_b, s_n, s_t,
+    p_x0, p_x1, p_x2, p_shown, p_levels,
+    batch_heads, heads, size_0, size_1, size_2, s_m, s_b, s_n, s_t,
     BITS: tl.constexpr, STEPS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     HIDES: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     F: tl.constexpr = 2 ** len(BITS)
-    i_bn, i_b, i_place, o_row, m_row, b_shown = tokens(
-        p_shown, heads, size_0, size_1, size_2, BITS, STEPS, MASKED
+    i_map, i_bn, i_b, i_place, o_row, m_row, b_shown = tokens(
+        p_shown, batch_heads, heads, size_0, size_1, size_2, BITS, STEPS, MASKED
     )
-    p_x += i_b * s_b + (i_bn - i_b * heads) * s_n
+    p_levels += i_map.to(tl.int64) * s_m
+    p_x = map_of(p_x0, p_x1, p_x2, i_map) + i_b * s_b + (i_bn - i_b * heads) * s_n
     b_out = load_rows(p_x, o_row, m_row, s_t, D, BLOCK_D)
     for i_step in tl.static_range(1, STEPS + 1):
         b_mean, b_shown = average(b_out.to(tl.float32), b_shown, F, HIDES)
@@ -111,16 +121,17 @@ def pyramid_fwd_kernel(
 
 @kernel
 def pyramid_bwd_kernel(
-    p_dx, p_shown, p_dlevels,
-    batch_heads, heads, size_0, size_1, size_2, s_b, s_n, s_t,
+    p_dx0, p_dx1, p_dx2, p_shown, p_dlevels,
+    batch_heads, heads, size_0, size_1, size_2, s_m, s_b, s_n, s_t,
     BITS: tl.constexpr, STEPS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     HIDES: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Adds to `p_dx` what the gradients of all coarser levels say about the map."""
+    """Adds the gradients of all coarser levels to those of the maps."""
     F: tl.constexpr = 2 ** len(BITS)
-    i_bn, i_b, i_place, o_token, m_token, b_shown = tokens(
-        p_shown, heads, size_0, size_1, size_2, BITS, STEPS, MASKED
+    i_map, i_bn, i_b, i_place, o_token, m_token, b_shown = tokens(
+        p_shown, batch_heads, heads, size_0, size_1, size_2, BITS, STEPS, MASKED
     )
+    p_dlevels += i_map.to(tl.int64) * s_m
     for i_step in tl.static_range(1, STEPS + 1):  # to the end of the buffer, where the coarsest is
         cells = (halved(size_0, i_step) * halved(size_1, i_step)).to(tl.int64)
         p_dlevels += batch_heads * cells * halved(size_2, i_step) * D
@@ -137,6 +148,6 @@ def pyramid_bwd_kernel(
         b_here = tl.reshape(b_shown, (F ** (STEPS - 1 - i_down), F ** (i_down + 1)))
         b_here = tl.max(b_here, axis=0)
         b_grad = hand_down(b_grad, b_here, F, HIDES)
-    p_dx += i_b * s_b + (i_bn - i_b * heads) * s_n
+    p_dx = map_of(p_dx0, p_dx1, p_dx2, i_map) + i_b * s_b + (i_bn - i_b * heads) * s_n
     b_grad += load_rows(p_dx, o_token, m_token, s_t, D, BLOCK_D).to(tl.float32)
     store_rows(p_dx, b_grad, o_token, m_token, s_t, D)

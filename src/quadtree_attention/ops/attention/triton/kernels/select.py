@@ -4,6 +4,8 @@
 import triton
 import triton.language as tl
 
+MOST_LEVELS: tl.constexpr = tl.constexpr(32)  # a grid has fewer than 2**31 cells
+
 
 @triton.jit
 def finite_max(b_score, AXIS: tl.constexpr):
@@ -15,6 +17,22 @@ def finite_max(b_score, AXIS: tl.constexpr):
 @triton.jit
 def safe_reciprocal(b_sum):
     return tl.where(b_sum == 0.0, 0.0, 1.0 / b_sum)
+
+
+@triton.jit
+def shares_of(p_logits, levels):
+    """Softmax of the logits of all levels, and 0 past them."""
+    o_l = tl.arange(0, MOST_LEVELS)
+    b_logits = tl.load(p_logits + o_l, mask=o_l < levels, other=float("-inf")).to(tl.float32)
+    b_shares = tl.exp(b_logits - tl.max(b_logits, axis=0))
+    return b_shares / tl.sum(b_shares, axis=0)
+
+
+@triton.jit
+def share_at(p_logits, level, levels):
+    """Share of a level in the result, the softmax of the logits."""
+    m_level = tl.arange(0, MOST_LEVELS) == level
+    return tl.sum(tl.where(m_level, shares_of(p_logits, levels), 0.0), axis=0)
 
 
 @triton.jit
