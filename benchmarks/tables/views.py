@@ -81,6 +81,10 @@ def pairs(rows: Sequence[Row]) -> list[Row]:
             for row in rows for pair in row["details"]["pairs"]]  # fmt: skip
 
 
+def seconds_per_pair(row: Row) -> float:
+    return row["values"]["median_ms"] / 1e3 / row["case"]["pairs"]
+
+
 def shape(sides: Sequence[int]) -> str:
     """Of a tensor, or (height, width)."""
     return " x ".join(map(str, sides))
@@ -95,11 +99,13 @@ VALUES: dict[str, Callable[..., Any]] = {  # of words after the name, if there a
     "published": published,
     "within": within,
     "pairs": pairs,
+    "seconds_per_pair": seconds_per_pair,
 }
 WORDS: dict[str, Callable[[Any], str]] = {  # formats of text, which is aligned to the left
     "text": str,
     "size": lambda image: "x".join(map(str, image)),
     "shape": shape,
+    "listed": lambda values: ", ".join(map(str, values)) or "none",
 }
 NUMBERS: dict[str, Callable[[Any], str]] = {
     "number": number,

@@ -57,9 +57,10 @@ def test_text_and_files(run, expected):
 
 def test_all_files(run, expected):
     options = ["--save", "d.npy", "--occlusion", "o.png", "--depth", "z.npy", "--size", "144"]
+    options += ["--points", "p.ply"]
     result = run(*PAIR, *options, "--focal", 100, "--baseline", 0.5, "--offset", 2)
     assert result.exit_code == 0, result.output
-    assert sorted(os.listdir()) == ["a.png", "b.png", "d.npy", "o.png", "z.npy"]
+    assert sorted(os.listdir()) == ["a.png", "b.png", "d.npy", "o.png", "p.ply", "z.npy"]
     np.testing.assert_allclose(np.load("d.npy"), expected.disparity)
     depth = expected.depth(100, 0.5, offset=2)
     np.testing.assert_allclose(np.load("z.npy"), depth)
@@ -92,6 +93,7 @@ def test_json(run):
         ([*PAIR, "--save", "d.jpg"], "results are written as .npz, .npy, .pfm, .png"),
         ([*PAIR, "--occlusion", "o.npy"], "pictures are written as .png"),
         ([*PAIR, "--depth", "z.pfm", "--focal", 1, "--baseline", 1], "as .npy, got"),
+        ([*PAIR, "--points", "z.obj", "--focal", 1, "--baseline", 1], "as .ply, got"),
         ([*PAIR, "--depth", "z.npy"], "got no --focal and no --baseline; give both"),
         ([*PAIR, "--focal", "9"], "got no --baseline; give both"),
         ([*PAIR, "--focal", "-9", "--baseline", 1], "focal must be above 0, got -9"),

@@ -19,6 +19,7 @@ from quadtree_attention.cli import (
     info,
     match,
     segment,
+    sfm,
     stereo,
     train,
     warmup,
@@ -27,7 +28,7 @@ from quadtree_attention.cli.options import RENAMED
 from quadtree_attention.cli.output import MISTAKE, tell
 
 COMMANDS = (
-    *(info, match, stereo, classify, detect, segment, evaluate, train, convert, warmup),
+    *(info, match, stereo, classify, detect, segment, sfm, evaluate, train, convert, warmup),
     *(explore, attention, calibrate),
 )
 
@@ -54,7 +55,7 @@ def _quadtree(
         typer.Option("--version", help="Show the version.", callback=_show_version, is_eager=True),
     ] = False,
 ) -> None:
-    """QuadTree attention: match, stereo, classify, detect, segment; train and evaluate."""
+    """QuadTree attention: match, stereo, classify, detect, segment; sfm, train, evaluate."""
 
 
 def run(args: Sequence[str]) -> None:

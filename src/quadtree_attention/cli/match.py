@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`quadtree match`: corresponding points of two images, or of many pairs."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ from quadtree_attention.tasks.contract import table
 
 if TYPE_CHECKING:
     from quadtree_attention.tasks import Matches
+    from quadtree_attention.tasks.match.readers import PairLine
 
 HELP = """Find corresponding points of two images, and the relative camera pose.
 
@@ -33,6 +35,11 @@ STEM0__STEM1.npz in --save. A rotation turns the image by so many quarters count
 and points are pixels of the turned image. Pairs that are there already are skipped. An image that
 cannot be read is named at the end, the others are matched, and the exit code is 1.
 
+--colmap DB adds the matches to a database of COLMAP that has the images, as keypoints that all
+pairs of an image share, with verified two-view geometries; keypoints that are there stay.
+--export hloc writes features.h5 and matches.h5 to --save. Both match pairs as quadtree sfm does:
+every match twice, from the cell of either image.
+
 \b
 Examples:
   quadtree match a.jpg b.jpg
@@ -40,10 +47,11 @@ Examples:
   quadtree match a.jpg b.jpg --K0 1165,1165,649,484 --K1 camera1.txt
   quadtree match a.jpg b.jpg --json --max 500 > matches.json
   quadtree match --pairs pairs.txt --images photos --save OUT --device cuda
+  quadtree match --pairs pairs.txt --images photos --save OUT --colmap database.db
 """
 PICTURE = Path("matches.png")
 ONLY_TWO = ("image0", "image1", "out", "camera0", "camera1")
-ONLY_MANY = ("images", "force", "batch")
+ONLY_MANY = ("images", "force", "batch", "colmap", "export")
 
 OPTIONS = "weights out size threshold device dtype batch force json debug"
 
@@ -60,6 +68,8 @@ OWN = {
     "camera1": option(TEXT, "Camera of B.", None, "--K1", metavar="K"),
     "pairs": option(FILE, "File of pairs.", metavar="FILE"),
     "images": option(FILE, "Folder of their images.", metavar="DIR", show_default="that of FILE"),
+    "colmap": option(FILE, "Database of COLMAP to add to.", metavar="DB"),
+    "export": option(TEXT, "hloc: its h5 files.", metavar="NAME"),
 }
 
 
@@ -137,6 +147,9 @@ def _match_many(context: typer.Context) -> None:
     if o["save"] is None:
         raise OptionError("--pairs needs --save OUT, a folder for the matches; name one")
     source = open_source(o["pairs"], images=o["images"], truth=False)
+    if o["colmap"] is not None or o["export"] is not None:
+        _match_for_programs(context, source.pairs)
+        return
     predictor = make_predictor(context, "match", ("threshold", "top", "guided"))
     rows, there = predict_pairs(
         predictor,
@@ -160,3 +173,30 @@ def _match_many(context: typer.Context) -> None:
             "time": f"{np.mean([row['seconds'] for row in done]):.2f} s per pair",
         }
     report_pairs(rows, there, o["save"], facts, json=o["json"])
+
+
+def _match_for_programs(context: typer.Context, pairs: "Sequence[PairLine]") -> None:
+    from quadtree_attention.cli.predict import announce_compiling
+    from quadtree_attention.sfm.exchange import export_pairs
+    from quadtree_attention.sfm.matching import PairMatcher
+
+    o = context.params
+    given = {name: o[name] for name in ("size", "threshold", "device", "dtype")}
+    matcher = PairMatcher.from_pretrained(o["weights"], **given)
+    announce_compiling(matcher)
+    found = export_pairs(
+        pairs,
+        o["save"],
+        matcher,
+        database=o["colmap"],
+        export=o["export"],
+        batch=o["batch"],
+        force=o["force"],
+    )
+    files = [str(path) for path in found.written]
+    if o["json"]:
+        facts = {"pairs": found.pairs, "tracks": found.tracks, "points": found.points}
+        say_json(facts | {"written": files})
+        return
+    rows = {"tracks": f"{found.tracks:,} of {found.points:,} points, in {found.pairs:,} pairs"}
+    say(table(rows | {"written": written([o["save"], *files])}))

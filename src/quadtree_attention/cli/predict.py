@@ -45,11 +45,16 @@ def make_predictor(context: typer.Context, task: str, own: Sequence[str]) -> Pre
     predictor: Predictor[Any] = (
         get_task(task).load("predictor").from_pretrained(given["weights"], **chosen)
     )
+    announce_compiling(predictor)
+    return predictor
+
+
+def announce_compiling(predictor: Predictor[Any]) -> None:
+    """Writes a line if the first call compiles kernels, which takes a while."""
     imported()
     compiles = predictor.device.type == "cpu" and default_backend() != "reference"
     if compiles and not is_compiled():
         tell("compiling kernels for this machine, once; later runs take them from a cache")
-    return predictor
 
 
 def predict_images(

@@ -24,7 +24,8 @@ at (x - disparity, y) on the right; disparities are in pixels of the images as g
 them in colours, occluded pixels hatched, --save writes the numbers, as .npz, .npy, .pfm or 16-bit
 .png (times 256), --occlusion writes a grey picture, white where occluded; without any of these, and
 without --json, the picture goes to disparity.png. With --focal, in pixels, and --baseline, in any
-unit, depth is printed, and --depth writes it. A pair that looks swapped or not rectified gets a
+unit, depth is printed, --depth writes it, and --points writes coloured points, without what is
+occluded. A pair that looks swapped or not rectified gets a
 warning on standard error. Weights come with the package.
 
 LEFT and RIGHT may be folders, whose images are paired by equal names, or by names that differ only
@@ -37,11 +38,12 @@ Examples:
   quadtree stereo left.png right.png
   quadtree stereo left.png right.png --out near.jpg --save disparity.pfm --max-disparity 128
   quadtree stereo left.png right.png --depth depth.npy --focal 994.98 --baseline 193 --offset 31
+  quadtree stereo left.png right.png --points room.ply --focal 994.98 --baseline 193 --offset 31
   quadtree stereo image_2 image_3 --save OUT --format png --device cuda
 """
 PICTURE = Path("disparity.png")
 FORMATS = ("npz", "npy", "pfm", "png")  # of the files of two folders
-ONLY_ONE = ("out", "occlusion", "depth", "focal", "baseline", "offset")
+ONLY_ONE = ("out", "occlusion", "depth", "points", "focal", "baseline", "offset")
 ONLY_MANY = ("file_format", "force", "batch")
 NAMED = 5  # images without a partner that are named
 
@@ -58,6 +60,7 @@ OWN = {
     ),
     "occlusion": option(FILE, "Picture of occluded pixels."),
     "depth": option(FILE, "Depth to write, .npy."),
+    "points": option(FILE, "Coloured points to write, .ply."),
     "focal": option(FLOAT, "Focal length in pixels."),
     "baseline": option(FLOAT, "Distance of the cameras."),
     "offset": option(float, "Added to disparities for depth (doffs of Middlebury).", 0.0),
@@ -93,15 +96,18 @@ def _find_one(context: typer.Context) -> None:
 
     o = context.params
     inputs = o["left"], o["right"]
-    out, save, occlusion, depth = o["out"], o["save"], o["occlusion"], o["depth"]
-    if (out, save, occlusion, depth) == (None,) * 4 and not o["json"]:
+    out, save, occlusion = o["out"], o["save"], o["occlusion"]
+    depth, points = o["depth"], o["points"]
+    if (out, save, occlusion, depth, points) == (None,) * 5 and not o["json"]:
         out = PICTURE
     if save is not None:
         checked_suffix(save, DisparityCodec())
     if depth is not None and depth.suffix != ".npy":
         raise OptionError(f"depth is written as .npy, got {str(depth)!r}; name it so")
-    cameras = _cameras(o["focal"], o["baseline"], o["offset"], depth)
-    check_targets((out, occlusion), (save, depth), inputs)
+    if points is not None and points.suffix != ".ply":
+        raise OptionError(f"points are written as .ply, got {str(points)!r}; name it so")
+    cameras = _cameras(o["focal"], o["baseline"], o["offset"], depth or points)
+    check_targets((out, occlusion), (save, depth, points), inputs)
     images = to_image(inputs[0]), to_image(inputs[1])  # before the slow part
     check_pair(*images)
     predictor = make_predictor(context, "stereo", ("max_disparity",))
@@ -110,13 +116,15 @@ def _find_one(context: typer.Context) -> None:
         found.save(save)
     if depth is not None and cameras is not None:
         found.save_depth(depth, **cameras)
+    if points is not None and cameras is not None:
+        found.save_points(points, **cameras)
     if occlusion is not None:
         found.draw_occlusion(occlusion)
     if out is not None:
         found.draw(out)
     for sentence in found.warnings:
         tell(f"warning: {sentence}")
-    files = [str(path) for path in (out, save, occlusion, depth) if path is not None]
+    files = [str(path) for path in (out, save, occlusion, depth, points) if path is not None]
     about = {} if cameras is None else _depth(found, cameras)
     if o["json"]:
         given = {"left": inputs[0], "right": inputs[1]}
@@ -141,7 +149,7 @@ def _cameras(
     if len(missing) == 1 or (missing and (depth is not None or offset)):
         raise OptionError(
             f"depth needs the focal length and the baseline of the cameras, got no "
-            f"{' and no '.join(missing)}; give both, or leave out --depth and --offset"
+            f"{' and no '.join(missing)}; give both, or leave out --depth, --points and --offset"
         )
     if focal is None or baseline is None:
         return None

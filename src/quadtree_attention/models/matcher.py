@@ -271,6 +271,37 @@ class LoFTR(nn.Module):
         check_same("batch size", len(maps0.coarse), len(maps1.coarse))
         return self.match(self._transformed(maps0, maps1), threshold)
 
+    def anchored(
+        self, maps0: Maps, maps1: Maps, *, threshold: float | None = None
+    ) -> dict[str, Tensor]:
+        """Matches of `pair`, each measured from the centre of its coarse cell in either image.
+
+        A cell is the same in all pairs of an image, so points measured from it form tracks.
+
+        Returns:
+            `cells0` (M, 2), pixels of image 0, and `points1` (M, 2), measured from them;
+            `cells1` and `points0` likewise; `confidence` and `batch_indexes` as from `forward`.
+        """
+        check_same("batch size", len(maps0.coarse), len(maps1.coarse))
+        features = self._transformed(maps0, maps1)
+        matches = self.coarse_matching(
+            features.coarse0, features.coarse1, features.mask0, features.mask1, threshold
+        )
+        parts = []
+        for start in range(0, max(1, len(matches)), _MATCHES_AT_ONCE):
+            part = matches[start : start + _MATCHES_AT_ONCE]
+            there = self.fine(features, part)
+            back = self.fine(features.swapped(), part.swapped())
+            parts.append((there.keypoints0, there.keypoints1, back.keypoints0, back.keypoints1))
+        names = ("cells0", "points1", "cells1", "points0")
+        found = {
+            name: torch.cat(x) for name, x in zip(names, zip(*parts, strict=False), strict=True)
+        }
+        return found | {
+            "confidence": matches.confidence,
+            "batch_indexes": matches.batch_indexes,
+        }
+
     def match(self, features: Features, threshold: float | None = None) -> dict[str, Tensor]:
         """The result of `forward`, from the maps."""
         matches = self.coarse_matching(

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from quadtree_attention.errors import DataError
+from quadtree_attention.errors import DataError, OptionError
 from quadtree_attention.tasks import Disparity, evaluate
 from quadtree_attention.tasks.stereo.formats import write_disparity
 from quadtree_attention.tasks.stereo.readers import open_source
@@ -39,6 +39,31 @@ def write_pairs(root, names=("a", "b")):
         write_disparity(root / "disparity" / f"{name}.pfm", known)
         Image.fromarray(hidden).save(root / "occlusion" / f"{name}.png")
     return root
+
+
+def test_points_are_those_of_the_pixels(tmp_path):
+    image = Image.fromarray(np.random.default_rng(0).integers(0, 255, (*SIZE, 3), np.uint8))
+    occlusion = np.zeros(SIZE, np.float32)
+    occlusion[:, :20] = 1
+    disparity = truth()
+    disparity[3, 40] = -2  # no depth
+    found = Disparity(disparity=disparity, occlusion=occlusion, images=(image, image))
+    points, colours = found.points(100, 0.5, offset=2, centre=(40, 10))
+    assert len(points) == len(colours) == SIZE[0] * (SIZE[1] - 20) - 1
+    z = 100 * 0.5 / (8 + 2)
+    np.testing.assert_allclose(points[0], [(20 - 40) * z / 100, (0 - 10) * z / 100, z], rtol=1e-6)
+    assert colours[0].tolist() == list(image.getpixel((20, 0)))
+    assert len(found.points(100, 0.5, occluded=True)[0]) == SIZE[0] * SIZE[1] - 1
+    near, _ = found.points(100, 0.5, offset=2, farthest=3)
+    assert len(near) == 25 * (SIZE[1] - 20) and near[:, 2].max() < 3
+    found.save_points(tmp_path / "p.ply", 100, 0.5, offset=2, centre=(40, 10))
+    head, _, body = (tmp_path / "p.ply").read_bytes().partition(b"end_header\n")
+    assert f"element vertex {len(points)}\n".encode() in head
+    np.testing.assert_array_equal(np.frombuffer(body, "<f4", 3), points[0])
+    assert list(body[12:15]) == colours[0].tolist() and len(body) == 15 * len(points)
+    with pytest.raises(OptionError, match=r"as \.ply, got"):
+        found.save_points(tmp_path / "p.obj", 100, 0.5)
+    assert set(Disparity(disparity=truth()).points(100, 0.5)[1].ravel()) == {128}
 
 
 def write_answer(path, values, occlusion=None):

@@ -18,6 +18,7 @@ from quadtree_attention.tasks.contract import Codec, Result, table
 from quadtree_attention.tasks.readers import npz_bytes, read_npz
 from quadtree_attention.tasks.stereo.formats import WRITTEN, encode_disparity, read_disparity
 from quadtree_attention.viz.canvas import save_picture
+from quadtree_attention.viz.ply import encode_ply
 
 OCCLUDED = 0.5  # probability above which a pixel counts as occluded
 SPREAD = "min", "median", "max"
@@ -57,6 +58,55 @@ class Disparity(Result):
         apart = self.disparity.astype(np.float64) + offset
         far = np.full(apart.shape, np.inf)
         return np.divide(focal * baseline, apart, out=far, where=apart > 0).astype(np.float32)
+
+    def points(
+        self,
+        focal: float,
+        baseline: float,
+        *,
+        offset: float = 0.0,
+        centre: tuple[float, float] | None = None,
+        occluded: bool = False,
+        farthest: float | None = None,
+    ) -> tuple[Array, Array]:
+        """Points (N, 3) float32 and their colours (N, 3) uint8, one for each pixel with a depth.
+
+        x is to the right, y down and z along the optical axis, from the left camera, in the unit of
+        `baseline`. Colours are those of the left image, grey where a file has none.
+
+        Args:
+            focal: As for `depth`.
+            baseline: As for `depth`.
+            offset: As for `depth`.
+            centre: Principal point (x, y) in pixels; None: the middle of the image.
+            occluded: Include pixels that the right image does not show, whose disparity is a guess.
+            farthest: Largest z; None: any.
+
+        Raises:
+            OptionError: As for `depth`, or `farthest` is not positive.
+        """
+        checks.above(0, farthest=farthest)
+        z = self.depth(focal, baseline, offset=offset)
+        kept = np.isfinite(z)
+        if farthest is not None:
+            kept &= z <= farthest
+        if self.occlusion is not None and not occluded:
+            kept &= self.occlusion <= OCCLUDED
+        height, width = z.shape
+        x0, y0 = ((width - 1) / 2, (height - 1) / 2) if centre is None else centre
+        rows, columns = np.nonzero(kept)
+        far = z[kept].astype(np.float64)
+        found = np.stack([(columns - x0) * far / focal, (rows - y0) * far / focal, far], axis=1)
+        colours = np.full((len(far), 3), 128, np.uint8)
+        if self.images:
+            colours = np.asarray(self.images[0].convert("RGB"))[kept]
+        return found.astype(np.float32), colours
+
+    def save_points(self, path: StrPath, focal: float, baseline: float, **options: Any) -> None:
+        """Writes `points` as .ply, all or nothing."""
+        if Path(path).suffix != ".ply":
+            raise OptionError(f"points are written as .ply, got {str(path)!r}; name it so")
+        write_whole(path, encode_ply(*self.points(focal, baseline, **options)))
 
     @property
     def occluded(self) -> float:

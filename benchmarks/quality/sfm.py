@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`quadtree sfm` and SIFT with COLMAP on the same photographs, in one run on a CPU.
+
+`--data` is a folder of scenes: `images`, and cameras.json with the focal length in pixels. Both
+methods get that focal length for one camera of all photographs, match all pairs, and use COLMAP's
+incremental mapper. SIFT with COLMAP runs as COLMAP has it by default and, if that does not register
+all photographs, once more with the focal length kept; the better model counts. SCENE/3 is every
+third photograph of a scene.
+"""
+
+import json
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from benchmarks.measure import use_threads
+from benchmarks.quality import DEFAULT, check_folders, check_methods
+from benchmarks.result import ROOT, slug
+from benchmarks.suite import Work
+from quadtree_attention.files import file_sha256
+from quadtree_attention.images import images_inside
+from quadtree_attention.sfm.database import colmap
+from quadtree_attention.sfm.matching import PairMatcher
+from quadtree_attention.sfm.pipeline import Chosen, build_model
+from quadtree_attention.sfm.reconstruct import Attempt, map_images
+
+DATA = ROOT.parent / "shared" / "data" / "free_multiview"
+BASELINE = "SIFT + COLMAP"
+SCENES = ("banana", "lund_street", "brighton_beach", "lund_street/3", "brighton_beach/3")
+ATTEMPTS = (
+    Attempt(refines=True),
+    Attempt(refines=False),
+)  # COLMAP's default first
+LIBRARIES = ("pycolmap",)
+
+
+@dataclass(frozen=True)
+class Scene:
+    """Photographs of a scene in a folder of their own, and their focal length in pixels."""
+
+    folder: Path
+    focal: float
+
+    def __len__(self) -> int:
+        return len(images_inside(self.folder))
+
+
+Reconstruct = Callable[[Scene, Path], dict[str, Any]]
+
+
+def check_options(parser: ArgumentParser, options: Namespace) -> None:
+    check_methods(parser, options, BASELINE)
+    check_folders(parser, [options.data / name.split("/")[0] for name in options.scenes])
+
+
+def plan(options: Namespace) -> list[list[Work]]:
+    """Every method on every scene."""
+    use_threads(options.threads, opencv=True)
+    methods = [method for name in options.methods for method in METHODS[name](options)]
+    options.methods = {name: settings for name, _, settings in methods}
+    scenes = {name: _scene(name, options.data, options.folder) for name in options.scenes}
+    return [
+        [Work({"scene": scene, "method": name}, "cpu", {"find": find, "scene": found})]
+        for scene, found in scenes.items()
+        for name, find, _ in methods
+    ]
+
+
+def measure_row(work: Work, options: Namespace) -> dict[str, Any]:
+    """Registered photographs, points, track length and reprojection error."""
+    scene = work.more["scene"]
+    found = work.more["find"](scene, options.folder / slug(work["method"]) / scene.folder.name)
+    return {"photographs": len(scene), **found}
+
+
+def _scene(name: str, data: Path, work: Path) -> Scene:
+    scene, _, step = name.partition("/")
+    cameras = json.loads((data / scene / "cameras.json").read_text())["images"]
+    folder = work / "photographs" / slug(name)
+    folder.mkdir(parents=True, exist_ok=True)
+    for camera in cameras[:: int(step or 1)]:
+        target = folder / camera["file"]
+        if not target.exists():
+            target.symlink_to((data / scene / "images" / camera["file"]).resolve())
+    return Scene(folder, cameras[0]["focal_px"])
+
+
+def _ours(matcher: PairMatcher, scene: Scene, out: Path) -> dict[str, Any]:
+    chosen = Chosen(focal=scene.focal, sharing="one")
+    report = build_model(scene.folder, out, matcher=matcher, chosen=chosen)
+    return {
+        "models": list(report.models),
+        "points": report.points,
+        "track_length": report.track_length,
+        "error": report.error,
+    }
+
+
+def _sift(scene: Scene, out: Path) -> dict[str, Any]:
+    pycolmap = colmap()
+    out.mkdir(parents=True, exist_ok=True)
+    database = out / "database.db"
+    database.unlink(missing_ok=True)
+    pycolmap.extract_features(database, scene.folder, camera_mode=pycolmap.CameraMode.SINGLE)
+    with pycolmap.Database.open(database) as file:
+        (camera,) = file.read_all_cameras()
+        camera.focal_length = scene.focal
+        camera.has_prior_focal_length = True
+        file.update_camera(camera)
+    verification = pycolmap.TwoViewGeometryOptions()
+    verification.ransac.random_seed = 0
+    pycolmap.match_exhaustive(database, verification_options=verification)
+    models = map_images(database, out / "sparse", attempts=ATTEMPTS, linked=len(scene))
+    if not models:
+        return {"models": [], "points": 0, "track_length": 0.0, "error": 0.0}
+    return {
+        "models": [model.num_reg_images() for model in models],
+        "points": models[0].num_points3D(),
+        "track_length": models[0].compute_mean_track_length(),
+        "error": models[0].compute_mean_reprojection_error(),
+    }
+
+
+def _networks(options: Namespace) -> list[tuple[str, Reconstruct, dict[str, Any]]]:
+    made = []
+    for name, path in options.weights or [(DEFAULT, None)]:
+        matcher = PairMatcher.from_pretrained(path, device="cpu", size=options.size)
+        assert matcher.path is not None
+        settings = {"model": matcher.card["model"], "longer_side": matcher.preprocess.size}  # type: ignore[attr-defined]
+        settings["weights_sha256"] = file_sha256(matcher.path)
+        made.append((name, partial(_ours, matcher), settings))
+    return made
+
+
+def _baseline(_: Namespace) -> list[tuple[str, Reconstruct, dict[str, Any]]]:
+    return [(BASELINE, _sift, {"features": "8192, full size", "matching": "exhaustive"})]
+
+
+METHODS = {"matcher": _networks, "sift": _baseline}

@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Matching many pairs of few photographs: the CNN runs once per photograph, points are anchored.
+
+Matches of a pair come in two halves of the same length. Row i of the first half has the centre of a
+coarse cell in image 0 and the point of image 1 that the fine stage measured from it; row i of the
+second half is the same match, measured from the cell of image 1.
+"""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+from quadtree_attention.images import Array, image_size, to_image
+from quadtree_attention.models.matcher import COARSE_STRIDE, LoFTR, Maps
+from quadtree_attention.tasks.contract import Prepared, Source
+from quadtree_attention.tasks.match.predictor import SIZE, Matcher
+from quadtree_attention.tasks.match.result import Matches
+from quadtree_attention.tasks.store import Store
+
+Size = tuple[int, int]
+CACHE_BYTES = 2**30  # of maps; those of an image of 640x480 pixels take 22 MB
+
+
+@dataclass(frozen=True)
+class PreparedPair(Prepared):
+    """A pair whose pixels are read only if the maps of an image are not in the cache."""
+
+    paths: tuple[str, str] = ("", "")
+    sizes: tuple[Size, ...] = ()  # width and height of the photographs, upright
+    seen: tuple[Size, ...] = ()  # as the network sees them
+
+
+@dataclass(frozen=True)
+class PreprocessPair:
+    """Sizes of two photographs and what the network sees of them."""
+
+    size: int
+
+    def __call__(self, path0: Any, path1: Any) -> PreparedPair:
+        paths = str(path0), str(path1)
+        sizes = tuple(image_size(path) for path in paths)
+        seen = tuple(seen_size(size, self.size) for size in sizes)
+        return PreparedPair((), (), seen, paths=paths, sizes=sizes, seen=seen)
+
+
+def seen_size(size: tuple[int, int], longer: int) -> tuple[int, int]:
+    """Width and height that the network sees: whole cells and one pixel, so that cells begin and
+    end at the edges; the longer side is at most `longer`.
+    """
+    scale = min(1.0, longer / max(size))
+    width, height = (
+        max(2, round((side * scale - 1) / COARSE_STRIDE)) * COARSE_STRIDE + 1 for side in size
+    )
+    return width, height
+
+
+class PairMatcher(Matcher):
+    """Matches pairs of files; see the module for what it returns.
+
+    Args:
+        network: The network.
+        card: Its card.
+        size: Pixels of the longer side.
+        cache: Bytes of maps that are kept.
+        **common: As for `Matcher`.
+    """
+
+    def __init__(
+        self,
+        network: nn.Module,
+        card: dict[str, Any],
+        *,
+        size: int | None = None,
+        cache: int = CACHE_BYTES,
+        **common: Any,
+    ) -> None:
+        super().__init__(network, card, size=size, guided="never", **common)
+        self.options["points"] = "anchored"
+        self.preprocess = PreprocessPair(SIZE if size is None else size)
+        self.cache = _Cache(cache)
+        self.flat = set[str]()  # photographs of one grey value, whose maps tell of borders alone
+
+    def forward(self, batch: Sequence[Prepared]) -> list[dict[str, Tensor]]:
+        maps = [_stacked([self.maps(*_seen(item)[side]) for item in batch]) for side in range(2)]
+        found = self._loftr.anchored(*maps, threshold=self.threshold)
+        pair = found.pop("batch_indexes").cpu()
+        arrays = {name: values.cpu() for name, values in found.items()}
+        return [
+            {name: values[pair == i] for name, values in arrays.items()} for i in range(len(batch))
+        ]
+
+    def finish(self, raw: dict[str, Tensor], item: Prepared) -> Matches:
+        assert isinstance(item, PreparedPair)
+        if self.flat.intersection(item.paths):
+            raw = {name: values[:0] for name, values in raw.items()}
+        sides = []
+        for i, names in enumerate((("cells0", "points0"), ("points1", "cells1"))):
+            points = torch.cat([raw[name] for name in names]).double().numpy()
+            scale = np.divide(item.sizes[i], _seen(item)[i][1])
+            sides.append((points + 0.5) * scale - 0.5)
+        confidence = np.tile(raw["confidence"].float().numpy(), 2)
+        seen = tuple(size for _, size in _seen(item))
+        return Matches(keypoints0=sides[0], keypoints1=sides[1], confidence=confidence, seen=seen)
+
+    @property
+    def _loftr(self) -> LoFTR:
+        assert isinstance(self.network, LoFTR)
+        return self.network
+
+    def maps(self, path: str, size: tuple[int, int]) -> Maps:
+        """Maps of a photograph, from the cache if they are there."""
+        maps = self.cache.get((path, size))
+        if maps is None:
+            pixels = _grey(to_image(path), size)
+            if pixels.min() == pixels.max():
+                self.flat.add(path)
+            maps = self._loftr.maps(pixels[None].to(self.device))
+            self.cache.put((path, size), maps)
+        return maps
+
+
+def _seen(item: Prepared) -> list[tuple[str, Size]]:
+    """The files of a pair, and the size that the network sees each at."""
+    assert isinstance(item, PreparedPair)
+    return list(zip(item.paths, item.seen, strict=True))
+
+
+class _Cache:
+    """The maps used last, up to a number of bytes."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit, self._held = limit, OrderedDict[Any, Maps]()
+
+    def clear(self) -> None:
+        self._held.clear()
+
+    def get(self, key: Any) -> Maps | None:
+        if key in self._held:
+            self._held.move_to_end(key)
+        return self._held.get(key)
+
+    def put(self, key: Any, maps: Maps) -> None:
+        self._held[key] = maps
+        while len(self._held) > 2 and sum(map(_bytes, self._held.values())) > self.limit:
+            self._held.popitem(last=False)
+
+
+def _bytes(maps: Maps) -> int:
+    return maps.coarse.nbytes + maps.fine.nbytes
+
+
+def _stacked(maps: Sequence[Maps]) -> Maps:
+    if len(maps) == 1:
+        return maps[0]
+    return Maps(torch.cat([m.coarse for m in maps]), torch.cat([m.fine for m in maps]), None)
+
+
+def _grey(image: Image.Image, size: tuple[int, int]) -> Tensor:
+    """(1, H, W) between 0 and 1."""
+    if image.size != size:
+        image = image.resize(size, Image.Resampling.BICUBIC, reducing_gap=3.0)
+    return torch.from_numpy(np.asarray(image.convert("L"), np.float32) / 255)[None]
+
+
+def match_pairs(
+    matcher: PairMatcher,
+    source: Source[Any],
+    store: Store,
+    *,
+    batch: int | None = None,
+    progress: bool | None = None,
+) -> None:
+    """Matches the pairs that the store lacks.
+
+    A batch is made of the same pairs in every run, also in one that continues another, as results
+    depend on the batch in their last digits.
+
+    Raises:
+        DataError: A photograph cannot be read.
+    """
+    from tqdm import tqdm
+
+    step = batch or matcher.batch
+    chunks = [range(i, min(i + step, len(source))) for i in range(0, len(source), step)]
+    left = [chunk for chunk in chunks if not all(store.has(source.name(i)) for i in chunk)]
+    hidden = None if progress is None else not progress
+    with tqdm(total=sum(map(len, left)), unit="pair", leave=False, disable=hidden) as bar:
+        for chunk in left:
+            items = [matcher.preprocess(*source.images(i)) for i in chunk]
+            found = matcher.run(items)
+            store.put({source.name(i): result for i, result in zip(chunk, found, strict=True)})
+            bar.update(len(chunk))
+
+
+def anchored(matches: Matches) -> Array:
+    """True for matches that are measured from a cell of image 0 (N,)."""
+    return np.arange(len(matches)) < len(matches) // 2
