@@ -125,7 +125,7 @@ def test_plan_as_json():
         ("--topk 1,2,3", "topk must have one entry per level that selects, coarse -> fine: 2 for"),
         ("--levels 0", "num_levels must be an integer of at least 1, got num_levels=0"),
         ("--heads -1", "heads must be an integer of at least 1, got -1"),
-        ("--variant C", "variant must be 'A' or 'B', got variant='C'"),
+        ("--variant D", "variant must be 'A', 'B' or 'C', got variant='D'"),
         ("--dtype int8", "--dtype must be one of float32, float64, float16, bfloat16, got 'int8'"),
         ("--device tpu", "device must be of the kind cuda or cpu, got 'tpu'"),
         ("--batch 9999999999999999", "a tensor can hold less than 2**63 bytes, got the shape"),

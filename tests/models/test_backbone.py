@@ -568,7 +568,7 @@ def test_drop_path_and_dropout():
         ({"global_pool": "sum"}, "global_pool must be one of 'avg', 'max', '', got global_pool='s"),
         ({"variant": "A", "value_act": "relu"}, "value_act belongs to value_pyramid='conv'"),
         ({"value_act": "tanh"}, "value_act must be one of gelu, relu, got 'tanh'"),
-        ({"variant": "C"}, "variant"),
+        ({"variant": "D"}, "variant must be 'A', 'B' or 'C'"),
     ],
 )
 def test_options_that_are_refused(options, message):

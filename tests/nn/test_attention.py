@@ -147,7 +147,7 @@ BAD = [
     ({"ndim": 4}, "ndim must be 1, 2 or 3, got ndim=4"),
     ({"num_levels": 0}, "num_levels must be an integer of at least 1"),
     ({"topk": [1, 2, 3]}, "topk must have one entry per level that selects"),
-    ({"variant": "b"}, "variant must be 'A' or 'B', got variant='b'"),
+    ({"variant": "b"}, "variant must be 'A', 'B' or 'C', got variant='b'"),
     ({"value_pyramid": "max"}, "value_pyramid must be 'mean' or 'conv', got value_pyramid='max'"),
     ({"value_act": "relu"}, "value_act belongs to value_pyramid='conv', got value_act='relu'"),
     ({"value_act": "silu", "value_pyramid": "conv"}, "value_act must be one of gelu, relu, got"),
