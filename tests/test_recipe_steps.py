@@ -82,7 +82,8 @@ def small(path, variant):
     options |= {"rois_per_image": 16, "proposals": 16} if "mask_rcnn" in model["model"] else {}
     options |= {"context": [8, 8, 8, 8]} if model["model"] == "sttr_quadtree_small" else {}
     settings["model"] = merged(model, {"options": options})
-    settings["model"] |= {"fine_matches": 16, "least_true": None} if task == "match" else {}
+    alone = {"fine_matches": 16, "least_true": None, "cnn": None}  # no weights of another size
+    settings["model"] |= alone if task == "match" else {}
     kept = {name: value for name, value in settings["data"].items() if name in KEPT}
     settings["data"] = DATA[task] | kept
     return settings | {"trainer": merged(settings["trainer"], TRAINER)}

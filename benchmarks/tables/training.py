@@ -18,6 +18,7 @@ from benchmarks.tables.table import Column, View, find, number
 from benchmarks.tables.views import circumstances, errors_of, shape, stored_views
 from benchmarks.training import comparison as compared
 from benchmarks.training.comparison import PEAK, SYNTHETIC, Comparison, rows_of, short
+from benchmarks.training.differences import ERRORS, Difference, difference
 
 NOT_YET = "not yet"
 JUDGED = (SYNTHETIC, "scannet")  # sets whose order is put in words
@@ -40,6 +41,7 @@ def section(name: str, result: Result) -> str:
         [f"### {devices or NOT_YET}: `{name}.json`"],
         [_summary(comparison, runs)],
         _table(comparison, result, runs).markdown([{"case": {"recipe": name}} for name in runs]),
+        *_paired_tables(comparison, runs),
         *(view.markdown(scores) for view in stored_views()["quality/matching"]),
         *([sentence] for sentence in _sentences(comparison, result, runs)),
         *_missing(comparison, result, runs),
@@ -130,6 +132,8 @@ def _sentences(comparison: Comparison, result: Result, runs: Runs) -> list[str]:
     }
     rows = pooled(comparison, result)
     said = _verdict_on_runs(comparison, scores)
+    if comparison.paired:
+        said = _verdicts_on_images(comparison, runs)
     if comparison.weights:
         said = _verdicts_on_pairs(comparison, rows)
     if comparison.claim:
@@ -167,6 +171,52 @@ def _verdict_on_runs(comparison: Comparison, scores: Mapping[str, float]) -> lis
     return [f"{said} (differences up to {noise} are too close to call).", *missing]
 
 
+def _differences(comparison: Comparison, runs: Runs, metric: str) -> dict[str, Difference]:
+    """By how much others are better than ours."""
+    ours, sign = runs.get(comparison.ours, []), comparison.sign(metric)
+    found = {name: difference(runs[name], ours, short(metric), sign) for name in runs}
+    return {name: d for name, d in found.items() if d is not None and name != comparison.ours}
+
+
+def _verdicts_on_images(comparison: Comparison, runs: Runs) -> list[str]:
+    """From differences on the same images and seeds, for the first two scores."""
+    said = []
+    for metric, title in list(comparison.scores.items())[:2]:
+        found = _differences(comparison, runs, metric)
+        if not found:
+            continue
+        mean = {name: _mean(runs[name], metric) for name in (comparison.ours, *found)}
+        others = [
+            words.Other(comparison.label(name), mean[name], d.ahead, ERRORS * d.error, d.error)
+            for name, d in found.items()
+        ]
+        label = comparison.label(comparison.ours)
+        said.append(words.verdict(label, title, mean[comparison.ours], others, comparison.digits))
+    rule = "± is the standard error over seeds and images together; two of them decide."
+    return [*(f"{text}." for text in said), rule] if said else []
+
+
+def _mean(runs: Sequence[Row], metric: str) -> float:
+    return fmean(row["values"]["final"][short(metric)] for row in runs)
+
+
+def _paired_tables(comparison: Comparison, runs: Runs) -> list[list[str]]:
+    """For each of the first two scores a line for every other attention."""
+    tables = []
+    for metric, title in list(comparison.scores.items())[:2] if comparison.paired else []:
+        lines = [f"| {title}: better than {comparison.label(comparison.ours)} by | difference | "
+                 "s.e. images | s.e. seeds | seeds | told apart | images and seeds needed |",
+                 "| --- | ---: | ---: | ---: | ---: | --- | ---: |"]  # fmt: skip
+        for name, d in _differences(comparison, runs, metric).items():
+            digits = comparison.digits + 1
+            errors = f"{d.images:.{digits}f} | {d.seeds:.{digits}f} | {d.count}"
+            more = "-" if d.is_clear else f"{number(d.more)} times" if d.count > 1 else "unknown"
+            lines.append(f"| {comparison.label(name)} | {d.ahead:+.{digits}f} | {errors} | "
+                         f"{'yes' if d.is_clear else 'no'} | {more} |")  # fmt: skip
+        tables += [lines] if len(lines) > 2 else []
+    return tables
+
+
 def _verdicts_on_pairs(comparison: Comparison, rows: Sequence[Row]) -> list[str]:
     """From the scores of all pairs, and the standard error of a difference over these."""
     said = []
@@ -176,7 +226,7 @@ def _verdicts_on_pairs(comparison: Comparison, rows: Sequence[Row]) -> list[str]
         others = []
         for name in comparison.baselines:
             if (row := find(rows, {"set": set_, "recipe": name})) is not None:
-                ahead, error = difference(row, ours)
+                ahead, error = auc_difference(row, ours)
                 label = comparison.label(name)
                 others.append(words.Other(label, area(row), ahead, 2 * error, error))
         label = f"On {set_} ({pairs_of(ours)} pairs) {comparison.label(comparison.ours)}"
@@ -197,7 +247,7 @@ def pairs_of(row: Row) -> int:
     return row["values"]["pairs"] // row["values"]["seeds"]
 
 
-def difference(first: Row, second: Row) -> tuple[float, float]:
+def auc_difference(first: Row, second: Row) -> tuple[float, float]:
     """By how many points of AUC the first is ahead, and the standard error of that over pairs.
 
     What a pair adds to the AUC, whose mean over pairs it is nearly, is averaged over seeds.

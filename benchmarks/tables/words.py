@@ -33,7 +33,7 @@ class Other:
 def verdict(label: str, metric: str, ours: float, others: Sequence[Other], digits: int) -> str:
     """Which others are ahead of ours, behind it, and too close to call, the best first."""
     groups: dict[str, list[str]] = {"ahead of it": [], "too close to call": [], "behind it": []}
-    for other in sorted(others, key=lambda other: -other.score):
+    for other in sorted(others, key=lambda other: -other.ahead):
         close = abs(other.ahead) <= other.margin
         group = "too close to call" if close else "ahead of it" if other.ahead > 0 else "behind it"
         groups[group].append(other.text(digits))

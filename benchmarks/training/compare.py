@@ -7,6 +7,7 @@
 `figures`: the pictures of the page in docs/results.
 """
 
+import json
 import sys
 import time
 from argparse import ArgumentParser, Namespace
@@ -19,11 +20,21 @@ from benchmarks import options as shared
 from benchmarks.result import RESULTS, ROOT, ResultFile, ResultFileError, describe, read
 from benchmarks.training import scores, steps
 from benchmarks.training.comparison import Comparison, comparisons
-from benchmarks.training.runs import Job, Trainer, exits_when_terminated, find_recipes, tell
+from benchmarks.training.runs import (
+    Job,
+    Recipe,
+    RunFailedError,
+    Trainer,
+    exits_when_terminated,
+    find_recipes,
+    tell,
+)
 from quadtree_attention.errors import OptionError
 
 PICTURES = ROOT / "docs" / "results"
 WEIGHTS = ROOT / "runs"  # a folder for each comparison
+GROUPS = "groups.json"  # what a run writes that is paired by image
+PAIRED = ["--trainer.callbacks+=benchmarks.training.groups.GroupScores"]  # writes it
 
 
 def set_up(parser: ArgumentParser) -> None:
@@ -73,8 +84,8 @@ def train(options: Namespace, argv: Sequence[str]) -> int:
     with exits_when_terminated(), shared.working_folder(options.work) as work:
         trainer = Trainer(comparison, results, options.jobs, deadline, work)
         trainer.resume = options.work is not None
-        if comparison.weights:
-            trainer.keep = partial(scores.keep_weights, target=options.weights)
+        if comparison.weights or comparison.paired:
+            trainer.keep = partial(keep, comparison=comparison, target=options.weights)
         unfinished = trainer.run(jobs)
     for job in unfinished:
         tell(f"not finished: {job}")
@@ -82,6 +93,17 @@ def train(options: Namespace, argv: Sequence[str]) -> int:
     again = "" if there == len(jobs) else "; repeat the command for the others"
     print(f"{there} of {len(jobs)} runs are in {options.out}{again}")
     return 1 if trainer.failed else 0
+
+
+def keep(job: Job, folder: Path, *, comparison: Comparison, target: Path) -> dict[str, Any]:
+    """Details of a run that is done: its weights, which are put aside, and its scores by image."""
+    found = scores.keep_weights(job, folder, target=target)
+    if not comparison.paired:
+        return found
+    try:
+        return found | {"groups": json.loads((folder / GROUPS).read_text())}
+    except (OSError, ValueError) as error:
+        raise RunFailedError(str(error)) from error
 
 
 def plan(options: Namespace, seeds: Sequence[int]) -> list[Job]:
@@ -95,8 +117,18 @@ def plan(options: Namespace, seeds: Sequence[int]) -> list[Job]:
             case |= {"fingerprint": recipe.fingerprint(data=data, extra=options.extra)}
             more = [*options.comparison.options, *options.data_options, *options.extra]
             more += ["--trainer.max_epochs", str(epochs)]
+            more += PAIRED if options.comparison.paired else []
+            more += _start(options, recipe, seed)
             jobs.append(Job(recipe, case | {"data": data}, more))
     return jobs
+
+
+def _start(options: Namespace, recipe: Recipe, seed: int) -> list[str]:
+    """The backbone that a run starts from: that of another comparison, same attention and seed."""
+    if not options.comparison.start:
+        return []
+    path = WEIGHTS / options.comparison.start / f"{recipe.name}-s{seed}.safetensors"
+    return ["--model.backbone_weights", str(path)]
 
 
 def measure(options: Namespace, argv: Sequence[str]) -> int:

@@ -36,6 +36,9 @@ class Comparison:
     options: Sequence[str] = ()
     step: Sequence[str] = ()
     weights: bool = False
+    paired: bool = False
+    lower: Sequence[str] = ()
+    start: str = ""
     columns: Sequence[Sequence[str]] = ()
     digits: int = 2
     claim: str = ""
@@ -56,6 +59,10 @@ class Comparison:
     @property
     def score(self) -> str:
         return next(iter(self.scores))
+
+    def sign(self, metric: str) -> int:
+        """1 if more of it is better, else -1."""
+        return -1 if metric in self.lower else 1
 
     @property
     def metrics(self) -> list[str]:

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.result import ResultFile, Row, hide_paths
+from benchmarks.result import ROOT, ResultFile, Row, hide_paths
 from benchmarks.tables.table import number
 from benchmarks.training.comparison import Comparison, rows_of, short
 from quadtree_attention.errors import OptionError
@@ -59,12 +59,15 @@ class Recipe:
 
 
 def find_recipes(comparison: Comparison, path: Path, names: str | None = None) -> list[Recipe]:
-    """Variants of a recipe: those named, in that order, or all, the most important first.
+    """Variants of a recipe: those named, in that order; else those of the comparison if the recipe
+    has them, or all, the most important first.
 
     Raises:
         OptionError: There is no such recipe or variant, or it cannot be read.
     """
     known = sorted(read_recipe(path).variants, key=comparison.rank)
+    if set(comparison.variants) <= set(known):
+        known = [name for name in known if name in comparison.variants]
     wanted = list(dict.fromkeys(names.split(","))) if names is not None else known
     recipes = [Recipe(name, path, read_recipe(path, name).settings) for name in wanted]
     if not recipes:
@@ -209,10 +212,11 @@ class Trainer:
         options = [*job.recipe.arguments, "--seed_everything", str(job.case["seed"]), *job.options]
         options += ["--run_dir", str(folder), "--trainer.enable_progress_bar", "false"]
         options += [] if before is None else ["--resume"]
+        path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])  # for callbacks
         with _beside(folder, "log").open("wb") as output:
-            process = subprocess.Popen(
+            process = subprocess.Popen(  # runs share the cores
                 [sys.executable, "-c", TRAIN, *options, self.comparison.task],
-                env=os.environ | {"OMP_NUM_THREADS": "1"},  # runs share the cores
+                env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -300,7 +304,8 @@ def outcome(run: Running, comparison: Comparison) -> tuple[dict[str, Any], dict[
     except (OSError, ValueError) as error:
         raise RunFailedError(*lines, str(error)) from error
     score = history[comparison.score]
-    best = max(range(len(score)), key=score.__getitem__)
+    sign = comparison.sign(comparison.score)
+    best = max(range(len(score)), key=lambda epoch: sign * score[epoch])
     return {
         "final": {short(name): history[name][-1] for name in history if name.startswith("val/")},
         "best": {"epoch": history["epoch"][best], short(comparison.score): score[best]},

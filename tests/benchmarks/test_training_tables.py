@@ -5,7 +5,7 @@ import pytest
 
 from benchmarks.result import check, dumps
 from benchmarks.tables.table import find
-from benchmarks.tables.training import area, difference, pooled, section
+from benchmarks.tables.training import area, auc_difference, pooled, section
 from benchmarks.training.comparison import comparisons
 from quadtree_attention.tasks.match.metrics import auc
 from tests.benchmarks.conftest import command, run_of, times
@@ -244,11 +244,11 @@ def test_order_is_claimed_only_where_pairs_decide_it():
     rows = pooled(comparisons()["match-attentions"], result)
     ours = find(rows, {"set": "synthetic", "recipe": "quadtree-b"})
     linear = find(rows, {"set": "synthetic", "recipe": "linear"})
-    mean, error = difference(ours, linear)
+    mean, error = auc_difference(ours, linear)
     # errors 1.0, 1.1, ... 1.4, four times each, against three times as much
     assert mean == pytest.approx(20 * 1.2, abs=1e-9)
     assert error == pytest.approx(20 * (0.02 * 20 / 19 / 20) ** 0.5, abs=1e-9)
-    assert difference(linear, linear) == (0.0, 0.0)
+    assert auc_difference(linear, linear) == (0.0, 0.0)
 
     result["rows"] = [score_row("linear", [3.0, 8.0])]
     assert "Whether that holds here cannot be told yet." in said(result)
@@ -269,7 +269,7 @@ def test_seeds_are_pooled():
     assert area(row) == pytest.approx((area(first) + area(better)) / 2)
     assert (row["values"]["pairs"], row["values"]["seeds"]) == (40, 2)
     ours = find(rows, {"set": "synthetic", "recipe": "quadtree-b"})
-    assert difference(ours, row)[0] == pytest.approx((20 * 1.2 - 10 * 1.2) / 2)
+    assert auc_difference(ours, row)[0] == pytest.approx((20 * 1.2 - 10 * 1.2) / 2)
     assert "| linear (LoFTR) | not yet | 2 | 0.800 | 45.0 |" in said(result)
 
 

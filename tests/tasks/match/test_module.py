@@ -6,7 +6,9 @@ import sys
 import pytest
 import torch
 
-from quadtree_attention.errors import OptionError
+from quadtree_attention.errors import CheckpointError, OptionError
+from quadtree_attention.models.registry import create
+from quadtree_attention.models.weights import save_weights
 from quadtree_attention.tasks.match.data import MOTION, MatchData, grey
 from quadtree_attention.tasks.match.metrics import MatchMetric
 from quadtree_attention.tasks.match.module import MatchModule, add_poses, correct, f_scores, views
@@ -188,3 +190,26 @@ def test_trains_without_estimators(tmp_path, monkeypatch, capsys):
     said = capsys.readouterr().err
     assert said.count("validation leaves out val/auc5") == 1
     assert "needs poselib, which is not installed" in said
+
+
+def test_cnn_of_other_weights_is_not_trained(data, tmp_path):
+    """It stays in evaluation, with the statistics of its norms; all else learns."""
+    torch.manual_seed(5)
+    other = create("loftr_quadtree_small", **SMALL)
+    for norm in (m for m in other.modules() if isinstance(m, torch.nn.BatchNorm2d)):
+        norm.running_mean.fill_(0.5)
+    card = {"model": "loftr_quadtree_small", "kwargs": {}, "task": "match"}
+    path = tmp_path / "other.safetensors"
+    save_weights(path, other.state_dict(), card)
+    module = MatchModule(options=SMALL, cnn=str(path)).train()
+    cnn = module.model.backbone
+    before = {name: tensor.clone() for name, tensor in cnn.state_dict().items()}
+    assert all(torch.equal(x, before[k]) for k, x in other.backbone.state_dict().items())
+    assert module.model.training and not cnn.training and module.start is not None
+    batch = batch_of(data, data.train_dataloader(), [Draw(0, i) for i in range(2)])
+    module.losses(batch)[0].backward()
+    assert all(parameter.grad is None for parameter in cnn.parameters())
+    assert all(p.grad is not None for p in module.model.coarse_transformer.parameters())
+    assert all(torch.equal(x, before[k]) for k, x in cnn.state_dict().items())
+    with pytest.raises(CheckpointError):
+        MatchModule(options=SMALL | {"dims": (16, 24, 40)}, cnn=str(path))

@@ -2,14 +2,19 @@
 """Training of a matcher."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, cast, get_args
+from pathlib import Path
+from typing import Any, Literal, Self, cast, get_args
 
 import torch
 from torch import Tensor
 
 from quadtree_attention.errors import MissingDependencyError
+from quadtree_attention.files import file_sha256
+from quadtree_attention.models.convert import check_fit
 from quadtree_attention.models.matcher import COARSE_STRIDE, Features, LoFTR
 from quadtree_attention.models.parts.coarse_matching import CoarseMatches, matches_for_training
+from quadtree_attention.models.registry import weights_path
+from quadtree_attention.models.weights import read_checkpoint
 from quadtree_attention.tasks.match import TASK
 from quadtree_attention.tasks.match.data import grey
 from quadtree_attention.tasks.match.losses import coarse_loss, fine_loss
@@ -56,6 +61,7 @@ class MatchModule(TaskModule):
         fine_weight: Weight of the fine loss.
         fine_matches: Matches per pair that the fine stage learns from.
         least_true: True ones among them, at least; None: a fourth.
+        cnn: File whose CNN the matcher has, which is not trained; "default": the packaged weights.
         seed: Decides weights and which matches the fine stage sees.
     """
 
@@ -83,12 +89,36 @@ class MatchModule(TaskModule):
         fine_weight: float = 1.0,
         fine_matches: int = 512,
         least_true: int | None = None,
+        cnn: str | None = None,
         seed: int = 0,
     ) -> None:
         super().__init__()
         self.save_hyperparameters()
         self.build(model, options)
+        if cnn is not None:
+            self._freeze_cnn(weights_path(cnn, TASK.name))
         self.no_poses = why_no_poses()
+
+    def _freeze_cnn(self, path: Path) -> None:
+        """Takes the CNN of a file of weights.
+
+        Raises:
+            CheckpointError: It has no CNN of this shape.
+        """
+        prefix, cnn = "backbone.", self.model.backbone
+        state = read_checkpoint(path)
+        own = {k.removeprefix(prefix): x for k, x in state.items() if k.startswith(prefix)}
+        check_fit(cnn, own)
+        cnn.load_state_dict(own)
+        cnn.requires_grad_(False).eval()
+        self.start = file_sha256(path)
+
+    def train(self, mode: bool = True) -> Self:
+        """Sets the mode, but for that of a CNN that is not trained."""
+        super().train(mode)
+        if self.hparams.get("cnn") is not None:
+            self.model.backbone.eval()
+        return self
 
     def on_fit_start(self) -> None:
         if self.no_poses and self.trainer.is_global_zero:
