@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A table of rows of results: a `View` says which rows make a line, and what its columns show."""
+"""Tables of result rows: a `View` defines the lines and columns of a table."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +12,7 @@ Value = str | Callable[[Row], Any]
 
 
 def number(value: float | None) -> str:
-    """About three digits, never an exponent."""
+    """A number with about three digits, without an exponent."""
     if value is None:
         return "-"
     digits = 0 if value >= 100 else 1 if value >= 10 else 2 if value >= 0.1 else 3
@@ -24,15 +24,15 @@ class Column:
     """A column.
 
     Attributes:
-        heading: In the first line.
-        value: What is shown: a path in a row, such as "values.median_ms", or a function of it.
-        format: Makes text of it; what is None becomes "-".
-        of: Entries of the case that the row has, where a line joins several rows.
-        relative: Entries of the case of the row that the value is divided by, or a function that
-            gives them; None: not divided.
-        inverse: That row's value is divided by this one's instead.
-        outcome: Shows why there is no value.
-        words: Is text; rows of a line that agree show it once.
+        heading: Text of the header cell.
+        value: Path in a row, such as "values.median_ms", or a function of the row.
+        format: Formats the value; None becomes "-".
+        of: Entries of the case that select the row if a line joins several rows.
+        relative: Entries of the case of the row to divide by, or a function that
+            returns them; None: no division.
+        inverse: Divide that row's value by this row's instead.
+        outcome: Show the reason if there is no value.
+        words: The column is text; equal texts of the rows of a line are shown once.
     """
 
     heading: str
@@ -45,7 +45,7 @@ class Column:
     words: bool = False
 
     def text(self, row: Row | None, rows: Sequence[Row]) -> str:
-        """The cell of a row among others."""
+        """Text of a row's cell; `others` are the rows that `relative` refers to."""
         if row is None:
             return "-"
         if self.outcome and "error" in row:
@@ -64,11 +64,11 @@ class View:
     """A table.
 
     Attributes:
-        columns: From left to right, or a function of the rows that gives them.
-        title: Above it.
-        by: Keys of the case that the rows of a line share; None: a line for every row.
-        each: A key of the case and its values: a cell shows a number for each of them.
-        rows: Makes the rows of the table from those of a result.
+        columns: Columns from left to right, or a function of the rows that returns them.
+        title: Title above the table.
+        by: Keys of the case shared by the rows of a line; None: one line per row.
+        each: A key of the case and its values: a cell shows one number per value.
+        rows: Function that computes the rows of the table from the rows of a result.
     """
 
     columns: Sequence[Column] | Callable[[Sequence[Row]], Sequence[Column]]
@@ -78,7 +78,7 @@ class View:
     rows: Callable[[Sequence[Row]], Sequence[Row]] = lambda rows: rows
 
     def markdown(self, rows: Sequence[Row]) -> list[str]:
-        """Lines for a page; none without rows."""
+        """Lines of a Markdown table; empty without rows."""
         rows = self.rows(rows)
         if not rows:
             return []
@@ -89,7 +89,7 @@ class View:
         return lines + [_line(cells) for cells in self._cells(columns, rows)]
 
     def text(self, rows: Sequence[Row]) -> str:
-        """The same, aligned for a terminal."""
+        """Lines of a table aligned for a terminal."""
         rows = self.rows(rows)
         columns = self._columns(rows)
         lines = [[column.heading for column in columns], *self._cells(columns, rows)]
@@ -122,7 +122,7 @@ def find(rows: Sequence[Row], case: Mapping[str, Any]) -> Row | None:
 
 
 def name_of(case: Mapping[str, Any], separator: str = ", ") -> str:
-    """What was measured, in words."""
+    """Name of a case."""
     texts = (
         "x".join(map(str, value)) if isinstance(value, list) else value for value in case.values()
     )
@@ -130,7 +130,7 @@ def name_of(case: Mapping[str, Any], separator: str = ", ") -> str:
 
 
 def outcome_of(row: Row) -> str:
-    """Why a row has no values."""
+    """Reason why a row has no values."""
     return f"skipped: {row['skipped']}" if "skipped" in row else f"failed: {row['error']}"
 
 

@@ -21,8 +21,8 @@ from benchmarks.training.comparison import PEAK, SYNTHETIC, Comparison, rows_of,
 from benchmarks.training.differences import ERRORS, Difference, difference
 
 NOT_YET = "not yet"
-JUDGED = (SYNTHETIC, "scannet")  # sets whose order is put in words
-JUDGE, DEGREES = "poselib", "10"  # by this AUC
+JUDGED = (SYNTHETIC, "scannet")  # sets with a sentence about their order
+JUDGE, DEGREES = "poselib", "10"  # the AUC that the sentence uses
 RUN_COSTS = (("s per epoch", "epochs.seconds", "number"), ("peak MiB", f"epochs.{PEAK}", "number"))
 STEP_COSTS = (("samples/s", "step.speed", "number"), ("MiB of a step", f"step.{PEAK}", "number"))
 
@@ -30,7 +30,7 @@ Runs = Mapping[str, Sequence[Row]]
 
 
 def section(name: str, result: Result) -> str:
-    """Heading, table, sentences, what is missing, pictures and circumstances of a result file."""
+    """Section of a result file: heading, table, sentences, missing runs, pictures, provenance."""
     comparison = compared.comparisons()[result["kind"].partition("/")[2]]
     runs = compared.compared_runs(comparison, result)
     trained = [run["machine"] for run in result["runs"] if "size" not in run["settings"]]
@@ -58,10 +58,10 @@ def _summary(comparison: Comparison, runs: Runs) -> str:
     seeds = ", ".join(map(str, sorted({case["seed"] for case in every})))
     data = ", ".join(sorted({case["data"] or "data of the recipe" for case in every}))
     what = f"synthetic scenes with textures of {data}" if comparison.data == "textures" else data
-    told = f"Trained on {what} for {every[0]['epochs']} epochs, {len(every)} runs, seeds {seeds}."
+    text = f"Trained on {what} for {every[0]['epochs']} epochs, {len(every)} runs, seeds {seeds}."
     alone = max(map(len, runs.values())) == 1
-    chance = " One seed each: how much of a difference is chance is not known." if alone else ""
-    return f"{told} {comparison.note}{chance}"
+    chance = " One seed each: the variance between seeds is unknown." if alone else ""
+    return f"{text} {comparison.note}{chance}"
 
 
 # ---- the table
@@ -89,7 +89,7 @@ def _table(comparison: Comparison, result: Result, runs: Runs) -> View:
 
 
 def _values(result: Result, runs: Sequence[Row], step: Row, source: str) -> list[Any]:
-    """What all runs, or a measured step, have of a source."""
+    """Values of a source in all runs, or in a measured step."""
     what, _, name = source.partition(".")
     if what == "step":
         speed = name == "speed" and step
@@ -137,7 +137,7 @@ def _sentences(comparison: Comparison, result: Result, runs: Runs) -> list[str]:
     if comparison.weights:
         said = _verdicts_on_pairs(comparison, rows)
     if comparison.claim:
-        said = [comparison.claim, *(said or ["Whether that holds here cannot be told yet."])]
+        said = [comparison.claim, *(said or ["There are not enough runs to test this yet."])]
     sentences = [" ".join(said)] if said else []
     pairs = {
         comparison.label(without).removesuffix(" without LePE"): (scores[without], scores[with_])
@@ -155,7 +155,7 @@ def _sentences(comparison: Comparison, result: Result, runs: Runs) -> list[str]:
 
 
 def _verdict_on_runs(comparison: Comparison, scores: Mapping[str, float]) -> list[str]:
-    """From means over seeds and the noise that is known."""
+    """Verdict by means over seeds and the known noise."""
     there = [name for name in comparison.baselines if name in scores]
     if comparison.ours not in scores or not there:
         return []
@@ -172,14 +172,14 @@ def _verdict_on_runs(comparison: Comparison, scores: Mapping[str, float]) -> lis
 
 
 def _differences(comparison: Comparison, runs: Runs, metric: str) -> dict[str, Difference]:
-    """By how much others are better than ours."""
+    """Advantage of every other variant over ours."""
     ours, sign = runs.get(comparison.ours, []), comparison.sign(metric)
     found = {name: difference(runs[name], ours, short(metric), sign) for name in runs}
     return {name: d for name, d in found.items() if d is not None and name != comparison.ours}
 
 
 def _verdicts_on_images(comparison: Comparison, runs: Runs) -> list[str]:
-    """From differences on the same images and seeds, for the first two scores."""
+    """Verdicts by differences on the same images and seeds, for the first two scores."""
     said = []
     for metric, title in list(comparison.scores.items())[:2]:
         found = _differences(comparison, runs, metric)
@@ -192,7 +192,7 @@ def _verdicts_on_images(comparison: Comparison, runs: Runs) -> list[str]:
         ]
         label = comparison.label(comparison.ours)
         said.append(words.verdict(label, title, mean[comparison.ours], others, comparison.digits))
-    rule = "± is the standard error over seeds and images together; two of them decide."
+    rule = "± is the standard error over seeds and images; the threshold is two standard errors."
     return [*(f"{text}." for text in said), rule] if said else []
 
 
@@ -201,11 +201,11 @@ def _mean(runs: Sequence[Row], metric: str) -> float:
 
 
 def _paired_tables(comparison: Comparison, runs: Runs) -> list[list[str]]:
-    """For each of the first two scores a line for every other attention."""
+    """One table per score (the first two), one line per other attention."""
     tables = []
     for metric, title in list(comparison.scores.items())[:2] if comparison.paired else []:
         lines = [f"| {title}: better than {comparison.label(comparison.ours)} by | difference | "
-                 "s.e. images | s.e. seeds | seeds | told apart | images and seeds needed |",
+                 "s.e. images | s.e. seeds | seeds | significant | images and seeds needed |",
                  "| --- | ---: | ---: | ---: | ---: | --- | ---: |"]  # fmt: skip
         for name, d in _differences(comparison, runs, metric).items():
             digits = comparison.digits + 1
@@ -218,7 +218,7 @@ def _paired_tables(comparison: Comparison, runs: Runs) -> list[list[str]]:
 
 
 def _verdicts_on_pairs(comparison: Comparison, rows: Sequence[Row]) -> list[str]:
-    """From the scores of all pairs, and the standard error of a difference over these."""
+    """Verdicts by the scores of all pairs and the standard error of their difference."""
     said = []
     for set_ in JUDGED:
         if (ours := find(rows, {"set": set_, "recipe": comparison.ours})) is None:
@@ -232,7 +232,7 @@ def _verdicts_on_pairs(comparison: Comparison, rows: Sequence[Row]) -> list[str]
         label = f"On {set_} ({pairs_of(ours)} pairs) {comparison.label(comparison.ours)}"
         metric = f"AUC@{DEGREES}° ({JUDGE})"
         said.append(f"{words.verdict(label, metric, area(ours), others, comparison.digits)}.")
-    rule = "± is the standard error of the difference over the same pairs, and two of them decide."
+    rule = "± is the standard error over the same pairs; the threshold is two standard errors."
     return [*said, rule] if said else []
 
 
@@ -243,14 +243,14 @@ def area(row: Row) -> float:
 
 
 def pairs_of(row: Row) -> int:
-    """Pairs of the set, of which a pooled row has those of every seed."""
+    """Number of pairs of the set; a pooled row counts them once per seed."""
     return row["values"]["pairs"] // row["values"]["seeds"]
 
 
 def auc_difference(first: Row, second: Row) -> tuple[float, float]:
-    """By how many points of AUC the first is ahead, and the standard error of that over pairs.
+    """Difference in AUC points (first minus second) and its standard error over pairs.
 
-    What a pair adds to the AUC, whose mean over pairs it is nearly, is averaged over seeds.
+    The contribution of a pair, whose mean over pairs is nearly the AUC, is averaged over seeds.
     """
     shares = []
     for row in (first, second):
@@ -263,7 +263,7 @@ def auc_difference(first: Row, second: Row) -> tuple[float, float]:
 
 
 def pooled(comparison: Comparison, result: Result) -> list[Row]:
-    """The scores by set and variant, one row each: means over seeds, the pairs of all of them.
+    """One row per set and variant: scores averaged over seeds, errors of all their pairs.
 
     Sets are in the order in which they were evaluated, variants in that of the table.
     """
@@ -291,11 +291,11 @@ def _pool(rows: Sequence[Row]) -> dict[str, Any]:
     return {"values": values, "details": {"errors": errors}}
 
 
-# ---- what is missing, and where the rest is from
+# ---- missing runs and provenance
 
 
 def _missing(comparison: Comparison, result: Result, runs: Runs) -> list[list[str]]:
-    """Runs that were asked for or belong to the table, their scores and their speeds."""
+    """Requested runs, scores and speeds without a result."""
     lines = []
     wanted = {s for run in result["runs"] for s in run["settings"].get("seeds", ())} or {0}
     failed = [row for row in result["rows"] if row["kind"] == "run" and "error" in row]
@@ -318,7 +318,7 @@ def _missing(comparison: Comparison, result: Result, runs: Runs) -> list[list[st
 
 
 def _sources(result: Result) -> list[list[str]]:
-    """How, when and where all of it was made, training first."""
+    """Provenance: commands, dates and machines, training first."""
     paragraphs = []
     for kind, said in SAID.items():
         for i, run in enumerate(result["runs"]):
@@ -332,7 +332,7 @@ def _trained(run: Result, rows: Sequence[Row], result: Result) -> str:
     beside = max(row["values"]["beside"] for row in rows)
     minutes = number(sum(row["values"]["seconds"] for row in rows) / 60)
     runs = f"{len(rows)} runs, {minutes} minutes in all"
-    return f"Trained ({runs}, up to {beside} others beside a run)"
+    return f"Trained ({runs}, up to {beside} other runs at the same time)"
 
 
 def _measured(run: Result, rows: Sequence[Row], result: Result) -> str:
@@ -355,5 +355,5 @@ def _scored(run: Result, rows: Sequence[Row], result: Result) -> str:
     )
 
 
-SAID = {"run": _trained, "step": _measured, "memory": lambda *_: "Memory, by itself",
+SAID = {"run": _trained, "step": _measured, "memory": lambda *_: "Memory",
         "score": _scored}  # fmt: skip

@@ -29,20 +29,20 @@ def spread(row: Row) -> str | None:
 
 
 def baseline(row: Row) -> Mapping[str, Any]:
-    """What tells the row of the baseline."""
+    """Entries of the case that identify the row of the baseline."""
     if "baseline" in row["case"]:
         return {"model": row["case"]["baseline"], "baseline": None}
     return {"model": row["values"]["baseline"]}
 
 
 def stereo_paper(row: Row) -> str | None:
-    """The paper's figures, beside the forward pass; it does not say of which pass they are."""
+    """The paper's figures, shown with the forward pass; the paper does not state the pass."""
     shown = row["case"]["image"] == [960, 540] and row["case"]["pass"] == "forward"
     return STEREO_PAPER.get(row["case"]["network"]) if shown and "error" not in row else None
 
 
 def code_params(row: Row) -> str | None:
-    """Whether the official code builds as many parameters."""
+    """Comparison of the number of parameters with the official code."""
     values = row["values"]
     figure = values["published"].get("code_params")
     if figure is None:
@@ -52,7 +52,7 @@ def code_params(row: Row) -> str | None:
 
 
 def published(name: str, row: Row) -> str:
-    """A published figure, how far ours is above it, and the key of its source."""
+    """A published figure, the relative difference of ours, and the number of its source."""
     figure = row["values"]["published"].get(name)
     if figure is None:
         return "not found"
@@ -62,13 +62,13 @@ def published(name: str, row: Row) -> str:
 
 
 def within(estimator: str, largest: str, row: Row) -> str:
-    """Pairs whose error is below a limit."""
+    """Number of pairs with an error below a limit."""
     errors = errors_of(row, estimator)
     return f"{sum(e is not None and e < float(largest) for e in errors)} of {len(errors)}"
 
 
 def errors_of(row: Row, estimator: str) -> list[float | None]:
-    """Of all pairs; None for failures."""
+    """Errors of all pairs; None for failures."""
     details = row["details"]
     if "errors" in details:
         return details["errors"][estimator]
@@ -76,7 +76,7 @@ def errors_of(row: Row, estimator: str) -> list[float | None]:
 
 
 def pairs(rows: Sequence[Row]) -> list[Row]:
-    """A row for every pair and method."""
+    """One row per pair and method."""
     return [{"case": {"pair": pair["name"], **row["case"]}, "values": pair["scores"]}
             for row in rows for pair in row["details"]["pairs"]]  # fmt: skip
 
@@ -86,7 +86,7 @@ def seconds_per_pair(row: Row) -> float:
 
 
 def shape(sides: Sequence[int]) -> str:
-    """Of a tensor, or (height, width)."""
+    """Text of the shape of a tensor or image (height, width)."""
     return " x ".join(map(str, sides))
 
 
@@ -196,7 +196,7 @@ def text(result: Result) -> str:
 
 
 def section(name: str, result: Result) -> str:
-    """Heading, circumstances, tables and what was not measured, of one result file."""
+    """Section of a result file: heading, provenance, tables and missing rows."""
     rows = _rows(result)
     lines = [f"### {result['runs'][0]['machine']['device_name']}: `{name}.json`"]
     for run in result["runs"]:
@@ -221,13 +221,13 @@ def _sources(result: Result) -> list[str]:
 
 
 def _rows(result: Result) -> list[Row]:
-    """The rows with the sources of published figures, which cells refer to."""
+    """Adds the list of sources that the cells of published figures refer to."""
     sources = _sources(result)
     return [row | {"sources": sources} for row in result["rows"]]
 
 
 def _notes(rows: Sequence[Row]) -> list[str]:
-    """What is to be said about published figures."""
+    """Notes about published figures."""
     lines = []
     for row in (row for row in rows if "note" in row.get("values", {})):
         detector, text = row["values"].get("detector", {}), row["values"]["note"] or ""
@@ -253,7 +253,7 @@ def circumstances(run: Result) -> str:
 
 
 def _settings(settings: Mapping[str, Any]) -> list[str]:
-    """What a reader has to know of the settings, a paragraph each."""
+    """Relevant settings, one paragraph each."""
     limit, methods = settings.get("memory_gib"), settings.get("methods", {})
     memory = [] if limit is None else [f"PyTorch was given {number(limit)} GiB of the GPU."]
     return memory + ["\n".join(f"- {name}: {_said(m)}" for name, m in methods.items())] * bool(
@@ -262,7 +262,7 @@ def _settings(settings: Mapping[str, Any]) -> list[str]:
 
 
 def _said(settings: Mapping[str, Any]) -> str:
-    """Settings in words; of checksums the first characters."""
+    """Settings as text; checksums are abbreviated."""
     shown = {
         key.replace("_", " "): value[:CHECKSUM] if key.endswith("sha256") else value
         for key, value in settings.items()
@@ -272,7 +272,7 @@ def _said(settings: Mapping[str, Any]) -> str:
 
 
 def _not_measured(rows: Sequence[Row]) -> list[str]:
-    """Rows without values, but for those whose memory did not suffice, which tables show."""
+    """Rows without values, except out-of-memory rows, which the tables show."""
     missing = [row for row in rows if "error" in row or "skipped" in row]
     missing = [row for row in missing if row.get("error") != OUT_OF_MEMORY]
     return [f"- {name_of(row['case'])}: {outcome_of(row)}" for row in missing]

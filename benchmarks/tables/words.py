@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sentences about comparisons: no more than the numbers say."""
+"""Sentences about comparisons, generated from the numbers."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -8,14 +8,14 @@ from itertools import pairwise
 
 @dataclass(frozen=True)
 class Other:
-    """Something that is compared.
+    """A variant that ours is compared with.
 
     Attributes:
-        label: What it is called.
-        score: What it has.
-        ahead: By how much it is ahead; negative: behind.
-        margin: Differences up to this one are too close to call.
-        error: Standard error of the difference, if it is known.
+        label: Its name.
+        score: Its score.
+        ahead: Its lead over ours; negative if it is behind.
+        margin: Differences up to this value are too close to call.
+        error: Standard error of the difference, if known.
     """
 
     label: str
@@ -31,7 +31,7 @@ class Other:
 
 
 def verdict(label: str, metric: str, ours: float, others: Sequence[Other], digits: int) -> str:
-    """Which others are ahead of ours, behind it, and too close to call, the best first."""
+    """Sentence that sorts others into ahead of ours, too close to call and behind."""
     groups: dict[str, list[str]] = {"ahead of it": [], "too close to call": [], "behind it": []}
     for other in sorted(others, key=lambda other: -other.ahead):
         close = abs(other.ahead) <= other.margin
@@ -42,16 +42,16 @@ def verdict(label: str, metric: str, ours: float, others: Sequence[Other], digit
 
 
 def gains(metric: str, pairs: Mapping[str, tuple[float, float]], digits: int) -> str:
-    """What the position encoding adds to the score of each attention; (without, with)."""
+    """Gain of each attention by LePE; `pairs` holds scores (without, with)."""
     said = (f"{label} {after - before:+.{digits}f}" for label, (before, after) in pairs.items())
     return f"Points of {metric} that LePE adds: {', '.join(said)}."
 
 
 def growth(metric: str, scores: Mapping[int, float], noise: float, digits: int) -> str:
-    """What keeping more cells adds."""
+    """Sentence about the score against K."""
     values = list(scores.values())
     rises = all(a < b for a, b in pairwise(values))
-    what = "rises with every step of K" if rises else "does not rise with every step of K"
-    close = f", and all are within {noise:g}" if max(values) - min(values) <= noise else ""
+    what = "increases monotonically with K" if rises else "does not increase monotonically with K"
+    close = f", and all values are within {noise:g}" if max(values) - min(values) <= noise else ""
     text = ", ".join(f"K {k}: {score:.{digits}f}" for k, score in scores.items())
-    return f"Cells kept per query: {metric} {what}{close} ({text})."
+    return f"{metric} {what}{close} ({text})."

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Brings the tables in docs/ up to date.
+"""Updates the tables in docs/.
 
 A page holds blocks between `<!-- generated: KIND -->` and `<!-- end generated -->`, each with a
 section for every result file of that kind.
@@ -27,7 +27,7 @@ def content(kind: str) -> str:
     """The content of a block.
 
     Raises:
-        ResultFileError: There is no such kind, or a file is not of it.
+        ResultFileError: The kind does not exist, or a file has another kind.
     """
     if kind == "paper/rows":
         return paper.page()
@@ -41,12 +41,12 @@ def content(kind: str) -> str:
 
 
 def updated(text: str) -> str:
-    """The text of a page with all its blocks generated anew."""
+    """The text of a page with all its blocks regenerated."""
     return BLOCK.sub(lambda match: f"{match[1]}\n{content(match[2])}\n\n{match[3]}", text)
 
 
 def write(options: Namespace, argv: Sequence[str]) -> int:
-    """Rewrites the pages; with `--check`, says instead which are out of date, with exit code 1."""
+    """Rewrites the pages; with `--check`, lists outdated pages and exits with code 1."""
     outdated = []
     for path in sorted(DOCS.rglob("*.md")):
         text = path.read_text()

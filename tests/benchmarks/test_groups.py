@@ -106,7 +106,7 @@ def test_comparison_at_debug_size(name, tmp_path, monkeypatch):
             final = row["values"]["final"][key]
             assert groups["whole"][key] == pytest.approx(final, rel=2e-2, abs=1e-3)
     text = section(name, result)
-    assert "| told apart |" in text and comparison.claim in text
+    assert "| significant |" in text and comparison.claim in text
     assert comparison.start == "" or str(tmp_path) not in str(result)
 
 

@@ -74,7 +74,7 @@ def test_table_says_what_is_there_and_what_is_not():
     assert "- linear, seed 0: failed: out of memory" in text
     assert "- spatial reduction (PVTv2), seed 1: not yet" in text
     assert "- QuadTree-B (LePE, K 8), seed" not in text
-    assert "up to 6 others beside a run" in text and "commit 0123456789ab." in text
+    assert "up to 6 other runs at the same time" in text and "commit 0123456789ab." in text
     assert "Measured (training steps of 128 samples of 224 x 224, bfloat16)" in text
 
 
@@ -86,7 +86,7 @@ def test_memory_that_another_command_measured():
     result["rows"].append(memory)
     check(result)
     text = said(result)
-    assert "Memory, by itself: NVIDIA X." in text and command in text
+    assert "Memory: NVIDIA X." in text and command in text
     assert "| 2560 | 1234 |" in text and "| 1280 | 4321 |" in text
 
 
@@ -98,7 +98,7 @@ def test_order_is_claimed_only_where_it_holds():
     behind = "behind it: spatial reduction (PVTv2) (66.0)"
     assert f"{ours}; ahead of it: none; {close}; {behind} (differences up to 1.5" in text
     assert "Not yet compared: spatial reduction + LePE" in text
-    assert "top-1 rises with every step of K (K 1: 68.0, K 8: 70.5)" in text
+    assert "top-1 increases monotonically with K (K 1: 68.0, K 8: 70.5)" in text
 
     result["rows"] += [{"run": 0} | run_row("sr-lepe", 0, 72.5)]
     result["rows"] += [{"run": 0} | run_row("quadtree-b-k4", 0, 67.5)]
@@ -110,10 +110,10 @@ def test_order_is_claimed_only_where_it_holds():
     assert "+6.5, QuadTree-B -0.5." in said(result)
 
     result["rows"] = [{"run": 0} | run_row("sr", 0, 66.0)]
-    assert "Whether that holds here cannot be told yet." in said(result)
-    assert "One seed each: how much of a difference is chance is not known." in said(result)
+    assert "There are not enough runs to test this yet." in said(result)
+    assert "One seed each: the variance between seeds is unknown." in said(result)
     result["rows"] = []
-    assert "No run has finished yet." in said(result) and "cannot be told yet" in said(result)
+    assert "No run has finished yet." in said(result) and "not enough runs" in said(result)
 
 
 def test_runs_of_stereo_with_and_without_measured_steps():
@@ -239,7 +239,7 @@ def test_order_is_claimed_only_where_pairs_decide_it():
     close, behind = text.index("call: QuadTree-A (K 8)"), text.index("behind it: linear (LoFTR)")
     assert start < close < behind
     assert "too close to call: linear (LoFTR) (" in text[text.index("On scannet (2 pairs") :]
-    assert "AUC@10° on synthetic rises with every step of K (K 1: " in text
+    assert "AUC@10° on synthetic increases monotonically with K (K 1: " in text
 
     rows = pooled(comparisons()["match-attentions"], result)
     ours = find(rows, {"set": "synthetic", "recipe": "quadtree-b"})
@@ -251,7 +251,7 @@ def test_order_is_claimed_only_where_pairs_decide_it():
     assert auc_difference(linear, linear) == (0.0, 0.0)
 
     result["rows"] = [score_row("linear", [3.0, 8.0])]
-    assert "Whether that holds here cannot be told yet." in said(result)
+    assert "There are not enough runs to test this yet." in said(result)
     assert "No run has finished yet." in said(result)
 
 
