@@ -104,7 +104,7 @@ def test_order_is_claimed_only_where_it_holds():
     result["rows"] += [{"run": 0} | run_row("quadtree-b-k4", 0, 67.5)]
     text = said(result)
     assert f"{ours}; ahead of it: spatial reduction + LePE (72.5); {close}" in text
-    assert "does not rise with every step of K" in text
+    assert "does not increase monotonically with K" in text
     assert "Points of top-1 that LePE adds: spatial reduction (PVTv2) +6.5." in text
     result["rows"] += [{"run": 0} | run_row("quadtree-b-no-lepe", 0, 71.0)]
     assert "+6.5, QuadTree-B -0.5." in said(result)
