@@ -116,6 +116,11 @@ class View:
         return " / ".join(dict.fromkeys(texts) if column.words else texts)
 
 
+def fold(summary: str, lines: Sequence[str]) -> list[str]:
+    """Lines of Markdown that a page shows on request."""
+    return [f'<details markdown="1"><summary>{summary}</summary>', "", *lines, "", "</details>"]
+
+
 def find(rows: Sequence[Row], case: Mapping[str, Any]) -> Row | None:
     """The first row whose case has these entries."""
     return next((row for row in rows if case.items() <= row["case"].items()), None)

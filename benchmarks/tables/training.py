@@ -14,8 +14,8 @@ from typing import Any
 
 from benchmarks.result import Result, Row
 from benchmarks.tables import words
-from benchmarks.tables.table import Column, View, find, number
-from benchmarks.tables.views import circumstances, errors_of, shape, stored_views
+from benchmarks.tables.table import Column, View, find, fold, number
+from benchmarks.tables.views import PROVENANCE, circumstances, errors_of, shape, stored_views
 from benchmarks.training import comparison as compared
 from benchmarks.training.comparison import PEAK, SYNTHETIC, Comparison, rows_of, short
 from benchmarks.training.differences import ERRORS, Difference, difference
@@ -38,7 +38,7 @@ def section(name: str, result: Result) -> str:
     pictures = comparison.pictures if any(runs.values()) else {}
     scores = pooled(comparison, result)
     paragraphs = [
-        [f"### {devices or NOT_YET}: `{name}.json`"],
+        [f"### {devices or NOT_YET}"],
         [_summary(comparison, runs)],
         _table(comparison, result, runs).markdown([{"case": {"recipe": name}} for name in runs]),
         *_paired_tables(comparison, runs),
@@ -46,7 +46,7 @@ def section(name: str, result: Result) -> str:
         *([sentence] for sentence in _sentences(comparison, result, runs)),
         *_missing(comparison, result, runs),
         *([f"![{about}]({file})"] for file, about in pictures.items()),
-        *_sources(result),
+        fold(PROVENANCE, _sources(name, result)),
     ]
     return "\n\n".join("\n".join(lines) for lines in paragraphs if lines)
 
@@ -317,15 +317,15 @@ def _missing(comparison: Comparison, result: Result, runs: Runs) -> list[list[st
     return [["Missing:"], lines] if lines else []
 
 
-def _sources(result: Result) -> list[list[str]]:
-    """Provenance: commands, dates and machines, training first."""
-    paragraphs = []
+def _sources(name: str, result: Result) -> list[str]:
+    """Result file, commands, dates and machines, training first."""
+    lines = [f"`benchmarks/results/{name}.json`"]
     for kind, said in SAID.items():
         for i, run in enumerate(result["runs"]):
             if made := [row for row in rows_of(result, kind) if row["run"] == i]:
                 where = f"{run['machine']['device_name']}. {circumstances(run)}"
-                paragraphs += [[f"{said(run, made, result)}: {where}"], [f"    {run['command']}"]]
-    return paragraphs
+                lines += ["", f"{said(run, made, result)}: {where}", "", f"    {run['command']}"]
+    return lines
 
 
 def _trained(run: Result, rows: Sequence[Row], result: Result) -> str:

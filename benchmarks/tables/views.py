@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tables of results that views.yaml declares: values, formats, and the sections of a page."""
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
@@ -9,10 +10,11 @@ from typing import Any
 import yaml
 
 from benchmarks.result import FIGURES, OUT_OF_MEMORY, Result, Row, deviation
-from benchmarks.tables.table import Column, View, name_of, number, outcome_of
+from benchmarks.tables.table import Column, View, fold, name_of, number, outcome_of
 
 FILE = Path(__file__).with_name("views.yaml")
 NOT_MEASURED = "Not measured yet."
+PROVENANCE = "Machine, versions, command"
 CHECKSUM = 12  # characters that are shown of one
 # Of the paper, at 960x540: STTR, features at 1/3; QuadTree-B, features at 1/2
 STEREO_PAPER = {"explicit-3": "490 GFLOPs, 8507 MB", "quadtree-2": "254 GFLOPs, 5381 MB"}
@@ -196,12 +198,11 @@ def text(result: Result) -> str:
 
 
 def section(name: str, result: Result) -> str:
-    """Section of a result file: heading, provenance, tables and missing rows."""
+    """Section of a result file: heading, tables, missing rows and, folded, provenance."""
     rows = _rows(result)
-    lines = [f"### {result['runs'][0]['machine']['device_name']}: `{name}.json`"]
+    lines = [heading(name, result["runs"][0])]
     for run in result["runs"]:
-        lines += ["", circumstances(run), "", f"    {run['command']}"]
-        lines += [line for about in _settings(run["settings"]) for line in ("", about)]
+        lines += [line for about in _limits(run["settings"]) for line in ("", about)]
     for view in stored_views().get(result["kind"], []):
         if table := view.markdown(rows):
             notes = _notes(view.rows(rows))
@@ -211,7 +212,23 @@ def section(name: str, result: Result) -> str:
     if sources := _sources(result):
         lines += ["", "Published figures are from:", ""]
         lines += [f"{i}. {source}" for i, source in enumerate(sources, 1)]
-    return "\n".join(lines)
+    return "\n".join([*lines, "", *fold(PROVENANCE, _provenance(name, result))])
+
+
+def heading(name: str, run: Result) -> str:
+    """Heading of a result file: its device, and the rest of its name."""
+    device = run["machine"]["device_name"]
+    words = name.partition("--")[2].removeprefix(re.sub(r"\W+", "-", device.lower())).strip("-")
+    return f"### {device}, {words.replace('-', ' ')}" if words else f"### {device}"
+
+
+def _provenance(name: str, result: Result) -> list[str]:
+    """Result file, and machine, versions, command and settings of every run."""
+    lines = [f"`benchmarks/results/{name}.json`"]
+    for run in result["runs"]:
+        lines += ["", circumstances(run), "", f"    {run['command']}"]
+        lines += _methods(run["settings"])
+    return lines
 
 
 def _sources(result: Result) -> list[str]:
@@ -243,22 +260,25 @@ def _notes(rows: Sequence[Row]) -> list[str]:
 def circumstances(run: Result) -> str:
     """Machine, versions, date and commit of a command."""
     machine = run["machine"]
-    variant = f"Variant {run['settings']['variant']}. " if "variant" in run["settings"] else ""
     software = ", ".join(f"{key} {value}" for key, value in run["versions"].items() if value)
     commit = f", commit {run['commit'][:CHECKSUM]}" if run["commit"] else ""
     return (
-        f"{variant}CPU {machine['cpu']}, {machine['cores']} cores, {machine['threads']} used, load "
+        f"CPU {machine['cpu']}, {machine['cores']} cores, {machine['threads']} used, load "
         f"{number(machine['load'])} before the run. {software}. {run['date'][:10]}{commit}."
     )
 
 
-def _settings(settings: Mapping[str, Any]) -> list[str]:
-    """Relevant settings, one paragraph each."""
-    limit, methods = settings.get("memory_gib"), settings.get("methods", {})
+def _limits(settings: Mapping[str, Any]) -> list[str]:
+    """Settings that change what the tables mean, one paragraph each."""
+    limit, variant = settings.get("memory_gib"), settings.get("variant")
     memory = [] if limit is None else [f"PyTorch was given {number(limit)} GiB of the GPU."]
-    return memory + ["\n".join(f"- {name}: {_said(m)}" for name, m in methods.items())] * bool(
-        methods
-    )
+    return [*([f"Variant {variant}."] if variant else []), *memory]
+
+
+def _methods(settings: Mapping[str, Any]) -> list[str]:
+    """Settings of the methods that are compared."""
+    methods = settings.get("methods", {})
+    return ["", *(f"- {name}: {_said(m)}" for name, m in methods.items())] if methods else []
 
 
 def _said(settings: Mapping[str, Any]) -> str:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Updates the tables in docs/.
+"""Updates the tables in docs/ and README.md.
 
 A page holds blocks between `<!-- generated: KIND -->` and `<!-- end generated -->`, each with a
 section for every result file of that kind.
@@ -12,12 +12,12 @@ from collections.abc import Sequence
 
 from benchmarks.paper import page as paper
 from benchmarks.result import KINDS, RESULTS, ROOT, ResultFileError, read_all
-from benchmarks.tables import training, views
+from benchmarks.tables import summary, training, views
 from benchmarks.training.comparison import comparisons
 from quadtree_attention.files import write_whole
 
 DOCS = ROOT / "docs"
-GROUPS = "speed|quality|paper|training"
+GROUPS = "speed|quality|paper|training|summary"
 BLOCK = re.compile(
     rf"(<!-- generated: ((?:{GROUPS})/\S+) -->\n).*?(<!-- end generated -->)", re.DOTALL
 )
@@ -31,6 +31,8 @@ def content(kind: str) -> str:
     """
     if kind == "paper/rows":
         return paper.page()
+    if kind == "summary/main":
+        return summary.table()
     known = [*(kind for kind in KINDS if not kind.startswith("training/")),
              *(comparison.kind for comparison in comparisons().values())]  # fmt: skip
     if kind not in known:
@@ -48,7 +50,7 @@ def updated(text: str) -> str:
 def write(options: Namespace, argv: Sequence[str]) -> int:
     """Rewrites the pages; with `--check`, lists outdated pages and exits with code 1."""
     outdated = []
-    for path in sorted(DOCS.rglob("*.md")):
+    for path in (DOCS.parent / "README.md", *sorted(DOCS.rglob("*.md"))):
         text = path.read_text()
         if (new := updated(text)) != text:
             outdated.append(path.relative_to(DOCS.parent))

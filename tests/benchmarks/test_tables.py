@@ -3,8 +3,8 @@
 
 import pytest
 
-from benchmarks.result import KINDS, dumps
-from benchmarks.tables import views, write
+from benchmarks.result import KINDS, ResultFileError, dumps
+from benchmarks.tables import summary, views, write
 from benchmarks.tables.table import number
 from tests.benchmarks.conftest import command, result_of, times
 
@@ -38,7 +38,8 @@ def test_attention_shows_losses_and_gaps():
     )
     text = section(result)
     assert "| tiny | float32 | eager | 10.0 / 30.0 | 1.50 / 1.50 | 4.00 / - |" in text
-    assert "| 0.40x / - |" in text and "Variant B. CPU Y, 8 cores, 1 used, load 0.50" in text
+    assert "| 0.40x / - |" in text and "\nVariant B.\n" in text
+    assert "CPU Y, 8 cores, 1 used, load 0.50" in text
     assert "- tiny, sdpa, float32, forward+backward, eager: skipped: estimated 99 s" in text
     assert "2030-01-02, commit 0123456789ab." in text
 
@@ -75,7 +76,7 @@ def test_matchers_show_stages_and_failures():
     rows = [row(values=values | {"stages_ms": ms, "stages_mib": mib})]
     rows += [row("full", error="out of memory"), row("linear", error="RuntimeError: no")]
     lines = section(result_of("speed/matchers", *rows, memory_gib=8.0)).splitlines()
-    assert lines[0] == "### NVIDIA X: `x.json`"
+    assert lines[0] == "### NVIDIA X" and "`benchmarks/results/x.json`" in lines
     assert "PyTorch was given 8.00 GiB of the GPU." in lines
     start = "| 2048x1024 | m | float32 |"
     shown = f"{start} quadtree_b | 100 | 90.0 - 120 | 30.0 | 20.0 | 12.5 | 40.0 | 5.00 |"
@@ -84,7 +85,7 @@ def test_matchers_show_stages_and_failures():
     assert f"{start} full | out of memory | - | - | - | - | - | - |" in lines
     assert f"{start} full | out of memory | - | - | - | - |" in lines
     assert f"{start} linear | failed | - | - | - | - |" in lines
-    assert lines[-1] == "- m, linear, 2048x1024, 2000, float32: failed: RuntimeError: no"
+    assert "- m, linear, 2048x1024, 2000, float32: failed: RuntimeError: no" in lines
     unknown = row(values=values | {"stages_ms": ms, "peak_mib": None})
     text = section(result_of("speed/matchers", unknown, memory_gib=None))
     assert f"{start} quadtree_b | - | - | - | - | - |" in text
@@ -173,6 +174,7 @@ def test_stereo_scores():
 def test_pages_are_updated_and_checked(tmp_path, monkeypatch, capsys):
     page, results = tmp_path / "docs" / "page.md", tmp_path / "results"
     page.parent.mkdir()
+    (tmp_path / "README.md").write_text("Words.\n")
     monkeypatch.setattr(write, "DOCS", page.parent)
     monkeypatch.setattr(write, "RESULTS", results)
     page.write_text("Words.\n\n<!-- generated: speed/scenes -->\nold\n<!-- end generated -->\n")
@@ -192,6 +194,39 @@ def test_pages_are_updated_and_checked(tmp_path, monkeypatch, capsys):
     page.write_text("<!-- generated: speed/cars -->\n<!-- end generated -->\n")
     assert command("tables") == 2
     assert "there is no kind 'speed/cars' of results; known: speed/ops" in capsys.readouterr().err
+
+
+SUMMARY = """
+- {what: time, file: speed/scenes--x, value: values.median_ms, unit: ms, name: theirs,
+   ours: {part: layout}, theirs: {part: all}}
+- {what: speed, file: speed/scenes--x, value: values.median_ms, better: higher, name: theirs,
+   ours: {part: layout}, theirs: {part: all}}
+- {what: close, file: speed/scenes--x, value: values.median_ms, digits: 1, margin: 3, name: theirs,
+   ours: {part: layout}, theirs: {part: all}}
+"""
+
+
+def test_summary_marks_the_better_number(tmp_path, monkeypatch):
+    rows = [{"case": {"part": part}, "values": times(ms, None)}
+            for part, ms in (("layout", 2.0), ("all", 4.0))]  # fmt: skip
+    result = result_of("speed/scenes", *rows, size=[8, 8], batch=1, samples=1, plain=False)
+    (tmp_path / "speed").mkdir()
+    (tmp_path / "speed" / "scenes--x.json").write_text(dumps(result))
+    monkeypatch.setattr(summary, "RESULTS", tmp_path)
+    summary._result.cache_clear()
+    file = tmp_path / "summary.yaml"
+    file.write_text(SUMMARY)
+    try:
+        assert summary.table(file).splitlines()[2:] == [
+            "| time | **2.00 ms** | 4.00 ms theirs | NVIDIA X |",
+            "| speed | 2.00 | **4.00** theirs | NVIDIA X |",
+            "| close | 2.0 | 4.0 theirs | NVIDIA X |",
+        ]
+        file.write_text(SUMMARY.replace("part: all", "part: nothing"))
+        with pytest.raises(ResultFileError, match=r"has 0 rows of .*nothing.*, expected one"):
+            summary.table(file)
+    finally:
+        summary._result.cache_clear()
 
 
 def test_docs_are_up_to_date(capsys):

@@ -61,7 +61,7 @@ def said(result: dict) -> str:
 
 def test_table_says_what_is_there_and_what_is_not():
     text = said(attentions())
-    assert "### NVIDIA X: `x.json`" in text
+    assert "### NVIDIA X\n" in text and "`benchmarks/results/x.json`" in text
     assert "Trained on photos for 3 epochs, 5 runs, seeds 0, 1." in text
     assert "about ±1.5 points of sampling noise" in text
     counted, missing = "| 3.34 | 0.62 |", "not yet | not yet | not yet"
