@@ -66,6 +66,7 @@ def serve() -> None:
         except EOFError:
             return
         error = None
+        environment = dict(os.environ)
         torch.manual_seed(0)
         try:
             with poisoned():
@@ -73,6 +74,8 @@ def serve() -> None:
         except BaseException:
             error = traceback.format_exc()
         torch.use_deterministic_algorithms(False)
+        os.environ.clear()
+        os.environ.update(environment)
         pickle.dump(error, answers)
         answers.flush()
 
