@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention that looks coarse first and refines only where it matters.
+"""Quadtree attention: coarse-to-fine attention that refines only the highest-scoring cells.
 
 Public names are imported on first access, so that importing the package imports no torch.
 """
@@ -85,7 +85,7 @@ _HOMES = {  # the others live in ops
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
-        # models, tasks, ...: `import quadtree_attention` is enough to reach them
+        # models, tasks, ...: available after `import quadtree_attention`
         if name in ("inspect", "models", "nn", "ops", "synthetic", "tasks", "viz"):
             return import_module(f"{__name__}.{name}")
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of options, in the words that all of the package uses; None always passes."""
+"""Checks of options with uniform error messages; None always passes."""
 
 import difflib
 import inspect
@@ -39,7 +39,7 @@ def _check(
 
 
 def one_of(choices: Iterable[Any], /, **values: Any) -> None:
-    """Raises `OptionError` for a value that is none of the choices."""
+    """Raises `OptionError` for a value that is not one of the choices."""
     accepted = list(choices)
     for name, value in values.items():
         if value is not None and value not in accepted:
@@ -50,7 +50,7 @@ def one_of(choices: Iterable[Any], /, **values: Any) -> None:
 
 
 def known(name: str, names: Collection[str], what: str) -> None:
-    """Raises `OptionError` for a name that is none of `names`, with the nearest of them."""
+    """Raises `OptionError` for a name that is not in `names`; suggests the closest ones."""
     if name not in names:
         raise OptionError(
             f"{what} must be one of {', '.join(names)}, got {name!r}{suggestion(name, names)}"
@@ -64,7 +64,7 @@ def keywords(*functions: Callable[..., Any]) -> list[str]:
 
 
 def suggestion(name: str, names: Iterable[str]) -> str:
-    """The end of a message about an unknown name: the nearest known ones, or advice."""
+    """End of a message about an unknown name: the closest known names, or advice."""
     close = difflib.get_close_matches(name, list(names), n=3)
     return f"; did you mean {' or '.join(close)}?" if close else "; pass one of them"
 
@@ -85,7 +85,7 @@ def few(names: Collection[str]) -> str:
 
 @contextmanager
 def needs(extra: str, what: str) -> Iterator[None]:
-    """Turns a failed import into `MissingDependencyError`, which names the extra that brings it."""
+    """Turns a failed import into a `MissingDependencyError` with the extra to install."""
     try:
         yield
     except ModuleNotFoundError as error:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every exception this package raises on purpose.
+"""Exceptions raised by this package.
 
-Each class also derives from the built-in a caller would catch without knowing us
+Each class also derives from the corresponding built-in exception
 (`ShapeError` is a `ValueError`, `DTypeError` a `TypeError`, ...).
 """
 
@@ -25,7 +25,7 @@ class OptionError(QuadtreeAttentionError, ValueError):
 
 
 class BackendUnsupportedError(QuadtreeAttentionError, RuntimeError):
-    """The backend asked for cannot run this problem; `reasons` says why, one entry per reason."""
+    """The requested backend cannot run this problem; `reasons` lists the reasons."""
 
     def __init__(self, message: str, reasons: Iterable[str] = ()) -> None:
         super().__init__(message)
@@ -37,8 +37,8 @@ class CheckpointError(QuadtreeAttentionError, RuntimeError):
 
 
 class DataError(QuadtreeAttentionError, ValueError):
-    """A file of a data set is missing, unreadable, or not what it should be."""
+    """A file of a data set is missing, unreadable or invalid."""
 
 
 class MissingDependencyError(QuadtreeAttentionError, ImportError):
-    """An optional dependency is not installed; the message names the extra that brings it."""
+    """An optional dependency is not installed; the message contains the extra to install."""

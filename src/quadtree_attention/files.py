@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files that are written whole or not at all, and folders that one process owns."""
+"""Atomic writing of files, and locks on folders."""
 
 import contextlib
 import hashlib
@@ -17,9 +17,9 @@ StrPath = str | os.PathLike[str]
 
 @contextmanager
 def replacing(path: StrPath) -> Iterator[BinaryIO]:
-    """A file beside `path` that replaces it once all of it is on the disk, and is removed on error.
+    """Opens a temporary file that replaces `path` when it is complete, and is removed on error.
 
-    A reader finds the whole new file, or what was there before.
+    A reader sees the complete new file or the previous one.
     """
     target = Path(path)
     unfinished = target.with_name(f".quadtree-{secrets.token_hex(4)}.unfinished")
@@ -34,10 +34,10 @@ def replacing(path: StrPath) -> Iterator[BinaryIO]:
 
 
 def write_all(contents: Mapping[Path, bytes]) -> None:
-    """Writes several files; none of them is replaced before all are on the disk.
+    """Writes several files; none is replaced before all are on disk.
 
     Raises:
-        OptionError: One cannot be written; what was there before is unchanged.
+        OptionError: One cannot be written; existing files are unchanged.
     """
     try:
         with contextlib.ExitStack() as stack:
@@ -51,19 +51,19 @@ def write_all(contents: Mapping[Path, bytes]) -> None:
 
 
 def write_whole(path: StrPath, data: bytes) -> None:
-    """Writes a file, all or nothing.
+    """Writes a file atomically.
 
     Raises:
-        OptionError: It cannot be written; what was there before is unchanged.
+        OptionError: It cannot be written; an existing file is unchanged.
     """
     write_all({Path(path): data})
 
 
 def make_folder(folder: Path) -> None:
-    """Makes a folder, and those above it, unless it is there.
+    """Creates a folder and its parents if they do not exist.
 
     Raises:
-        OptionError: It cannot be made.
+        OptionError: It cannot be created.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -107,7 +107,7 @@ _held: set[BinaryIO] = set()  # files of the locks of this process
 
 
 def _forget_locks() -> None:
-    """A forked process must not hold a lock on when its parent has ended."""
+    """Closes inherited lock files: a forked process must not outlive its parent with a lock."""
     for file in _held:
         file.close()
     _held.clear()
@@ -118,11 +118,11 @@ if hasattr(os, "register_at_fork"):
 
 
 class Lock:
-    """An exclusive lock on a folder, released when the process ends in any way.
+    """Exclusive lock on a folder, released when the process ends for any reason.
 
     Args:
         folder: An existing folder.
-        what: The owner, in the message to others: "a training run".
+        what: The owner, for the error message: "a training run".
 
     Raises:
         OptionError: Another process holds it.
@@ -159,7 +159,7 @@ class Lock:
 
 
 def _locked(file: BinaryIO) -> bool:
-    """True if this process got the lock of an open file."""
+    """Returns True if this process acquired the lock of an open file."""
     try:
         if os.name == "nt":
             import msvcrt

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Images from whatever holds them, upright and RGB."""
+"""Conversion of paths, bytes, arrays and tensors to upright RGB images."""
 
 import io
 import os
@@ -34,12 +34,12 @@ CHANNELS = (1, 3, 4)  # grey, RGB, RGBA
 
 
 def to_image(image: ImageLike) -> Image.Image:
-    """An upright RGB image of 8 bits from a path, bytes, a PIL image, an array or a tensor.
+    """Returns an upright 8-bit RGB image of a path, bytes, a PIL image, an array or a tensor.
 
     Raises:
         DataError: A file cannot be read as an image.
-        ShapeError: An array or tensor is no image.
-        DTypeError: It holds other numbers.
+        ShapeError: The shape of an array or tensor is not an image's.
+        DTypeError: Its dtype is not supported.
     """
     if isinstance(image, str | os.PathLike):
         return decode(read_bytes(image), str(image))
@@ -59,7 +59,7 @@ def to_image(image: ImageLike) -> Image.Image:
 
 
 def image_size(path: str | os.PathLike[str]) -> tuple[int, int]:
-    """Width and height of an image file, upright; only its header is read.
+    """Returns width and height of an image file, upright; only its header is read.
 
     Raises:
         DataError: The file cannot be read as an image.
@@ -70,10 +70,10 @@ def image_size(path: str | os.PathLike[str]) -> tuple[int, int]:
 
 
 def images_inside(folder: Path) -> list[str]:
-    """The images in a folder, by name; folders inside it are not searched.
+    """Returns the sorted names of the images in a folder, without subfolders.
 
     Raises:
-        DataError: There are none, or the folder cannot be read.
+        DataError: There are no images, or the folder cannot be read.
     """
     try:
         inside = sorted(str(p) for p in folder.iterdir() if p.suffix.lower() in SUFFIXES)
@@ -88,7 +88,7 @@ def images_inside(folder: Path) -> list[str]:
 
 
 def read_bytes(path: str | os.PathLike[str]) -> bytes:
-    """The bytes of a file; raises `DataError` that names it."""
+    """Returns the bytes of a file; raises a `DataError` with its path."""
     try:
         return Path(path).read_bytes()
     except (OSError, ValueError) as error:  # ValueError: a zero byte in the path
@@ -97,37 +97,37 @@ def read_bytes(path: str | os.PathLike[str]) -> bytes:
 
 
 def decode(data: bytes, name: str) -> Image.Image:
-    """An upright RGB image from the bytes of a file; `name` is for messages."""
+    """Returns an upright RGB image from the bytes of a file; `name` is for messages."""
     with opened(data, name) as image:
         return _rgb(ImageOps.exif_transpose(image))
 
 
 @contextmanager
 def opened(data: bytes, name: str) -> Iterator[Image.Image]:
-    """The image in the bytes of a file, as it is stored; errors become a `DataError`."""
+    """Decodes the bytes of a file without conversion; errors become a `DataError`."""
     if not data:
         raise DataError(f"cannot decode {name}: it is empty; get it again")
     with _failures_named(name), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of large images and damaged tags, which do no harm
+        warnings.simplefilter("ignore")  # about large images and damaged tags, which are harmless
         with Image.open(io.BytesIO(data)) as image:
             yield image
 
 
 @contextmanager
 def _failures_named(name: str) -> Iterator[None]:
-    """Turns what a decoder raises into a `DataError` that names the image."""
+    """Turns errors of a decoder into a `DataError` with the name of the image."""
     try:
         yield
     except QuadtreeAttentionError:
         raise
     except UnidentifiedImageError as error:
         raise DataError(
-            f"cannot decode {name}: it is not an image, or of a kind that Pillow does not read; "
+            f"cannot decode {name}: it is not an image, or its format is not supported by Pillow; "
             "save it as PNG or JPEG"
         ) from error
     except Image.DecompressionBombError as error:
         raise DataError(f"cannot decode {name}: {error}; make it smaller first") from error
-    except Exception as error:  # damaged files fail in every possible way
+    except Exception as error:  # decoders raise many kinds of errors for damaged files
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise DataError(
             f"cannot decode {name}: {reason}; the file is damaged, get it again"
@@ -135,14 +135,14 @@ def _failures_named(name: str) -> Iterator[None]:
 
 
 def _rgb(image: Image.Image) -> Image.Image:
-    if image.mode.startswith("I"):  # Pillow would cut off all above 255
+    if image.mode.startswith("I"):  # Pillow would clip values above 255
         values = np.asarray(image).clip(0, 2**16 - 1).astype(np.uint16)
         return Image.fromarray(_pixels(values, "(H, W)", values.shape)).convert("RGB")
     if image.mode == "F":
         values = np.asarray(image)
         return Image.fromarray(_pixels(values, "(H, W)", values.shape)).convert("RGB")
     if image.has_transparency_data:
-        # What lies under transparent pixels is seen by nobody, and often noise
+        # The colour of transparent pixels is invisible and often noise
         image = image.convert("RGBA")
         return Image.alpha_composite(Image.new("RGBA", image.size, "white"), image).convert("RGB")
     return image.convert("RGB")
@@ -151,12 +151,12 @@ def _rgb(image: Image.Image) -> Image.Image:
 def _channels_last(image: Tensor) -> Array:
     image = image.detach().cpu()
     if image.is_floating_point():
-        image = image.float()  # numpy knows no bfloat16
+        image = image.float()  # numpy has no bfloat16
     return (image.permute(1, 2, 0) if image.ndim == 3 else image).numpy()
 
 
 def _pixels(values: Array, accepted: str, shape: Iterable[int]) -> Array:
-    """The same image in uint8, (H, W) or (H, W, 3 or 4)."""
+    """Converts an image to uint8, (H, W) or (H, W, 3 or 4)."""
     colours = values.ndim == 3 and values.shape[2] in CHANNELS
     if not (values.ndim == 2 or colours) or values.size == 0:
         raise ShapeError(f"an image must be {accepted}, got {tuple(shape)}; move its axes")
@@ -171,7 +171,7 @@ def _pixels(values: Array, accepted: str, shape: Iterable[int]) -> Array:
             f"an image must be uint8, uint16 or float, got {values.dtype}; convert it to one"
         )
     low, high = float(values.min()), float(values.max())
-    if not (low >= -1e-3 and high <= 1 + 1e-3):  # what resizing leaves is no mistake; NaN is
+    if not (low >= -1e-3 and high <= 1 + 1e-3):  # resizing may overshoot a little; NaN fails
         raise DataError(
             f"an image of floats must lie between 0 and 1, got {low:g} to {high:g}; divide by 255, "
             "and leave normalising to the model"

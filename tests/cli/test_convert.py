@@ -244,7 +244,7 @@ def test_files_that_are_no_checkpoints(classifier):
     os.truncate("cut.pth", os.path.getsize("cut.pth") // 2)
     for name, words in {
         "none.pth": "there is no file 'none.pth'; check the path",
-        ".": "'.' is not a file; name the checkpoint itself",
+        ".": "'.' is not a file; pass the checkpoint file",
         "empty.pth": "'empty.pth' is empty; get or write it again",
         "cut.pth": "cut.pth is not a checkpoint, or a damaged one: it cannot be read as a file of",
     }.items():
@@ -320,9 +320,10 @@ def test_quadtree_matchers_must_be_named():
     torch.save({"state_dict": matcher_state("loftr_quadtree_indoor")}, "indoor.ckpt")
     message = refused("indoor.ckpt", "--save", "out.safetensors")
     assert (
-        "fit loftr_quadtree_indoor (K 32, 16) and loftr_quadtree_outdoor (K 16, 8) alike" in message
+        "fit loftr_quadtree_indoor (K 32, 16) and loftr_quadtree_outdoor (K 16, 8) equally"
+        in message
     )
-    assert message.endswith("name the one the file was published as by --model\n")
+    assert message.endswith("pass the name that the file was published as by --model\n")
     options = ["--model", "loftr_quadtree_outdoor", "--position", "legacy", "--topk", "6"]
     text = printed("convert", "indoor.ckpt", "--save", "out.safetensors", *options)
     assert row(text, "position") == "legacy, as given by --position"

@@ -126,18 +126,18 @@ def written(path: Path, content: object) -> Path:
     ("make", "words"),
     [
         (lambda d: d / "none.pth", "there is no file '{path}'; check the path"),
-        (lambda d: d, "'{path}' is not a file; name the checkpoint itself"),
+        (lambda d: d, "'{path}' is not a file; pass the checkpoint file"),
         (lambda d: written(d / "x.pth", [1]), "alone or under 'state_dict' or 'model', got a list"),
         (lambda d: written(d / "x.pth", torch.zeros(2)), "got a Tensor"),
         (lambda d: written(d / "x.pth", {}), "got nothing"),
         (lambda d: written(d / "x.pth", {"model": {}}), "got nothing"),
         (
             lambda d: written(d / "x.pth", {"epoch": 1, "lr": 2, "a": torch.zeros(1)}),
-            "got 2 entries that are none, such as epoch, lr; save its state dict",
+            "got 2 other entries, such as epoch, lr; save its state dict",
         ),
         (
             lambda d: written(d / "x.pth", {"a": torch.eye(3).to_sparse()}),
-            "got 1 entries that are none, such as a;",
+            "got 1 other entries, such as a;",
         ),
         (lambda d: written(d / "x.pth", {1: torch.zeros(1)}), "got 1 entries that are none"),
     ],

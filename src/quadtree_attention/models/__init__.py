@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Networks by name: `create`, `load`, `names`; their classes; files of weights.
+"""Networks: `create`, `load` and `names`, the network classes, and weights files.
 
 Names are resolved on first access. `import quadtree_attention.models.backbone` registers the
 backbones with timm.

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pyramid backbones with the attention as a parameter, as ordinary timm models.
+"""Pyramid backbones with configurable attention, registered as timm models.
 
-Four stages at 1/4, 1/8, 1/16 and 1/32 of the image, in two layouts: that of PVTv2 (overlapping
-patch embeddings, an MLP with a convolution inside, a norm that closes every stage), which the
-`quadtree_*` models have, and that of Swin (patch embedding and merging, a plain MLP).
+Four stages at 1/4, 1/8, 1/16 and 1/32 of the image, in two layouts: PVTv2 (overlapping
+patch embeddings, an MLP with a convolution inside, a norm at the end of every stage), used by the
+`quadtree_*` models, and Swin (patch embedding and merging, a plain MLP).
 
 Example:
     >>> import timm, torch
@@ -53,10 +53,10 @@ _POOLS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class Stage(nn.Module):
-    """Blocks at one resolution, after an optional step to that resolution.
+    """Blocks at one resolution, after an optional downsampling to that resolution.
 
-    Maps enter and leave as (B, C, H, W), so that timm's feature extraction can chain stages; in
-    memory they are channels last throughout.
+    Inputs and outputs are (B, C, H, W), so that timm's feature extraction can chain stages; their
+    memory format is channels last throughout.
     """
 
     def __init__(self, downsample: nn.Module, blocks: Sequence[Block], norm: nn.Module) -> None:
@@ -67,7 +67,7 @@ class Stage(nn.Module):
         self.grad_checkpointing = False
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Maps in and out; `mask` (B, H, W) is that of the map out, and x has 0 where hidden."""
+        """(B, C, H, W) -> (B, C', H', W'); `mask` (B, H', W') is of the output, x is 0 if hidden"""
         x = self.downsample(x).movedim(1, -1)  # (B, H, W, C)
         options: dict[str, Any] = {} if mask is None else {"mask": mask}
         for block in self.blocks:
@@ -82,21 +82,21 @@ class PyramidTransformer(nn.Module):
     """Four-stage vision transformer for images of any size.
 
     Args:
-        in_chans: Channels of the image.
-        num_classes: Classes; 0 leaves out the classifier.
-        global_pool: "avg", "max", or "" to keep the map (the classifier then acts on every cell).
+        in_chans: Number of image channels.
+        num_classes: Number of classes; 0 omits the classifier.
+        global_pool: "avg", "max", or "" to keep the map (the classifier is then applied per cell).
         depths: Blocks per stage.
         embed_dims: Channels per stage.
         num_heads: Heads per stage.
         mlp_ratios: Hidden channels of the MLP per channel, per stage.
         layout: "pvt" or "swin".
-        attention: "quadtree", or the name of a rival in `quadtree_attention.nn.BASELINES`. PVTv2's
-            "linear_spatial_reduction" brings the ReLU that its MLPs have.
-        attention_options: Options of the rival, such as `{"window_size": 8}`; a list or tuple has
-            one value per stage. Without them spatial reduction has `sr_ratio` (8, 4, 2, 1), and
+        attention: "quadtree", or the name of a baseline in `quadtree_attention.nn.BASELINES`.
+            PVTv2's "linear_spatial_reduction" also adds the ReLU of its MLPs.
+        attention_options: Options of the baseline, such as `{"window_size": 8}`; a list or tuple
+            has one value per stage. By default spatial reduction has `sr_ratio` (8, 4, 2, 1), and
             every second block shifts its windows by half of their size (by `shift_size`).
         num_levels: Levels of the quadtree: one number, or one per stage; None means (4, 3, 2, 1).
-            This and the next five are for quadtree attention only.
+            This and the next five options apply to quadtree attention only.
         topk: Cells kept per query cell: one number, or one per stage; None means 8.
         variant: "A" or "B"; None means "B".
         value_pyramid: "mean" or "conv"; None means "conv" for variant B, "mean" for A.
@@ -106,7 +106,7 @@ class PyramidTransformer(nn.Module):
         lepe: Locally enhanced position encoding; None means variant B of quadtree attention only.
         drop_rate: Dropout before the classifier.
         proj_drop_rate: Dropout in the blocks.
-        drop_path_rate: Stochastic depth of the last block; rises linearly from 0 at the first.
+        drop_path_rate: Stochastic depth of the last block; increases linearly from 0 at the first.
     """
 
     def __init__(
@@ -154,7 +154,7 @@ class PyramidTransformer(nn.Module):
                 "value_act": value_act,
                 "backend": backend,
             },
-            rival=attention_options or {},
+            baseline=attention_options or {},
             lepe=lepe,
             proj_drop=proj_drop_rate,
         )
@@ -197,8 +197,8 @@ class PyramidTransformer(nn.Module):
         self.init_weights()
 
     def init_weights(self) -> None:
-        """Draws all parameters anew, also those that were built on the meta device."""
-        for module in reversed(list(self.modules())):  # those inside a module before it
+        """Reinitialises all parameters, also those created on the meta device."""
+        for module in reversed(list(self.modules())):  # submodules before their parent
             _init(module)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -230,19 +230,19 @@ class PyramidTransformer(nn.Module):
         intermediates_only: bool = False,
         mask: Tensor | None = None,
     ) -> list[Tensor] | tuple[Tensor, list[Tensor]]:
-        """The maps that stages end with, beside the last one.
+        """Returns the feature maps of stages, and the last feature map.
 
         Args:
             x: Image (B, in_chans, H, W).
-            indices: Stages: the last n, those listed (negative from the end), or None for all.
-            norm: Without effect, because the norms are part of their stages.
-            stop_early: Do not run stages after the last one asked for.
+            indices: Stages: the last n, a list (negative from the end), or None for all.
+            norm: No effect; the norms are part of their stages.
+            stop_early: Do not run stages after the last requested one.
             output_fmt: "NCHW" or "NHWC".
-            intermediates_only: Leave out the map of the last stage that ran.
-            mask: Boolean (B, H, W), True = visible. Hidden pixels influence nothing: in evaluation
-                an image that was padded below and to the right gives the maps it gives alone.
-                Cells without a visible pixel are 0. Quadtree attention takes any mask, its rivals
-                those of such padding.
+            intermediates_only: Return the feature maps only.
+            mask: Boolean (B, H, W), True = visible. Hidden pixels have no effect: in evaluation
+                an image padded at the bottom and right gives the same maps as without padding.
+                Cells without a visible pixel are 0. Quadtree attention accepts any mask, baselines
+                only masks of such padding.
         """
         if output_fmt not in ("NCHW", "NHWC"):
             raise OptionError(f"output_fmt must be 'NCHW' or 'NHWC', got {output_fmt=}; pass one")
@@ -260,7 +260,7 @@ class PyramidTransformer(nn.Module):
     def prune_intermediate_layers(
         self, indices: int | Sequence[int] = 1, prune_norm: bool = False, prune_head: bool = True
     ) -> list[int]:
-        """Drops the stages after the last of `indices`, and the classifier; returns the indices."""
+        """Removes the stages after the last of `indices` and the classifier; returns indices."""
         take = self._take(indices)
         self.stages = self.stages[: max(take) + 1]
         if prune_head:
@@ -271,7 +271,7 @@ class PyramidTransformer(nn.Module):
         return self.head
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
-        """Replaces the classifier by a new one for `num_classes`, or by nothing for 0."""
+        """Replaces the classifier by a new one for `num_classes`; 0 removes it."""
         if global_pool is not None:
             _check_pool(global_pool)
             self.global_pool = global_pool
@@ -282,17 +282,17 @@ class PyramidTransformer(nn.Module):
         _init(self.head)
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
-        """Recomputes blocks in the backward pass instead of keeping what is inside them."""
+        """Enables gradient checkpointing of blocks."""
         for stage in self.stages:
             assert isinstance(stage, Stage)
             stage.grad_checkpointing = enable
 
     def no_weight_decay(self) -> set[str]:
-        """Names of parameters that are a choice between levels, not a weight."""
+        """Returns the names of parameters without weight decay: the level weights."""
         return {name for name, _ in self.named_parameters() if name.endswith(".level_logits")}
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
-        """Patterns for layer-wise learning rates: by stage, or by block."""
+        """Returns patterns for layer-wise learning rates, by stage or by block."""
         by_block = [
             (r"^stages\.(\d+)\.downsample", (0,)),  # together with the first block
             (r"^stages\.(\d+)\.blocks\.(\d+)", None),
@@ -301,7 +301,7 @@ class PyramidTransformer(nn.Module):
         return {"stem": r"^patch_embed", "blocks": r"^stages\.(\d+)" if coarse else by_block}
 
     def _embed(self, x: Tensor, mask: Tensor | None) -> tuple[Tensor, list[Tensor | None]]:
-        """The first map, and the masks of the maps of all stages."""
+        """Returns the first map, and the masks of the maps of all stages."""
         check_mask("mask", mask, "x", (x.shape[0], *x.shape[2:]), x.device)
         # The first map is at 1/4, the third of the levels
         return self.patch_embed(hide_map(x, mask)), masks_of_maps(mask, len(self.stages) + 2)[2:]
@@ -325,22 +325,22 @@ class PyramidTransformer(nn.Module):
 
 
 def _mlp_maker(layout: Layout, attention: str, **options: Any) -> Callable[[int, int], nn.Module]:
-    """Makes MLPs from their channels and hidden channels."""
+    """Returns a factory of MLPs by channels and hidden channels."""
     if layout == "swin":
         return lambda dim, hidden: Mlp(dim, hidden, **options)
-    relu = attention == "linear_spatial_reduction"  # PVTv2-li is both together
+    relu = attention == "linear_spatial_reduction"  # PVTv2-li combines both
     return lambda dim, hidden: ConvMlp(dim, hidden, extra_relu=relu, **options)
 
 
 def _downsample(layout: Layout, dim: int, dim_out: int, **dd: Any) -> nn.Module:
-    """From a stage to the next."""
+    """Returns the downsampling layer before a stage."""
     if layout == "swin":
         return PatchMerging(dim, dim_out, **dd)
     return PatchEmbed(dim, dim_out, stride=2, kernel_size=3, **dd)
 
 
 def _init(module: nn.Module) -> None:
-    """As the original, whose truncation of normal draws at 100 deviations is none."""
+    """Initialises as the original, whose truncation at 100 standard deviations has no effect."""
     if isinstance(module, nn.Linear):
         _normal(module.weight, 0.02)
     elif isinstance(module, nn.Conv2d):
@@ -384,7 +384,7 @@ def _check_pool(global_pool: str) -> None:
 
 
 def checkpoint_filter_fn(state: Mapping[str, Tensor], model: nn.Module) -> Mapping[str, Tensor]:
-    """Lets timm load official weights under their own names, and ours and PVTv2's as they are."""
+    """Filter for timm: converts official weights; ours and PVTv2's load unchanged."""
     return convert_backbone(state) if is_official_backbone(state) else state
 
 
@@ -414,7 +414,7 @@ default_cfgs = generate_default_cfgs({name: _cfg(**_DIFFERENT.get(name, {})) for
 
 
 def _registered(name: str) -> Callable[..., nn.Module]:
-    """What timm calls to build the backbone of this name."""
+    """Returns the entry point that timm calls for the backbone of this name."""
 
     def build(pretrained: bool = False, **kwargs: Any) -> nn.Module:
         options = preset(name, kwargs)

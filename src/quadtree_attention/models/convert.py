@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From the tensor names of the official implementation to ours.
+"""Conversion of tensor names of the official implementation to ours.
 
 The official lists of value branches run fine -> coarse, those of position encodings and level
 weights coarse -> fine; ours all run coarse -> fine. Its 1x1 and 2x2 convolutions are linear layers
@@ -23,7 +23,7 @@ Transform = Callable[[Tensor], Tensor]
 _same = nn.Identity()
 
 
-# Another shape than that of the official layer stays as it is, for `check_fit` to name.
+# Tensors with an unexpected shape are kept unchanged; `check_fit` reports them.
 def _pointwise(x: Tensor) -> Tensor:
     """1x1 convolution (O, I, 1, 1) -> linear (O, I)"""
     return x.flatten(1) if x.shape[2:] == (1, 1) else x
@@ -34,8 +34,8 @@ def _children(x: Tensor) -> Tensor:
     return x.permute(0, 2, 3, 1).flatten(1) if x.shape[2:] == (2, 2) else x
 
 
-# Every official name of an attention module or block, and what it becomes. {level} is the level
-# of a value branch counted from the coarsest.
+# Official names of attention modules and blocks, and ours. {level} is the level
+# of a value branch, counted from the coarsest.
 _RULES: tuple[tuple[str, str, Transform], ...] = (
     (r"(q|k|v)_proj\.weight", r"\1_proj.weight", _pointwise),
     (r"(q|k|v)_proj\.bias", r"\1_proj.bias", _same),
@@ -63,15 +63,15 @@ _AROUND_BLOCKS = re.compile(
 
 
 def is_official_backbone(state: Mapping[str, Tensor]) -> bool:
-    """Whether the names are those of an official backbone, alone or inside a larger model."""
+    """True if the names are of an official backbone, alone or inside a larger model."""
     return any(name.removeprefix("backbone.").startswith("patch_embed1.") for name in state)
 
 
 def split_backbone(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
-    """The tensors of the backbone, and the names of those around it.
+    """Returns the tensors of the backbone, and the names of all other tensors.
 
-    Full detectors and segmenters have their backbone under `backbone.`; without such names, all
-    tensors are taken to be the backbone's.
+    Full detectors and segmenters have their backbone under `backbone.`; without this prefix, all
+    tensors are assumed to be the backbone's.
     """
     inside = {
         name.removeprefix("backbone."): tensor
@@ -84,15 +84,15 @@ def split_backbone(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list
 
 
 def convert_backbone(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors of an official classification, detection or segmentation backbone, as ours.
+    """Converts an official classification, detection or segmentation backbone.
 
-    Where names start with `backbone.`, as in full detectors and segmenters, only those are taken.
+    If names start with `backbone.`, as in full detectors and segmenters, only these are converted.
 
     Args:
         state: Official state dict.
 
     Raises:
-        CheckpointError: A name is not one of an official backbone.
+        CheckpointError: A name is not a tensor of an official backbone.
     """
     return convert_parts(
         split_backbone(state)[0],
@@ -112,18 +112,18 @@ def convert_parts(
     convert_inside: Callable[[Mapping[str, Tensor]], tuple[dict[str, Tensor], list[str]]],
     convert_around: Callable[[str], str | None],
 ) -> dict[str, Tensor]:
-    """Tensors of an official network under our names.
+    """Converts an official network to our tensor names.
 
     Args:
         state: Official state dict.
-        what: The network, in the message.
-        block: Official names inside blocks: two numbers or words that tell the block, and a name.
-        prefix: From the two to what our names of the block start with.
-        convert_inside: From the tensors of a block to ours, and the names that are none of it.
-        convert_around: From a name outside of blocks to ours, if it is one.
+        what: Name of the network for the error message.
+        block: Pattern of names inside blocks: two groups that identify the block, and a name.
+        prefix: Maps the two groups to the prefix of our names.
+        convert_inside: Converts the tensors of a block; also returns unknown names.
+        convert_around: Converts a name outside of blocks; None if it is unknown.
 
     Raises:
-        CheckpointError: A name is not one of such a network.
+        CheckpointError: A name is not a tensor of such a network.
     """
     converted: dict[str, Tensor] = {}
     unknown: list[str] = []
@@ -159,10 +159,10 @@ _BLOCK_NORM = re.compile(r"stages\.(\d+)\.blocks\.(\d+)\.norm[12]\.(weight|bias)
 
 
 def infer_name(state: Mapping[str, Tensor]) -> str:
-    """Name of the model that tensors from `convert_backbone` belong to.
+    """Infers the name of the model from tensors of `convert_backbone`.
 
-    A tensor that is missing or of a wrong shape does not mislead it: the depths are read off the
-    block numbers, the widths off the norms of all blocks.
+    Depths are inferred from the block numbers, widths from the norms of all blocks, so that single
+    tensors may be missing or have a wrong shape.
 
     Raises:
         CheckpointError: No official backbone has these depths and widths.
@@ -182,18 +182,18 @@ def infer_name(state: Mapping[str, Tensor]) -> str:
         known = ", ".join(f"{size} {d} x {w}" for (d, w), size in _OFFICIAL_SIZES.items())
         raise CheckpointError(
             f"no official backbone has the blocks {shape[0]} and channels {shape[1]} per stage; "
-            f"known are {known}; name the model to see which tensors do not fit it"
+            f"known are {known}; pass the model name to see which tensors do not fit it"
         )
     letter = "b" if any(name.endswith(".level_logits") for name in state) else "a"
     return f"quadtree_{letter}_{_OFFICIAL_SIZES[shape]}"
 
 
 def infer_options(state: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Options that rebuild the model that tensors from `convert_backbone` belong to.
+    """Infers the options of the model from tensors of `convert_backbone`.
 
-    `num_classes` is the size of the classifier. The activation of the value branches and K leave
-    no trace in the tensors: classification used GELU and 8, detection and segmentation, which
-    have no classifier, ReLU and 32. Variant A has no value branches and gets no `value_act`.
+    `num_classes` is the size of the classifier. The activation of the value branches and K cannot
+    be inferred from tensors: classification used GELU and 8; detection and segmentation, without
+    a classifier, ReLU and 32. Variant A has no value branches and gets no `value_act`.
     """
     head = [tensor for name, tensor in state.items() if name.startswith("head.")]
     options: dict[str, Any] = {
@@ -206,7 +206,7 @@ def infer_options(state: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 def check_fit(model: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Raises `CheckpointError` naming the first tensors of `state` that do not fit `model`."""
+    """Raises `CheckpointError` with the first tensors of `state` that do not fit `model`."""
     expected, state = model.state_dict(), with_new_names(model, state)
     problems = {
         "missing": [name for name in expected if name not in state],
@@ -241,7 +241,7 @@ def _around_blocks(name: str) -> str | None:
 
 
 def convert_block(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
-    """Tensors of one official attention module or block, and the names that are no part of one.
+    """Converts one official attention module or block; also returns unknown names.
 
     A block has its attention under `attn.`.
     """

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Images in, boxes out: torchvision's RetinaNet and Mask R-CNN on the backbones.
+"""Object detection: torchvision's RetinaNet and Mask R-CNN on the backbones.
 
-Batches may hold images of different sizes. They are padded to one, and the padding is masked in
+Images of different sizes are padded to a common size, and the padding is masked in
 backbone, pyramid and heads: in evaluation an image gives the same detections alone and in a batch,
-and in training its padding is part of no loss.
+and in training its padding contributes to no loss.
 
-Labels run from 1 to `num_classes`, for both detectors; 0 is the background, which is no class.
-Boxes are (x0, y0, x1, y1) in pixels of the images given, from the left and upper edge of the first
-pixel at 0.
+Labels run from 1 to `num_classes` for both detectors; 0 is the background and not counted.
+Boxes are (x0, y0, x1, y1) in pixels of the input images; the left and upper edge of the first
+pixel is 0.
 
 Example:
     >>> import torch
@@ -58,7 +58,7 @@ Targets = Sequence[Mapping[str, Tensor]]
 
 
 class _Detector:
-    """What both detectors have, beside torchvision's part."""
+    """Base class of both detectors."""
 
     backbone: PyramidBackbone
     transform: ThinTransform
@@ -66,11 +66,11 @@ class _Detector:
     training: bool
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
-        """Recomputes blocks of the backbone in the backward pass, to save memory."""
+        """Enables gradient checkpointing of the backbone."""
         self.backbone.body.set_grad_checkpointing(enable)
 
     def no_weight_decay(self) -> set[str]:
-        """Names of parameters that are a choice between levels, not a weight."""
+        """Returns the names of parameters without weight decay: the level weights."""
         return {f"backbone.body.{name}" for name in self.backbone.body.no_weight_decay()}
 
     def _prepared(
@@ -81,7 +81,7 @@ class _Detector:
         *,
         with_masks: bool = False,
     ) -> tuple[ThinTransform, Any, Any]:
-        """The transform, for one call with other sizes, and the batch and targets it makes."""
+        """Runs the transform, with other sizes if given; returns it with batch and targets."""
         check_images(images)
         truth = None
         if self.training:
@@ -96,27 +96,27 @@ class _Detector:
 class RetinaNet(_Detector, detection.RetinaNet):
     """RetinaNet (Lin et al. 2017) on maps at 1/8 to 1/128 of the image.
 
-    The pyramid stands on the last three stages of the backbone; the maps at 1/64 and 1/128 are made
-    from the backbone's last one. Every cell has 9 anchors.
+    The pyramid takes the last three stages of the backbone; the maps at 1/64 and 1/128 are computed
+    from the backbone's last map. Every cell has 9 anchors.
 
     Args:
         body: The backbone.
-        num_classes: Classes, the background not counted.
-        channels: Of pyramid and head.
+        num_classes: Number of classes without the background.
+        channels: Channels of pyramid and head.
         anchor_scale: Side of the smallest square anchor of a cell, in strides; the others are
-            larger by the cube root of 2 and of 4.
-        anchor_ratios: Heights of anchors by their widths.
-        min_size: Images are resized so that their shorter side has as many pixels; several for a
-            random choice in training, of which evaluation takes the last.
-        max_size: Of the longer side, which may leave the shorter one below `min_size`.
-        size_divisible: The canvas of a batch has sides that this divides. 1: no more padding than
-            there must be; 32 makes fewer different sizes, for `torch.compile`.
-        image_mean: Mean of the channels of images in [0, 1].
-        image_std: Standard deviation, likewise.
-        score_thresh: Detections have a score above it.
-        nms_thresh: Of two boxes of one class that overlap more, the better stays.
-        detections_per_img: How many are kept.
-        topk_candidates: How many are kept on each map before boxes are compared.
+            larger by the cube roots of 2 and 4.
+        anchor_ratios: Aspect ratios (height / width) of anchors.
+        min_size: Length of the shorter side after resizing; a list for a random choice in
+            training, of which evaluation uses the last.
+        max_size: Limit of the longer side; takes precedence over `min_size`.
+        size_divisible: Sides of a padded batch are multiples of it. 1: minimal padding;
+            32 gives fewer different sizes, for `torch.compile`.
+        image_mean: Channel means of images in [0, 1].
+        image_std: Channel standard deviations.
+        score_thresh: Minimum score of detections (exclusive).
+        nms_thresh: IoU threshold of non-maximum suppression.
+        detections_per_img: Maximum number of detections per image.
+        topk_candidates: Maximum number of candidates per map before non-maximum suppression.
     """
 
     def __init__(
@@ -166,17 +166,17 @@ class RetinaNet(_Detector, detection.RetinaNet):
         score_threshold: float | None = None,
         sides: tuple[int, int] | None = None,
     ) -> dict[str, Tensor] | list[dict[str, Tensor]]:
-        """Detects, or in training compares with the truth.
+        """Returns detections, or losses in training.
 
         Args:
             images: (3, H, W) each, in [0, 1].
             targets: In training, for every image: `boxes` (N, 4) and `labels` (N,), int64.
-            score_threshold: Least score of detections, where that is more than `score_thresh`.
-            sides: `min_size` and `max_size` of this call; None: those of the constructor.
+            score_threshold: Minimum score of detections; no effect below `score_thresh`.
+            sides: `min_size` and `max_size` of this call; None: as in the constructor.
 
         Returns:
-            In evaluation, for every image: `boxes` (M, 4), `scores` (M,) and `labels` (M,), best
-            first. In training: the losses `classification` and `bbox_regression`.
+            In evaluation, for every image: `boxes` (M, 4), `scores` (M,) and `labels` (M,), sorted
+            by score. In training: the losses `classification` and `bbox_regression`.
         """
         transform, batch, truth = self._prepared(images, targets, sides)
         maps, strides = list(self.backbone(batch).values()), self.backbone.strides
@@ -202,19 +202,19 @@ class RetinaNet(_Detector, detection.RetinaNet):
 class MaskRCNN(_Detector, detection.MaskRCNN):
     """Mask R-CNN (He et al. 2017) on maps at 1/4 to 1/64 of the image.
 
-    The pyramid stands on all four stages of the backbone; the map at 1/64 is every second cell of
-    that at 1/32. Every cell has 3 anchors.
+    The pyramid takes all four stages of the backbone; the map at 1/64 is the map at 1/32,
+    subsampled by 2. Every cell has 3 anchors.
 
     Args:
         body: The backbone.
-        num_classes: Classes, the background not counted.
-        channels: Of pyramid and heads; the layers between them have four times as many.
+        num_classes: Number of classes without the background.
+        channels: Channels of pyramid and heads; the layers between them have four times as many.
         anchor_scale: Side of the square anchor of a cell, in strides.
-        anchor_ratios: Heights of anchors by their widths.
-        proposals: Boxes that the second stage looks at, and that each map proposes; in training
-            twice as many.
-        rois_per_image: Boxes that the second stage learns from.
-        min_size: This and those that follow as in `RetinaNet`.
+        anchor_ratios: Aspect ratios (height / width) of anchors.
+        proposals: Number of proposals per map and of all maps for the second stage; twice as
+            many in training.
+        rois_per_image: Number of boxes that the second stage is trained on.
+        min_size: This and the following options as in `RetinaNet`.
     """
 
     def __init__(
@@ -284,18 +284,18 @@ class MaskRCNN(_Detector, detection.MaskRCNN):
         score_threshold: float | None = None,
         sides: tuple[int, int] | None = None,
     ) -> dict[str, Tensor] | list[dict[str, Tensor]]:
-        """Detects, or in training compares with the truth.
+        """Returns detections, or losses in training.
 
         Args:
             images: (3, H, W) each, in [0, 1].
             targets: In training, for every image: `boxes` (N, 4), `labels` (N,), int64, and `masks`
                 (N, H, W), 0 or 1.
-            score_threshold: As `RetinaNet`; what is below it gets no mask.
-            sides: As `RetinaNet`.
+            score_threshold: As in `RetinaNet`; masks are computed only for boxes above it.
+            sides: As in `RetinaNet`.
 
         Returns:
             In evaluation, for every image: `boxes` (M, 4), `scores` (M,), `labels` (M,) and `masks`
-            (M, 1, H, W), probabilities, best first. In training: the losses `loss_objectness`,
+            (M, 1, H, W), probabilities, sorted by score. In training: the losses `loss_objectness`,
             `loss_rpn_box_reg`, `loss_classifier`, `loss_box_reg` and `loss_mask`.
         """
         transform, batch, truth = self._prepared(images, targets, sides, with_masks=True)
@@ -309,7 +309,7 @@ class MaskRCNN(_Detector, detection.MaskRCNN):
 
 
 def check_images(images: Sequence[Tensor]) -> None:
-    """Raises an error that names the first image that is none."""
+    """Raises an error for the first invalid image."""
     if isinstance(images, Tensor) or not images:
         got = f"a tensor {tuple(images.shape)}" if isinstance(images, Tensor) else "nothing"
         raise ShapeError(f"images must be a list of (3, y, x), one or more, got {got}; list them")
@@ -325,7 +325,7 @@ def check_images(images: Sequence[Tensor]) -> None:
 def check_targets(
     images: Sequence[Tensor], targets: Targets | None, num_classes: int, *, with_masks: bool = False
 ) -> list[dict[str, Tensor]]:
-    """The targets of these images, or an error that names the first that cannot be learnt from."""
+    """Returns the targets of these images; raises an error for the first invalid one."""
     if targets is None or len(targets) != len(images):
         got = "none" if targets is None else f"{len(targets)}"
         raise ShapeError(
@@ -359,21 +359,21 @@ def _check_values(which: str, boxes: Tensor, labels: Tensor, num_classes: int) -
         )
     unknown = (labels < 1) | (labels > num_classes)
     flat = ~(boxes[:, 2:] > boxes[:, :2]).all(dim=1)
-    if not (unknown | flat).any():  # one wait for a GPU
+    if not (unknown | flat).any():  # one GPU synchronisation
         return
     if unknown.any():
         raise OptionError(
-            f"labels must be from 1 to num_classes={num_classes}, 0 is the background, got "
+            f"labels must be in [1, num_classes={num_classes}], 0 is the background, got "
             f"{int(labels[unknown][0])} in {which}; count classes from 1"
         )
     raise OptionError(
         f"boxes must be (x0, y0, x1, y1) with x1 > x0 and y1 > y0, got "
-        f"{boxes[flat][0].tolist()} in {which}; leave such out"
+        f"{boxes[flat][0].tolist()} in {which}; remove invalid boxes"
     )
 
 
 def _selecting(heads: Any, score: float | None) -> Any:
-    """The module that selects detections, for one call with a higher threshold."""
+    """Sets a higher score threshold of the module for one call."""
     if score is None:
         return heads
     below = float(np.nextafter(np.float32(score), np.float32(-1)))  # it selects what is above

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two images in, correspondences out: LoFTR (Sun et al. 2021) with the attention as a parameter.
+"""Image matching: LoFTR (Sun et al. 2021) with configurable attention.
 
-A convolutional network makes a coarse map (1/8) and a fine map (1/2) of either image. A transformer
-lets the coarse maps look at themselves and at each other; cells that are each other's best become
-matches. Around every match a window of the fine maps says where in image 1 it is, to a fraction of
-a pixel.
+A convolutional network computes a coarse map (1/8) and a fine map (1/2) of either image. A
+transformer applies self and cross attention to the coarse maps; mutual nearest neighbours become
+matches. A window of the fine maps around every match refines its point in image 1 to sub-pixel
+accuracy.
 
 Positions are (x, y) pixels; the centre of the first pixel is (0, 0). The coarse map has
 ceil(H / 8) x ceil(W / 8) cells, and cell (row, column) is at the pixel (8 * column, 8 * row).
@@ -37,22 +37,22 @@ from quadtree_attention.models.parts.resnet_fpn import ResNetFPN
 from quadtree_attention.ops.attention.problem import check_mask
 
 COARSE_STRIDE, FINE_STRIDE = 8, 2
-# Without gradients, larger images go through the CNN one by one, and more matches through the fine
-# stage in parts of at most 1 GB. So what a pair of large images needs is what the CNN needs for one
-# of them: at 2048x2048, in full width, 3.4 GB besides the maps of the other. A CPU gains nothing by
-# larger batches, so it takes the images one by one, and parts that its caches hold.
+# Without gradients, the CNN processes larger images one by one, and the fine stage processes more
+# matches in chunks of at most 1 GB. The peak memory of a pair is then that of the CNN for one
+# image: at 2048x2048, in full width, 3.4 GB besides the maps of the other image. A CPU does not
+# benefit from larger batches, so images are processed one by one, in chunks that fit its caches.
 _PIXELS_AT_ONCE, _PIXELS_AT_ONCE_ON_CPU = 2**20, 2**16
 _MATCHES_AT_ONCE, _MATCHES_AT_ONCE_ON_CPU = 2**12, 2**9
 
 
 @dataclass(frozen=True)
 class Maps:
-    """What the CNN makes of a batch of images.
+    """CNN feature maps of a batch of images.
 
     Args:
         coarse: Coarse map (B, C, H, W).
         fine: Fine map (B, c, h, w).
-        mask: Visible cells of the coarse map (B, H, W), or None for all.
+        mask: Visible cells of the coarse map (B, H, W); None: all.
     """
 
     coarse: Tensor
@@ -62,15 +62,15 @@ class Maps:
 
 @dataclass(frozen=True)
 class Features:
-    """What the matcher knows of a batch of image pairs before it matches.
+    """Features of a batch of image pairs.
 
     Args:
         coarse0: Coarse map (B, H0, W0, C) of image 0, after the transformer.
         coarse1: Coarse map (B, H1, W1, C) of image 1.
         fine0: Fine map (B, c, h0, w0) of image 0.
         fine1: Fine map (B, c, h1, w1) of image 1.
-        mask0: Visible cells of the coarse map (B, H0, W0), or None for all.
-        mask1: Likewise (B, H1, W1).
+        mask0: Visible cells of the coarse map (B, H0, W0); None: all.
+        mask1: The same for image 1 (B, H1, W1).
     """
 
     coarse0: Tensor
@@ -81,20 +81,20 @@ class Features:
     mask1: Tensor | None
 
     def swapped(self) -> "Features":
-        """The same, with image 1 first."""
+        """Returns the features with the images swapped."""
         return Features(self.coarse1, self.coarse0, self.fine1, self.fine0, self.mask1, self.mask0)
 
 
 @dataclass(frozen=True)
 class FineMatches:
-    """Matched points, and how sure the fine stage is of them.
+    """Refined matches with the uncertainty of the fine stage.
 
     Args:
         keypoints0: Points of image 0 (M, 2), at coarse cells.
         keypoints1: Points of image 1 (M, 2).
-        offset: keypoints1 less the point of the coarse cell (M, 2), in units of
-            `LoFTR.window_radius` pixels; what the fine loss compares.
-        std: Sum of its deviations along x and y (M,), same units.
+        offset: keypoints1 minus the centre of the coarse cell (M, 2), in units of
+            `LoFTR.window_radius` pixels; input of the fine loss.
+        std: Sum of the standard deviations of the offset along x and y (M,), same units.
     """
 
     keypoints0: Tensor
@@ -104,12 +104,12 @@ class FineMatches:
 
 
 class LoFTR(nn.Module):
-    """Matches images of any size, also a pair of two sizes, also padded batches.
+    """LoFTR for images of any size, pairs of different sizes and padded batches.
 
-    In evaluation a padded image with a mask gives the matches it gives alone, if what the mask
-    hides is below and to the right (any mask keeps hidden cells from being seen or matched).
+    In evaluation an image padded at the bottom and right gives the same matches as without padding
+    if it has a mask. Hidden cells of any mask are neither attended to nor matched.
 
-    Training takes the steps of `forward` one by one, so that nothing is computed twice::
+    Training runs the steps of `forward` separately, so that nothing is computed twice::
 
         features = model.encode(batch)
         confidence = model.confidence(features)             # (B, L0, L1), for the coarse loss
@@ -118,33 +118,32 @@ class LoFTR(nn.Module):
         fine = model.fine(features, matches)                # offset and std, for the fine loss
 
     Args:
-        dims: Channels of the CNN at 1/2, 1/4 and 1/8; the first are those of the fine map, the
-            last those of the coarse one.
-        num_pairs: Pairs of a self and a cross block in the coarse transformer.
+        dims: Channels of the CNN at 1/2 (fine map), 1/4 and 1/8 (coarse map).
+        num_pairs: Number of pairs of a self and a cross block in the coarse transformer.
         num_heads: Heads of the coarse transformer.
         fine_heads: Heads of the fine transformer.
-        attention: Of the coarse transformer: "linear", "full", "spatial_reduction" (keys and values
-            averaged to 8x8), "quadtree_a" or "quadtree_b".
-        block: "loftr" (post-norm; map 1 sees the updated map 0) or "vit" (pre-norm, convolution
-            in the MLP; both maps are updated at once, so that none comes first).
+        attention: Attention of the coarse transformer: "linear", "full", "spatial_reduction" (keys
+            and values averaged to 8x8), "quadtree_a" or "quadtree_b".
+        block: "loftr" (post-norm; map 1 attends to the updated map 0) or "vit" (pre-norm,
+            convolution in the MLP; both maps are updated at once, symmetric in the images).
         num_levels: Levels of quadtree attention; None means 3.
         topk: Cells kept per query cell in quadtree attention; None means 8 at the finest level
-            that selects, and twice as many at every coarser one.
+            with a selection, doubled at every coarser level.
         pool_size: Keys per side of the map in spatial reduction; None means 8.
-        backend: Of quadtree attention; None means "auto".
+        backend: Backend of quadtree attention; None means "auto".
         position: Frequencies of the position encoding: "fixed", or "legacy" for some old weights.
         matching: "dual_softmax" or "optimal_transport".
-        temperature: What similarities are divided by; dual softmax only.
-        threshold: A match has a confidence above it.
-        border: Coarse cells along the edge of either image that match nothing.
-        sinkhorn_iterations: Of optimal transport.
+        temperature: Divisor of similarities; dual softmax only.
+        threshold: Minimum confidence of matches (exclusive).
+        border: Width of the border without matches, in coarse cells.
+        sinkhorn_iterations: Iterations of optimal transport.
         window_size: Fine cells per side of a window.
-        max_entries: Entries of the matrix of all pairs of cells that `forward` makes at a time.
-        symmetric: Whether `forward` also refines image 0 and takes the middle of both results, so
-            that with block "vit" swapped images give the same points swapped. False is what the
-            original does: points of image 0 stay at their cells, those of image 1 are refined.
-        masks_in_attention: Whether masks also act in CNN and transformer. False is what the
-            official quadtree matcher does: they act in coarse matching only.
+        max_entries: Entries of the similarity matrix that `forward` computes at a time.
+        symmetric: If True, `forward` also refines points of image 0 and averages both results, so
+            that with block "vit" swapped images give the same points, swapped. If False, as in the
+            original, points of image 0 stay at their cells and points of image 1 are refined.
+        masks_in_attention: If True, masks also apply in CNN and transformer. If False, as in the
+            official quadtree matcher, they apply in coarse matching only.
     """
 
     def __init__(
@@ -210,7 +209,7 @@ class LoFTR(nn.Module):
 
     @property
     def window_radius(self) -> float:
-        """Pixels from the centre of a fine window to the centre of its outermost cell."""
+        """Distance in pixels from the centre of a fine window to its outermost cell centre."""
         return float(FINE_STRIDE * (self.fine_windows.size // 2))
 
     def forward(
@@ -219,25 +218,25 @@ class LoFTR(nn.Module):
         """Matches two images, or a batch of pairs.
 
         Args:
-            data: `image0` (B, 1, H0, W0) and `image1` (B, 1, H1, W1), grey in [0, 1]; if parts of
-                them are padding, `mask0` (B, H0, W0) and `mask1` (B, H1, W1), True = visible.
-            threshold: A match has a confidence above it; None: that of the model.
+            data: `image0` (B, 1, H0, W0) and `image1` (B, 1, H1, W1), grey in [0, 1]; for padded
+                images, `mask0` (B, H0, W0) and `mask1` (B, H1, W1), True = visible.
+            threshold: Minimum confidence of matches (exclusive); None: as in the constructor.
 
         Returns:
-            `keypoints0` and `keypoints1` (M, 2), (x, y) in pixels of the images given;
-            `confidence` (M,), and `batch_indexes` (M,), the sample each match is from. By sample,
+            `keypoints0` and `keypoints1` (M, 2), (x, y) in pixels of the input images;
+            `confidence` (M,), and `batch_indexes` (M,), the sample of each match. Sorted by sample,
             then by the row and column of the coarse cell in image 0.
         """
         return self.match(self.encode(data), threshold)
 
     def encode(self, data: Mapping[str, Tensor]) -> Features:
-        """The maps of both images; `data` as in `forward`."""
+        """Returns the features of both images; `data` as in `forward`."""
         image0, image1 = pair_of(data, channels=1)
         mask0, mask1 = data.get("mask0"), data.get("mask1")
         check_same("batch size", len(image0), len(image1))
         for i, (image, mask) in enumerate(((image0, mask0), (image1, mask1))):
             _check_mask(f"mask{i}", mask, f"image{i}", image)
-        # One batch for the norms in training, and for speed where it is small.
+        # One batch for the norms in training, and for speed if it is small.
         most = _PIXELS_AT_ONCE_ON_CPU if image0.is_cpu else _PIXELS_AT_ONCE
         together = self.training or image0[:, 0].numel() <= most
         if image0.shape != image1.shape or not together:
@@ -251,11 +250,11 @@ class LoFTR(nn.Module):
         )
 
     def maps(self, image: Tensor, mask: Tensor | None = None) -> Maps:
-        """The maps that `pair` takes, of one image, or of a batch.
+        """Returns the maps of one image or a batch, the input of `pair`.
 
         Args:
             image: (B, 1, H, W), grey in [0, 1].
-            mask: (B, H, W), True = visible, if parts of it are padding.
+            mask: (B, H, W), True = visible; for padded images.
         """
         check_image("image", image, channels=1)
         _check_mask("mask", mask, "image", image)
@@ -267,20 +266,20 @@ class LoFTR(nn.Module):
     def pair(
         self, maps0: Maps, maps1: Maps, *, threshold: float | None = None
     ) -> dict[str, Tensor]:
-        """The result of `forward`, up to rounding, from maps of two images made one by one."""
+        """Returns the result of `forward` (up to rounding) from maps computed by `maps`."""
         check_same("batch size", len(maps0.coarse), len(maps1.coarse))
         return self.match(self._transformed(maps0, maps1), threshold)
 
     def anchored(
         self, maps0: Maps, maps1: Maps, *, threshold: float | None = None
     ) -> dict[str, Tensor]:
-        """Matches of `pair`, each measured from the centre of its coarse cell in either image.
+        """Matches of `pair`, refined from the centre of the coarse cell in either image.
 
-        A cell is the same in all pairs of an image, so points measured from it form tracks.
+        The cells of an image are the same in all of its pairs, so their matches form tracks.
 
         Returns:
-            `cells0` (M, 2), pixels of image 0, and `points1` (M, 2), measured from them;
-            `cells1` and `points0` likewise; `confidence` and `batch_indexes` as from `forward`.
+            `cells0` (M, 2), pixels of image 0, and `points1` (M, 2), refined from them;
+            `cells1` and `points0` likewise; `confidence` and `batch_indexes` as in `forward`.
         """
         check_same("batch size", len(maps0.coarse), len(maps1.coarse))
         features = self._transformed(maps0, maps1)
@@ -303,7 +302,7 @@ class LoFTR(nn.Module):
         }
 
     def match(self, features: Features, threshold: float | None = None) -> dict[str, Tensor]:
-        """The result of `forward`, from the maps."""
+        """Returns the result of `forward` from features."""
         matches = self.coarse_matching(
             features.coarse0, features.coarse1, features.mask0, features.mask1, threshold
         )
@@ -321,20 +320,20 @@ class LoFTR(nn.Module):
         }
 
     def confidence(self, features: Features) -> Tensor:
-        """Confidence of all pairs of coarse cells (B, H0*W0, H1*W1), with gradients."""
+        """Returns the confidence of all pairs of coarse cells (B, H0*W0, H1*W1), with gradients."""
         return self.coarse_matching.confidence(
             features.coarse0, features.coarse1, features.mask0, features.mask1
         )
 
     def select(self, features: Features, confidence: Tensor) -> CoarseMatches:
-        """The coarse matches in a matrix from `confidence`."""
+        """Returns the coarse matches in a matrix of `confidence`."""
         (_, *grid0, _), (_, *grid1, _) = features.coarse0.shape, features.coarse1.shape
         return self.coarse_matching.select(
             confidence, (grid0[0], grid0[1]), (grid1[0], grid1[1]), features.mask0, features.mask1
         )
 
     def fine(self, features: Features, matches: CoarseMatches) -> FineMatches:
-        """Points of coarse matches: predicted ones, or any others, such as true ones."""
+        """Refines coarse matches, either predicted or ground truth."""
         batch, cells0, cells1 = matches.batch_indexes, matches.cells0, matches.cells1
         windows0 = self.fine_windows(features.fine0, features.coarse0, batch, cells0)
         windows1 = self.fine_windows(features.fine1, features.coarse1, batch, cells1)
@@ -344,18 +343,18 @@ class LoFTR(nn.Module):
         return FineMatches(points0, points1 + offset * self.window_radius, offset, std)
 
     def _points(self, features: Features, matches: CoarseMatches) -> tuple[Tensor, Tensor]:
-        """Points of coarse matches in image 0 and in image 1."""
+        """Returns the points of coarse matches in image 0 and in image 1."""
         there = self.fine(features, matches)
         if not self.symmetric:
             return there.keypoints0, there.keypoints1
-        # Both are right where the model is; so is their middle, as far as one image is locally an
-        # affine map of the other, and errors of the two average out.
+        # If both are correct, so is their midpoint, as far as one image is locally an
+        # affine map of the other; errors of the two average out.
         back = self.fine(features.swapped(), matches.swapped())
         points0, points1 = there.keypoints0 + back.keypoints1, there.keypoints1 + back.keypoints0
         return points0 / 2, points1 / 2
 
     def _transformed(self, maps0: Maps, maps1: Maps) -> Features:
-        """What the transformer makes of the coarse maps, with the fine ones."""
+        """Applies the transformer to the coarse maps; returns them with the fine maps."""
         acting = (maps0.mask, maps1.mask) if self.masks_in_attention else (None, None)
         coarse0, coarse1 = self.coarse_transformer(
             self._with_position(maps0.coarse), self._with_position(maps1.coarse), *acting

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From the tensor names of official matchers, LoFTR and its quadtree form, to ours."""
+"""Conversion of tensor names of official matchers (LoFTR and its quadtree variant) to ours."""
 
 import re
 from collections.abc import Mapping
@@ -45,18 +45,18 @@ _LOFTR_BLOCK: tuple[tuple[str, str], ...] = (
 
 
 def is_official_matcher(state: Mapping[str, Tensor]) -> bool:
-    """Whether the names are those of an official matcher."""
+    """True if the names are of an official matcher."""
     return any(name.removeprefix(_PREFIX).startswith("loftr_coarse.") for name in state)
 
 
 def convert_matcher(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors of an official matcher, under our names and in our shapes.
+    """Converts the tensors of an official matcher to our names and shapes.
 
     Args:
         state: Official state dict, with or without the prefix `matcher.`.
 
     Raises:
-        CheckpointError: A name is not one of an official matcher.
+        CheckpointError: A name is not a tensor of an official matcher.
     """
     return convert_parts(
         {name.removeprefix(_PREFIX): tensor for name, tensor in state.items()},
@@ -69,7 +69,7 @@ def convert_matcher(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def convert_match_block(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
-    """Tensors of one block of the transformers as ours, and the names that are no part of one."""
+    """Converts one block of the transformers; also returns unknown names."""
     if not any(name.startswith("merge.") for name in state):
         return convert_block(state)
     names = {name: _renamed(name, _LOFTR_BLOCK) for name in state}
@@ -78,16 +78,16 @@ def convert_match_block(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor],
 
 
 def infer_matcher(state: Mapping[str, Tensor]) -> str:
-    """Name of the matcher that tensors from `convert_matcher` belong to.
+    """Infers the name of the matcher from tensors of `convert_matcher`.
 
     Raises:
-        CheckpointError: It is one with quadtree attention: K, in which the indoor and the outdoor
-            one differ, leaves no trace in the tensors.
+        CheckpointError: It has quadtree attention: the indoor and outdoor matchers differ only in
+            K, which cannot be inferred from tensors.
     """
     if any(name.endswith(".attn.proj.bias") for name in state):
         raise CheckpointError(
             "the tensors fit loftr_quadtree_indoor (K 32, 16) and loftr_quadtree_outdoor (K 16, 8) "
-            "alike; name the one the file was published as"
+            "equally; pass the name that the file was published as"
         )
     return "loftr"
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All networks by name: what there is, how it is built, and how weights of it are loaded.
+"""Registry of networks: names, construction, and loading of weights.
 
-A name stands for a task, a class and the options in which the network differs from the defaults of
-its class. Importing this module imports neither torch nor timm; building a network imports what it
-needs, which for the matcher and the stereo network is not timm.
+A name refers to a task, a class and the options that differ from the defaults of
+the class. Importing this module imports neither torch nor timm; building a network imports its
+dependencies, without timm for the matcher and the stereo network.
 
 Example:
     >>> create("loftr_lite", attention="quadtree_b", topk=8).coarse_matching
@@ -32,8 +32,8 @@ PRETRAINED = {  # by name of the network; the first of a task is its default
     "sttr_quadtree_small": WEIGHTS / "stereo.safetensors",
 }
 _QUADTREE = ("num_levels", "topk", "variant", "value_pyramid", "value_act", "backend")
-_OF_A_CALL = ("device", "dtype", "backend")  # how a network is run, no part of what it is
-_OF_THE_CLASSIFIER = ("num_classes", "global_pool", "drop_rate")  # which a dense network has not
+_OF_A_CALL = ("device", "dtype", "backend")  # runtime options, not part of the architecture
+_OF_THE_CLASSIFIER = ("num_classes", "global_pool", "drop_rate")  # no options of dense networks
 
 _NARROW, _WIDE = (32, 64, 160, 256), (64, 128, 320, 512)
 _SIZES = {  # blocks and channels per stage
@@ -105,13 +105,13 @@ _OLD_NAMES = {  # in cards before names were unique, by task
 
 @dataclass(frozen=True)
 class Spec:
-    """What a name stands for.
+    """Specification of a network.
 
     Args:
-        task: The task that the network is for.
+        task: Task of the network.
         network: Module of this package and class, "matcher:LoFTR".
-        options: Options of the class, where they are not its defaults.
-        backbone: Name of the backbone that the network stands on, if it takes one.
+        options: Options of the class that differ from its defaults.
+        backbone: Name of the backbone, if the network has one.
     """
 
     task: str
@@ -138,7 +138,7 @@ SPECS = {
 
 
 def names(task: str | None = None, *, pretrained: bool = False) -> list[str]:
-    """Names of the networks that `create` builds, of one task or of all.
+    """Returns the names of the networks that `create` builds, of one task or of all.
 
     Args:
         task: "classify", "detect", "segment", "match" or "stereo".
@@ -155,20 +155,20 @@ def names(task: str | None = None, *, pretrained: bool = False) -> list[str]:
 
 
 def create(name: str, pretrained: bool = False, **options: Any) -> "nn.Module":
-    """Return a network by name, with fresh weights or with those that come with the package.
+    """Return a network by name, with random or packaged weights.
 
     Args:
         name: One of `names()`.
         pretrained: Load the packaged weights of that name; nothing is downloaded.
-        **options: Options of the class that replace those of the name. Detectors and segmenters
-            need `num_classes`, also take the options of their backbone, and load the weights of a
-            trained one by `backbone_weights`. Their quadtree attention has `topk=32`, and ReLU in a
-            learned value pyramid, as the official ones. With another `attention`, the name's
-            options of quadtree attention are left out.
+        **options: Options of the class, which override the options of the name. Detectors and
+            segmenters need `num_classes`, accept the options of their backbone, and load a trained
+            backbone from `backbone_weights`. Their quadtree attention has `topk=32` and ReLU in a
+            learned value pyramid, as in the official networks. With another `attention`, the
+            quadtree options of the name are ignored.
 
     Raises:
-        OptionError: There is no such name or option.
-        CheckpointError: There are no such weights, or they do not fit.
+        OptionError: The name or an option does not exist.
+        CheckpointError: The weights do not exist or do not fit.
 
     Example:
         >>> model = create("mask_rcnn_test_quadtree", num_classes=3, attention="window")
@@ -184,7 +184,7 @@ def create(name: str, pretrained: bool = False, **options: Any) -> "nn.Module":
     options = preset(name, options)
     try:
         if spec.task == "classify":
-            spec.load()  # registers the name with timm, which keeps its configuration with it
+            spec.load()  # registers the name with timm
             return cast("nn.Module", import_module("timm").create_model(name, **options))
         if spec.backbone is None:
             return spec.load()(**options)
@@ -201,14 +201,14 @@ def create(name: str, pretrained: bool = False, **options: Any) -> "nn.Module":
 
 
 def load(name_or_path: StrPath, *, task: str | None = None, **overrides: Any) -> "nn.Module":
-    """Return the network that weights belong to, with the weights in it.
+    """Build the network of a weights file and load the weights.
 
     Args:
         name_or_path: A file written by `save_weights`, training or `quadtree convert`, or one of
-            `names(pretrained=True)`. The card beside the file is not needed. `last.ckpt` of a run
-            is read if the run's `best.safetensors` lies beside it.
-        task: Refuse weights of another task.
-        **overrides: Options that replace those of the card, such as `topk` or `backend`. For other
+            `names(pretrained=True)`. The card is not required. `last.ckpt` of a run
+            requires the run's `best.safetensors` in the same folder.
+        task: Raise an error for weights of another task.
+        **overrides: Options that override the card, such as `topk` or `backend`. For other
             classes, call `reset_classifier` of a backbone afterwards.
 
     Raises:
@@ -221,7 +221,7 @@ def load(name_or_path: StrPath, *, task: str | None = None, **overrides: Any) ->
 def load_with_card(
     name_or_path: StrPath | None, *, task: str | None = None, **overrides: Any
 ) -> tuple[dict[str, Any], "nn.Module"]:
-    """As `load`: the complete card and the network; None means the packaged weights of the task."""
+    """As `load`, returns the complete card and the network; None: packaged weights of the task."""
     from quadtree_attention.models.topk import set_topk
     from quadtree_attention.models.weights import fill, read_card, read_checkpoint
 
@@ -244,7 +244,7 @@ def load_with_card(
 
 
 def weights_path(name_or_path: StrPath | None, task: str | None = None) -> Path:
-    """Return the file that a name, a path, or None (the task's default) stands for.
+    """Return the file of a name, a path, or None (the default of the task).
 
     Raises:
         CheckpointError: No weights of that name or task come with the package.
@@ -269,10 +269,10 @@ def weights_path(name_or_path: StrPath | None, task: str | None = None) -> Path:
 
 
 def current_name(name: str, task: str | None = None) -> str:
-    """Return the name as it is today; cards of old weights have names that only a task tells apart.
+    """Return the current name; old names in cards are unique only within a task.
 
     Raises:
-        OptionError: There is no such name, or it was replaced.
+        OptionError: The name does not exist, or it was renamed.
     """
     if name in SPECS:
         return name
@@ -287,7 +287,7 @@ def current_name(name: str, task: str | None = None) -> str:
 
 
 def preset(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of a name with those given on top."""
+    """Return the options of a name, overridden by the given ones."""
     spec = SPECS[name]
     own = dict(spec.options)
     if spec.backbone is not None:
@@ -302,12 +302,12 @@ def preset(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def complete(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return all options of a network: those given, those of the name, defaults of the class.
+    """Return all options of a network: given options, options of the name, defaults of the class.
 
-    What says how it is run (device, dtype, backend) is left out.
+    Runtime options (device, dtype, backend) are left out.
 
     Raises:
-        OptionError: The network has no such option, or needs one that is not given.
+        OptionError: An option does not exist, or a required one is missing.
     """
     _check_options(name, options)
     full = {**_parameters(SPECS[name]), **preset(name, options)}
@@ -317,7 +317,7 @@ def complete(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def complete_card(card: Mapping[str, Any], path: StrPath, task: str | None) -> dict[str, Any]:
-    """Return the card with today's name of the network, all its options and its task.
+    """Return the card with the current name of the network, all its options and its task.
 
     Raises:
         CheckpointError: The card is of another task, or its network cannot be built.
@@ -326,7 +326,7 @@ def complete_card(card: Mapping[str, Any], path: StrPath, task: str | None) -> d
     old = " or ".join(of for of, name in _OLD_NAMES if name == model)
     found = SPECS[model].task if model in SPECS else card.get("task") or old
     if task is not None and found and task not in found.split(" or "):
-        hint = ", which starts with a backbone of yours by --model.backbone_weights"
+        hint = ", which loads a backbone by --model.backbone_weights"
         raise CheckpointError(
             f"{path} holds weights for the task {found}, not for {task}; pass weights of quadtree "
             f"train {task}{hint if found == 'classify' and task in ('detect', 'segment') else ''}"
@@ -347,13 +347,13 @@ def _check_options(name: str, options: Mapping[str, Any]) -> None:
 
 
 def _own_parameters(spec: Spec) -> dict[str, Any]:
-    """Options of the class with their defaults; a backbone is none of them."""
+    """Options of the class with their defaults, without the backbone."""
     found = list(inspect.signature(spec.load()).parameters.values())
     return {option.name: option.default for option in found[spec.backbone is not None :]}
 
 
 def _parameters(spec: Spec) -> dict[str, Any]:
-    """Options of the class, and of the backbone it stands on, with their defaults."""
+    """Options of the class and of its backbone, with their defaults."""
     own = _own_parameters(spec)
     if spec.backbone is None:
         return own

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An image in, a class for every pixel out: Semantic FPN on the backbones.
+"""Semantic segmentation: Semantic FPN on the backbones.
 
-A feature pyramid (Lin et al. 2017) brings the four maps of a backbone to the same channels. Each of
-them goes through convolutions, doubling in size after each, up to a quarter of the image; their sum
-is classified cell by cell (Kirillov et al. 2019, with the sizes that PVT uses) and enlarged to the
+A feature pyramid (Lin et al. 2017) projects the four maps of a backbone to the same channels.
+Convolutions, each followed by upsampling, enlarge every map to a quarter of the image; their sum
+is classified per cell (Kirillov et al. 2019, with the sizes of PVT) and upsampled to the
 size of the image.
 
 Example:
@@ -39,12 +39,12 @@ class SemanticFPN(nn.Module):
     """A backbone, a feature pyramid and the light head of Panoptic FPN, for images of any size.
 
     Args:
-        backbone: A model of this package, whose stages end at 1/4, 1/8, 1/16 and 1/32.
-        num_classes: Classes.
-        channels: Of the feature pyramid.
-        head_channels: Of the maps that are summed.
-        dropout: Share of the channels of that sum that training leaves out.
-        norm: After the convolutions of the head: "batch", or "group" for small batches.
+        backbone: A model of this package with stages at 1/4, 1/8, 1/16 and 1/32.
+        num_classes: Number of classes.
+        channels: Channels of the feature pyramid.
+        head_channels: Channels of the summed maps.
+        dropout: Probability of dropping a channel of the sum in training.
+        norm: Norm after the convolutions of the head: "batch", or "group" for small batches.
     """
 
     def __init__(
@@ -61,11 +61,11 @@ class SemanticFPN(nn.Module):
         checks.at_least(1, num_classes=num_classes, channels=channels, head_channels=head_channels)
         checks.one_of(get_args(Norm), norm=norm)
         if not 0 <= dropout < 1:
-            raise OptionError(f"dropout must be from 0 to below 1, got {dropout}; pass such")
+            raise OptionError(f"dropout must be in [0, 1), got {dropout}; pass 0 for none")
         if norm == "group" and head_channels % _GROUPS:
             raise OptionError(
                 f"head_channels must be a multiple of {_GROUPS} with norm='group', got "
-                f"{head_channels}; pass such"
+                f"{head_channels}; pass a multiple, or norm='batch'"
             )
         info = backbone.feature_info
         self.num_classes = num_classes
@@ -92,19 +92,19 @@ class SemanticFPN(nn.Module):
         total = self.levels[0](found[0])
         for i, level in enumerate(self.levels[1:], start=1):
             y = found[i]
-            # A cell covers the same pixels whether or not the next finer map has room for all of
-            # its quarters: enlarged by exactly 2, and cut
+            # Upsampled by exactly 2 and cropped, so that a cell covers the same pixels even if
+            # the next finer map has an odd size
             for step, layer in enumerate(cast(nn.Sequential, level), start=1):
                 y = _enlarged(layer(y), 2, found[i - step])
             total = total + y
         return total
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
-        """Recomputes blocks of the backbone in the backward pass to save memory."""
+        """Enables gradient checkpointing of the backbone."""
         self.backbone.set_grad_checkpointing(enable)
 
     def no_weight_decay(self) -> set[str]:
-        """Names of parameters that are a choice between levels, not a weight."""
+        """Returns the names of parameters without weight decay: the level weights."""
         return {f"backbone.{name}" for name in self.backbone.no_weight_decay()}
 
 
@@ -117,21 +117,20 @@ def sliding_window(
 ) -> Tensor:
     """Logits from overlapping windows, averaged where they overlap.
 
-    What the model needs to run is what a window needs, however large the image is, and each window
-    is of the size that the model was trained at. Where the window covers the image, this is the
-    model as it is.
+    Memory depends on the window and not on the size of the image, and every window has the size of
+    the training images. If one window covers the image, the result equals `model(images)`.
 
     Args:
-        model: From images (B, 3, h, w) to logits (B, classes, h, w).
+        model: Maps images (B, 3, h, w) to logits (B, classes, h, w).
         images: (B, 3, H, W).
-        window: Height and width of a window, or both in one.
-        stride: Pixels from a window to the next, at most the window; None: two thirds of it.
+        window: (height, width) of a window, or one number for both.
+        stride: Distance of windows in pixels, at most `window`; None: two thirds of it.
 
     Returns:
         (B, classes, H, W), float32.
 
     Raises:
-        OptionError: There is no such window.
+        OptionError: `window` or `stride` is not accepted.
     """
     windows = _pair("window", window)
     strides = tuple(max(1, side * 2 // 3) for side in windows)
@@ -161,7 +160,7 @@ def sliding_window(
 
 
 def _spans(length: int, window: int, stride: int) -> list[slice]:
-    """Where windows lie along an axis; the last one ends where the image does."""
+    """Offsets of windows along an axis; the last window ends at the edge of the image."""
     window = min(window, length)
     count = math.ceil((length - window) / stride) + 1
     starts = [min(i * stride, length - window) for i in range(count)]
@@ -179,13 +178,13 @@ def _pair(name: str, value: int | tuple[int, int]) -> tuple[int, int]:
 
 
 def _enlarged(x: Tensor, factor: int, like: Tensor) -> Tensor:
-    """The map `factor` times as large, cut to the size of another."""
+    """Upsamples a map by `factor` and crops it to the size of another."""
     x = F.interpolate(x, scale_factor=float(factor), mode="bilinear", align_corners=False)
     return x[..., : like.shape[-2], : like.shape[-1]]
 
 
 def _level(stride: int, channels: int, head_channels: int, norm: Norm) -> nn.Sequential:
-    """The convolutions of one map: as many as it takes to get to the finest, at least one."""
+    """Convolutions of one map: one per upsampling to the finest map, at least one."""
     steps = max(1, int(math.log2(stride // STRIDE)))
     widths = [channels] + [head_channels] * steps
     return nn.Sequential(*(_conv(widths[i], widths[i + 1], norm) for i in range(steps)))

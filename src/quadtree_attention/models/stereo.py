@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rectified pair in, disparity out: STTR (Li et al. 2021) with the attention as a parameter.
+"""Stereo matching of rectified pairs: STTR (Li et al. 2021) with configurable attention.
 
-A convolutional network makes a map of features of either view. A transformer lets every row look at
-itself and at the same row of the other view. Optimal transport then assigns cells of the left row
-to cells of the right one, or to none; the place of the partner is the disparity, and having none is
-occlusion. Last, convolutions refine both at full resolution, knowing the left image.
+A convolutional network computes a feature map of either view. A transformer applies self and cross
+attention along rows. Optimal transport then assigns cells of the left row to cells of the right
+row or to a dustbin; the assigned position gives the disparity, the dustbin occlusion. Finally,
+convolutions refine both at full resolution, with the left image as input.
 
-View 0 is left. A left pixel (x, y) is seen at (x - d, y) on the right, its disparity d is never
-negative. With a feature stride s, cell (i, j) of a map is at the pixel (s * i, s * j); in the
-layout "sttr", which is the published network, s // 2 is added to both.
+View 0 is left. A left pixel (x, y) corresponds to (x - d, y) on the right, with a disparity
+d >= 0. With a feature stride s, cell (i, j) of a map is at the pixel (s * i, s * j); in the
+layout "sttr", the published network, s // 2 is added to both.
 
 Example:
     >>> import torch
@@ -47,15 +47,15 @@ MEAN, DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of images, in 
 
 @dataclass(frozen=True)
 class StereoOutput:
-    """What is known of the left view of a batch of pairs; disparities are in pixels.
+    """Output for the left views of a batch of pairs; disparities are in pixels.
 
     Args:
         disparity: (B, H, W).
-        occlusion_logits: (B, H, W); above 0, more likely occluded than not.
-        raw_disparity: (B, h, w), of the cells, before refinement.
-        raw_occlusion: Probability (B, h, w), likewise.
-        log_true: Logarithm of the probability of the true partner (B, h, w), if a truth was given.
-        log_none: Logarithm of the probability of having no partner (B, h, w).
+        occlusion_logits: (B, H, W); positive if occluded.
+        raw_disparity: (B, h, w), per cell, before refinement.
+        raw_occlusion: Probability (B, h, w), per cell, before refinement.
+        log_true: Log-probability of the true match (B, h, w), if ground truth was given.
+        log_none: Log-probability of the dustbin (B, h, w).
     """
 
     disparity: Tensor
@@ -67,25 +67,25 @@ class StereoOutput:
 
     @property
     def occlusion(self) -> Tensor:
-        """Probability (B, H, W) of being hidden in, or outside of, the right view."""
+        """Probability (B, H, W) of being occluded in, or outside of, the right view."""
         return self.occlusion_logits.sigmoid()
 
 
 class STTR(nn.Module):
     """Disparity and occlusion of the left view of rectified pairs of any size.
 
-    Masks of cross attention are where STTR has them: the assignment, its last cross attention, sees
-    non-negative disparities up to `max_disparity` only.
+    Cross attention is masked as in STTR: only the assignment, the last cross attention, is
+    restricted to disparities from 0 to `max_disparity`.
 
     Args:
         layout: The convolutional parts. "hourglass": a dense decoder that ends at 1/2, group norms,
             and a refinement of dilated convolutions. "sttr": as published, with a decoder that ends
-            at full resolution, of which every `stride`-th cell is taken, batch norms, and a
-            refinement four times as wide inside. "sttr_half": the same, but for a decoder that ends
-            at 1/2.
-        position: "rotation" turns queries and keys. "sine" adds two terms to the scores of full
-            attention, as published; the assignment then reads the scores of the last cross
-            attention.
+            at full resolution, subsampled by `stride`, batch norms, and a
+            refinement with four times the inner width. "sttr_half": the same with a decoder that
+            ends at 1/2.
+        position: "rotation": rotary encoding of queries and keys. "sine": two additive terms of the
+            scores of full attention, as published; the assignment then uses the scores of the last
+            cross attention.
         dims: Channels of the CNN at 1/2, 1/4, 1/8 and 1/16; None means (64, 96, 128, 160), or
             (32, 64, 128, 128) in STTR's layouts.
         dim: Channels of the transformer.
@@ -94,15 +94,15 @@ class STTR(nn.Module):
         attention: "full", "quadtree_a" or "quadtree_b".
         num_levels: Levels of quadtree attention along a row; None means 4.
         topk: Cells kept per query cell; None means 6.
-        backend: Of quadtree attention; None means "auto".
-        mlp_ratio: Hidden channels per channel of the MLPs; 0 leaves them out, as STTR does.
+        backend: Backend of quadtree attention; None means "auto".
+        mlp_ratio: Hidden channels per channel of the MLPs; 0 omits them, as in STTR.
         stride: Pixels per cell of the transformer: 2, 3 (as in STTR) or 4.
-        iterations: Of Sinkhorn.
-        max_disparity: Largest disparity in pixels, unless `forward` gets another; None: the width.
+        iterations: Sinkhorn iterations.
+        max_disparity: Default of `forward`, in pixels; None: the width.
         refine_dim: Channels of the refinement at full resolution.
-        context: Channels at 1/4, 1/8, 1/16 and 1/32 of what refines before it, knowing all of the
-            image; empty leaves it out, as STTR does.
-        max_entries: Entries of matrices of a row's cells times cells that are made at a time;
+        context: Channels at 1/4, 1/8, 1/16 and 1/32 of an hourglass with global context before the
+            refinement; empty omits it, as in STTR.
+        max_entries: Entries of the score matrices that are computed at a time;
             None means 2**25, or 2**20 on a CPU.
     """
 
@@ -193,8 +193,8 @@ class STTR(nn.Module):
 
         Args:
             data: `image0` and `image1` (B, 3, H, W) in [0, 1], left and right.
-            true_disparity: (B, H, W) pixels, to be told how probable it is (in training).
-            max_disparity: Largest disparity in pixels; None: that of the network.
+            true_disparity: (B, H, W) pixels, for `log_true` (in training).
+            max_disparity: Largest disparity in pixels; None: as in the constructor.
         """
         image0, image1 = pair_of(data, channels=3, least=LEAST_SIDE)
         check_same("shape", tuple(image0.shape), tuple(image1.shape))
@@ -210,7 +210,7 @@ class STTR(nn.Module):
             seen = as_adjusted(raw_disparity, read.matched)
         # No gradient from the refinement to the assignment, which has its own targets
         coarse = torch.stack(seen, dim=1).detach()
-        if self.offset:  # cells lie in the middle of their pixels
+        if self.offset:  # cells are at the centre of their pixels
             upsampled = F.interpolate(coarse, size, mode="nearest")
         else:
             upsampled = resampled(coarse, size, 1 / self.stride)
@@ -220,17 +220,17 @@ class STTR(nn.Module):
         )
 
     def at_cells(self, of_pixels: Tensor) -> Tensor:
-        """(B, H, W) -> (B, h, w): what the pixels have that cells are at."""
+        """(B, H, W) -> (B, h, w): values at the pixels of cells."""
         return of_pixels[:, self.offset :: self.stride, self.offset :: self.stride]
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
-        """Recomputes layers of the transformer in the backward pass instead of keeping them."""
+        """Enables gradient checkpointing of the transformer."""
         self.transformer.grad_checkpointing = enable
 
     def _assigned(
         self, left: Tensor, right: Tensor, truth: Tensor | None, most: float | None
     ) -> Read:
-        """What the assignment says of normalised views; truth and limit are in cells."""
+        """Returns the assignment of normalised views; truth and limit are in cells."""
         x = self._cells(left, right).movedim(1, -1).contiguous()
         if isinstance(self.transformer, RelativeTransformer):
             return self.assignment.of_scores(self.transformer(x), truth, most)
@@ -238,10 +238,10 @@ class STTR(nn.Module):
         return self.assignment(both[: len(left)], both[len(left) :], truth, most)
 
     def _cells(self, left: Tensor, right: Tensor) -> Tensor:
-        """Features (2B, C, h, w) of both views, left ones first."""
+        """Returns features (2B, C, h, w) of both views, left first."""
         if self.layout == "hourglass" or self.training or len(left) == 1:
             x = self.features(torch.cat([left, right]))
-        else:  # the statistics of batch norms are those of a pair, as where STTR is evaluated
+        else:  # batch norms use the statistics of one pair, as in STTR's evaluation
             pairs = zip(left.split(1), right.split(1), strict=True)
             maps = [self.features(torch.cat(pair)) for pair in pairs]
             x = torch.stack(maps, dim=1).flatten(0, 1)
@@ -254,7 +254,7 @@ class STTR(nn.Module):
         return x
 
     def _normalised(self, images: Tensor) -> Tensor:
-        """Images in [0, 1] to a mean of about 0 and a deviation of about 1."""
+        """Normalises images in [0, 1] to zero mean and unit variance, approximately."""
         if self.layout == "hourglass":
             images = (images - 0.45) / 0.25
         else:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From the tensor names of the official STTR to ours.
+"""Conversion of tensor names of the official STTR to ours.
 
 Its attention has one matrix for queries, keys and values, ours three. Statistics of its batch norms
-are stored but never read, by it neither; they are left out.
+are stored but never used, also not by the official code; they are left out.
 """
 
 import re
@@ -83,18 +83,18 @@ _WORDS = {  # places in a dense layer, and the two parts of a weight with a lear
 
 
 def is_official_stereo(state: Mapping[str, Tensor]) -> bool:
-    """Whether the names are those of an official STTR."""
+    """True if the names are of an official STTR."""
     return any(name.removeprefix(_PREFIX).startswith("regression_head.") for name in state)
 
 
 def convert_stereo(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
-    """Tensors of an official STTR under our names, and the names of those that nothing reads.
+    """Converts an official STTR to our names; also returns the names of unused tensors.
 
     Args:
         state: Official state dict, with or without the prefix `module.`.
 
     Raises:
-        CheckpointError: A name is not one of an official STTR.
+        CheckpointError: A name is not a tensor of an official STTR.
     """
     converted: dict[str, Tensor] = {}
     left_out, unknown = [], []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""K of the quadtree layers of a network, layer by layer."""
+"""Get and set K of the quadtree layers of a network."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
@@ -26,15 +26,15 @@ def quadtree_layers(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def set_topk(model: nn.Module, topk: Mapping[str, int | Sequence[int] | None]) -> None:
-    """Set how many cells layers keep per query cell; all are set, or none.
+    """Set the number of cells kept per query cell; on an error no layer is changed.
 
     Args:
         model: A network with quadtree attention, or one that `accelerate` was called on.
-        topk: By the name of a layer: one number, or one per level that selects, coarse -> fine;
-            None leaves a layer of an accelerated network dense.
+        topk: Per layer name: one number, or one per level with a selection, coarse -> fine;
+            None keeps a layer of an accelerated network dense.
 
     Raises:
-        OptionError: The network has no such layer, or the layer accepts no such number.
+        OptionError: A layer does not exist, or a number is not accepted.
 
     Example:
         >>> from quadtree_attention import models

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Networks whose kernels are compiled before the first call."""
+"""Compilation of the kernels of a network before its first call."""
 
 from collections.abc import Sequence
 from dataclasses import fields, is_dataclass
@@ -13,7 +13,7 @@ from quadtree_attention import checks
 SIZES = ((480, 640),)
 _DETECTORS = ("RetinaNet", "MaskRCNN")
 _DENSE = (*_DETECTORS, "SemanticFPN")  # whose training step would need targets
-ODD = 37  # pixels that are added to a size: maps whose sides do not halve evenly
+ODD = 37  # pixels added to a size, for maps with odd sides
 
 
 def warmup(
@@ -23,21 +23,21 @@ def warmup(
     training: bool = False,
     progress: bool = False,
 ) -> int:
-    """Compile the kernels that a network needs, so that its first call is as fast as later ones.
+    """Compile the kernels of a network, so that its first call is as fast as later ones.
 
-    On a GPU, Triton's kernels are compiled in one thread per core, for each size and for one a few
-    pixels larger; other sizes need no others. On a CPU, the network runs once per size, which
-    compiles Numba's kernels. Both keep what they compiled on disk for later processes.
+    On a GPU, Triton kernels are compiled in one thread per core, for each size and for one a few
+    pixels larger; other sizes use the same kernels. On a CPU, the network runs once per size, which
+    compiles the Numba kernels. Both cache compiled kernels on disk for later processes.
 
     Args:
-        model: A network of the package, in the dtype that it is used with; call inside of autocast
-            what is used under autocast.
-        sizes: Height and width of images.
+        model: A network of the package, in the dtype of use; call this function under autocast
+            if the network is used under autocast.
+        sizes: (height, width) of images.
         training: Also compile for training steps.
         progress: Show a progress bar in a terminal.
 
     Returns:
-        Kernels that were compiled on a GPU; 0 on a CPU.
+        Number of kernels compiled on a GPU; 0 on a CPU.
 
     Example:
         >>> from quadtree_attention import models
@@ -71,16 +71,16 @@ def _on_a_gpu(
     hidden = None if progress else True
     with tqdm(total=len(found), desc="kernels", unit="kernel", disable=hidden) as bar:
         compile_launches(list(found.values()), done=bar.update)
-    for size in every:  # kernels behind numbers that the recorder does not compute
+    for size in every:  # kernels that depend on values which the recorder does not compute
         run_once(model, size, training=training)
     torch.cuda.synchronize()
     return len(found)
 
 
 def run_once(model: nn.Module, size: tuple[int, int], *, training: bool = False) -> None:
-    """Run a network on noise, for training also a backward pass. Its state stays as it was.
+    """Run a network on noise, for training with a backward pass. Its state is restored.
 
-    Only the backbone of a detector or segmenter goes through the backward pass.
+    The backward pass of a detector or segmenter covers its backbone only.
     """
     mode, kept = model.training, [(buffer, buffer.clone()) for buffer in model.buffers()]
     try:
@@ -111,7 +111,7 @@ def _train_once(model: Any, size: tuple[int, int]) -> None:
 
 
 def _inputs(model: nn.Module, size: tuple[int, int]) -> Any:
-    """Noise of the form that the network takes."""
+    """Return noise as input of a network."""
     parameter = next(model.parameters())
 
     def noise(*shape: int) -> torch.Tensor:
@@ -125,7 +125,7 @@ def _inputs(model: nn.Module, size: tuple[int, int]) -> Any:
 
 
 def _tensors(results: Any) -> list[torch.Tensor]:
-    """All floating-point tensors of results."""
+    """Return all floating-point tensors in results."""
     if isinstance(results, torch.Tensor):
         return [results] if results.is_floating_point() else []
     if is_dataclass(results):

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files of weights: checkpoints read without running their code, safetensors written with a card.
+"""Weights files: safe reading of checkpoints, and safetensors with a card.
 
-A card is JSON beside the weights, `b2.json` for `b2.safetensors`: the network by name, all its
-options, where the weights come from. What is needed to use them is also inside the weights file, so
-that it can travel alone.
+A card is a JSON file next to the weights, `b2.json` for `b2.safetensors`: the name of the network,
+all its options, the origin of the weights. All entries needed for loading are also stored inside
+the weights file, which can be used without its card.
 
 Example:
     >>> import tempfile
@@ -44,8 +44,8 @@ with checks.needs("models", "reading and writing weights"):
     from safetensors.torch import load_file, save
 
 _numpy_scalar: Callable[..., Any] = np.float64().__reduce__()[0]  # type: ignore[assignment]
-# Beside tensors, training scripts store their arguments and numpy numbers. These are data: to make
-# them runs no code of the file's choosing. (numpy has moved `scalar`; files name its old place.)
+# Besides tensors, training scripts store their arguments and numpy scalars. Constructing these
+# executes no code of the file. (numpy has moved `scalar`; files refer to its old module.)
 _PLAIN_DATA: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = [
     argparse.Namespace,
     np.dtype,
@@ -53,20 +53,20 @@ _PLAIN_DATA: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = [
     *((_numpy_scalar, f"numpy.{core}.multiarray.scalar") for core in ("core", "_core")),
 ]
 _WRAPPERS = ("module.", "_orig_mod.")  # DistributedDataParallel, torch.compile
-# Of a card, also inside the weights: what building the network, its input and its output need
-_FROM_INSIDE = ("model", "kwargs", "task", "topk")  # which no card beside them can replace
+# Entries of a card also stored inside the weights: network, preprocessing and output
+_FROM_INSIDE = ("model", "kwargs", "task", "topk")  # entries that a card cannot override
 _INSIDE = (*_FROM_INSIDE, "classes", "palette", "image_size", "eval_crop", "base_size")
 
 
 def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Tensor]:
-    """Tensors of a checkpoint, by name, on the CPU; code that a pickle asks for is never run.
+    """Reads the tensors of a checkpoint, on the CPU; code in a pickle is never executed.
 
-    Reads safetensors by that suffix, else what `torch.save` writes: a state dict, alone or as the
-    entry `state_dict` or `model` of a larger file. Prefixes of wrappers around the whole model
-    (`module.`) are taken off.
+    Reads files with the suffix `.safetensors`, and files of `torch.save`: a state dict, alone or as
+    the entry `state_dict` or `model` of a larger file. Prefixes of wrappers around the whole model
+    (`module.`) are removed.
 
     Raises:
-        CheckpointError: There is no such file, or no tensors can be read from it safely.
+        CheckpointError: The file does not exist, or its tensors cannot be read safely.
     """
     path = _existing_file(path)
     tensors = _unwrap(_load(path), path)
@@ -82,23 +82,23 @@ def save_weights(
     *,
     overwrite: bool = False,
 ) -> dict[str, Any]:
-    """Writes weights and their card: both in full, or neither.
+    """Writes weights and their card atomically.
 
     Args:
-        path: File to write, `.safetensors`; the card gets the same name with `.json`.
+        path: File to write, `.safetensors`; the card has the same name with `.json`.
         tensors: Tensors by name.
-        card: Facts about them as JSON: `model`, one of `names()`, `kwargs` that rebuild it, and
-            whatever else. Options that are not in `kwargs`, task, counts, checksum and version are
-            added. An entry `topk` is given to `set_topk` on loading.
-        overwrite: Replace files that are there.
+        card: JSON metadata: `model`, one of `names()`, its options `kwargs`, and any further
+            entries. Options missing in `kwargs`, task, counts, checksum and version are
+            added. An entry `topk` is passed to `set_topk` on loading.
+        overwrite: Replace existing files.
 
     Returns:
         The card as written.
 
     Raises:
-        OptionError: The path is not accepted, a file is there already, or the card names no
-            network or one without these options.
-        CheckpointError: Writing failed; what was there before is unchanged.
+        OptionError: The path is not accepted, a file exists, or the card has no network or
+            invalid options.
+        CheckpointError: Writing failed; existing files are unchanged.
     """
     path = check_target(path, overwrite=overwrite)
     own = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}
@@ -110,7 +110,7 @@ def save_weights(
         "task": registry.SPECS[model].task,
     }
     inside = {key: full[key] for key in _INSIDE if full.get(key) is not None}
-    # One entry, because safetensors shuffles several, and with them the checksum.
+    # A single entry, because safetensors does not preserve the order of several.
     data = save(own, metadata={"card": json.dumps(inside)})
     full |= {
         "tensors": len(own),
@@ -126,7 +126,7 @@ def save_weights(
 
 
 def check_target(path: str | os.PathLike[str], *, overwrite: bool = False) -> Path:
-    """The path, where weights and card can be written to it; else raises `OptionError`."""
+    """Returns the path; raises `OptionError` if weights and card cannot be written there."""
     path = Path(path)
     if path.suffix != ".safetensors":
         raise OptionError(f"weights are written as .safetensors, got {str(path)!r}; name it so")
@@ -141,15 +141,15 @@ def check_target(path: str | os.PathLike[str], *, overwrite: bool = False) -> Pa
 
 
 def card_path(path: str | os.PathLike[str]) -> Path:
-    """Where the card of these weights lies."""
+    """Returns the path of the card of weights."""
     return Path(path).with_suffix(".json")
 
 
 def read_card(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return the card of weights; without the file beside them, the entries inside the weights.
+    """Return the card of weights; without a card file, the entries inside the weights.
 
     Raises:
-        CheckpointError: The weights name no model, or the card beside them is of other weights.
+        CheckpointError: The weights have no metadata, or the card is of other weights.
     """
     path = _existing_file(path)
     if path.suffix != ".safetensors":
@@ -180,15 +180,15 @@ def read_card(path: str | os.PathLike[str]) -> dict[str, Any]:
 def fill(
     model: nn.Module, path: str | os.PathLike[str], tensors: Mapping[str, Tensor] | None = None
 ) -> None:
-    """Loads weights, which may be stored in half precision, into a model of float32.
+    """Loads weights, which may be stored in half precision, into a float32 model.
 
     Args:
         model: The network.
-        path: File of the weights.
-        tensors: Those of the file that are loaded; None: all.
+        path: Weights file.
+        tensors: Tensors of the file to load; None: all.
 
     Raises:
-        CheckpointError: They do not fit, or are not finite.
+        CheckpointError: The weights do not fit, or are not finite.
     """
     tensors = read_checkpoint(path) if tensors is None else tensors
     own = {name: x.float() if x.is_floating_point() else x for name, x in tensors.items()}
@@ -202,7 +202,7 @@ def fill(
 
 
 def fill_backbone(backbone: nn.Module, path: str | os.PathLike[str]) -> None:
-    """Loads weights of a classifier, or of a backbone; nothing but a classifier may be left over.
+    """Loads weights of a classifier or backbone; only classifier tensors may be unused.
 
     Raises:
         CheckpointError: The file cannot be read, does not fit, or is not finite.
@@ -210,8 +210,8 @@ def fill_backbone(backbone: nn.Module, path: str | os.PathLike[str]) -> None:
     tensors = read_checkpoint(path)
     if is_official_backbone(tensors):
         raise CheckpointError(
-            f"{path} is an official checkpoint, whose tensors have other names; turn it into "
-            f"weights of ours first: quadtree convert {path} --save backbone.safetensors"
+            f"{path} is an official checkpoint, whose tensors have other names; convert it "
+            f"first: quadtree convert {path} --save backbone.safetensors"
         )
     try:
         fill(backbone, path, {k: x for k, x in tensors.items() if not k.startswith("head.")})
@@ -221,10 +221,10 @@ def fill_backbone(backbone: nn.Module, path: str | os.PathLike[str]) -> None:
 
 def _existing_file(path: str | os.PathLike[str]) -> Path:
     path = Path(path)
-    if not os.path.exists(path):  # Path.exists raises where a folder may not be looked into
+    if not os.path.exists(path):  # Path.exists raises for folders without permission
         raise CheckpointError(f"there is no file {str(path)!r}; check the path")
     if not os.path.isfile(path):
-        raise CheckpointError(f"{str(path)!r} is not a file; name the checkpoint itself")
+        raise CheckpointError(f"{str(path)!r} is not a file; pass the checkpoint file")
     if not os.access(path, os.R_OK):
         raise CheckpointError(f"{str(path)!r} may not be read; change its permissions")
     if path.stat().st_size == 0:
@@ -247,16 +247,16 @@ def _load(path: Path) -> object:
         if asked := re.search(r"GLOBAL (\S+)", str(error)):
             raise CheckpointError(
                 f"{path} holds more than tensors and plain data: loading it would call {asked[1]}; "
-                "nothing was run; if you trust the file, save its tensors alone with torch.save "
-                "where it was made"
+                "nothing was run; if you trust the file, save only its tensors with torch.save "
+                "where it was created"
             ) from error
         raise _unreadable(path, "torch.save") from error
-    except Exception as error:  # damaged files fail in every possible way
+    except Exception as error:  # many kinds of errors for damaged files
         raise _unreadable(path, "torch.save") from error
 
 
 def _check_unpacked(path: Path) -> None:
-    """Refuses a file that unpacks to much more than it holds, before any of it is unpacked."""
+    """Raises for a file with an implausible compression ratio, before it is unpacked."""
     try:
         with zipfile.ZipFile(path) as archive:
             unpacked = sum(entry.file_size for entry in archive.infolist())
@@ -265,15 +265,15 @@ def _check_unpacked(path: Path) -> None:
     if unpacked > 10 * (packed := path.stat().st_size) + 2**26:  # no weights compress so well
         raise CheckpointError(
             f"{path} has {packed / 2**20:.1f} MiB and unpacks to {unpacked / 2**20:,.0f} MiB, as "
-            "no weights do; nothing was unpacked; torch.save compresses nothing, so save it again "
-            "where it was made"
+            "no weights do; nothing was unpacked; torch.save does not compress, so save it again "
+            "where it was created"
         )
 
 
 def _unreadable(path: Path, kind: str) -> CheckpointError:
     return CheckpointError(
         f"{path} is not a checkpoint, or a damaged one: it cannot be read as a file of {kind}; "
-        "get it again, and compare its size or checksum with that of the source"
+        "download it again, and compare its size or checksum with the source"
     )
 
 
@@ -286,7 +286,7 @@ def _unwrap(data: object, path: Path) -> dict[str, Tensor]:
     if not isinstance(data, Mapping) or not data:
         found = "nothing" if isinstance(data, Mapping) else f"a {type(data).__name__}"
     elif others := [str(name) for name, x in data.items() if not _is_tensor(name, x)]:
-        found = f"{len(others)} entries that are none, such as {', '.join(others[:3])}"
+        found = f"{len(others)} other entries, such as {', '.join(others[:3])}"
     else:
         return dict(data)
     raise CheckpointError(
@@ -300,7 +300,7 @@ def _is_tensor(name: object, value: object) -> bool:
 
 
 def _inside(path: Path) -> dict[str, Any]:
-    """The card inside the weights."""
+    """Returns the card inside the weights."""
     try:
         with safe_open(path, framework="pt") as file:
             text = (file.metadata() or {}).get("card", "no card")
@@ -315,7 +315,7 @@ def _inside(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError):  # not JSON
         pass
     raise CheckpointError(
-        f"{path} does not say which model it belongs to: its metadata must have a card with model "
-        f"and kwargs, got {text[:200]}; write it with save_weights, or hand it to "
+        f"{path} has no model name: its metadata must have a card with model "
+        f"and kwargs, got {text[:200]}; write it with save_weights, or pass it to "
         "timm.create_model(name, checkpoint_path=...)"
     )

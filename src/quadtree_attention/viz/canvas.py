@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pictures of results: panels that show images, a header, a colour bar, a legend, and files."""
+"""Canvas for pictures of results: image panels, header, colour bar, legend."""
 
 import io
 import math
@@ -17,11 +17,11 @@ from quadtree_attention.images import Array
 from quadtree_attention.viz.palette import BACKGROUND, FAINT, TEXT, Colour, ramp
 
 FORMATS = {".png": "PNG", ".jpg": "JPEG", ".jpeg": "JPEG", ".webp": "WEBP"}
-# Room for one of two images beside and below each other, for one image, for one beside a legend
+# Size limits: one of two images side by side, one of two stacked, one image, one with a legend
 BESIDE, BELOW, ALONE, WITH_LEGEND = (800, 800), (1600, 450), (1600, 800), (1120, 840)
 LARGEST_SCALE = 3.0  # small images are enlarged up to this
 HEADER, MARGIN, GAP = 60, 14, 6
-LEAST_WIDTH, LEAST_HEIGHT = 760, 240  # room for the header, and for a legend
+LEAST_WIDTH, LEAST_HEIGHT = 760, 240  # minimum for the header and for a legend
 LEGEND, ROW, SWATCH = 250, 26, 16
 BAR_WIDTH, BAR_HEIGHT = 220, 12
 
@@ -31,7 +31,7 @@ Font = ImageFont.FreeTypeFont | ImageFont.ImageFont
 
 @dataclass(frozen=True)
 class Panel:
-    """Part of a picture: its corner and size, and its pixels per pixel of the image it shows."""
+    """Part of a picture: corner, size, and scale relative to its image."""
 
     x: int
     y: int
@@ -44,13 +44,13 @@ class Panel:
         return self.width, self.height
 
     def place(self, points: Array) -> Array:
-        """(N, 2) pixels of the image as positions in the picture, from its upper left corner."""
+        """Maps (N, 2) pixels of the image to positions in the picture."""
         return (points + 0.5) * self.scale + (self.x, self.y)
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A row of a legend; no colour for what is not coloured in the picture."""
+    """A row of a legend; None if the entry has no colour in the picture."""
 
     name: str
     share: float
@@ -59,7 +59,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Scale:
-    """What the colours of a picture mean: those of `ramp(colours, ...)`, from `low` to `high`."""
+    """Range and unit of the colours `ramp(colours, ...)`, from `low` to `high`."""
 
     colours: Array
     low: float
@@ -68,7 +68,7 @@ class Scale:
 
 
 def lay_out(sizes: Sequence[Size], *, legend: bool = False) -> list[Panel]:
-    """Panels for one or two images: beside each other, unless they are larger below each other."""
+    """Panels for one or two images: side by side, or stacked if they are larger then."""
     rooms = (BESIDE, BELOW) if len(sizes) > 1 else (WITH_LEGEND if legend else ALONE,) * 2
     beside, below = ([fitted(size, room) for size in sizes] for room in rooms)
     stacked = sum(w * h for w, h in below) > sum(w * h for w, h in beside)
@@ -89,22 +89,22 @@ def lay_out(sizes: Sequence[Size], *, legend: bool = False) -> list[Panel]:
 
 
 def fitted(size: Size, room: Size) -> Size:
-    """The size at which an image fits into a room; small ones are enlarged a little."""
+    """Size of an image scaled to fit; small images are enlarged up to `LARGEST_SCALE`."""
     scale = min(room[0] / size[0], room[1] / size[1], LARGEST_SCALE)
     return max(1, round(size[0] * scale)), max(1, round(size[1] * scale))
 
 
 def resized(image: Image.Image, size: Size) -> Image.Image:
-    """An image at the size of its panel."""
+    """Resizes an image to its panel."""
     return image.resize(size, Image.Resampling.LANCZOS, reducing_gap=3.0)
 
 
 class Canvas:
-    """A picture whose panels are filled one by one, with a header above.
+    """A picture with a header and image panels.
 
     Args:
-        panels: Where images go.
-        legend: Leave room for a legend to the right.
+        panels: Positions of the images.
+        legend: Reserve space for a legend on the right.
 
     Attributes:
         picture: The picture.
@@ -123,7 +123,7 @@ class Canvas:
         self.picture.paste(image, (self.panels[index].x, self.panels[index].y))
 
     def header(self, heading: str, facts: Sequence[str], scale: Scale | None = None) -> None:
-        """Writes a heading and facts below it, cut where they are too long, and a colour bar."""
+        """Draws a heading, a line of facts below it, both truncated to fit, and a colour bar."""
         pen = ImageDraw.Draw(self.picture)
         pen.rectangle([0, 0, self.picture.width, HEADER - 1], fill=BACKGROUND)
         right: float = self.picture.width - MARGIN
@@ -135,7 +135,7 @@ class Canvas:
             pen.text((MARGIN, y), cut(text, right - MARGIN, font), colour, font, anchor="lm")
 
     def legend(self, entries: Sequence[Entry]) -> None:
-        """Lists names with their colours and shares; of too many the last ones are summed up."""
+        """Draws a legend of names, colours and shares; sums up the last entries if too many."""
         pen, font = ImageDraw.Draw(self.picture), ImageFont.load_default(15)
         left, right = self._right + MARGIN, self._right + LEGEND - MARGIN
         rows = max(1, (self.picture.height - HEADER - MARGIN) // ROW)
@@ -161,7 +161,7 @@ def percent(share: float) -> str:
 
 
 def cut(text: str, room: float, font: Font) -> str:
-    """The text, shortened to a width in pixels."""
+    """Truncates a text to a width in pixels."""
     if font.getlength(text) <= room:
         return text
     while text and font.getlength(text + "...") > room:
@@ -170,7 +170,7 @@ def cut(text: str, room: float, font: Font) -> str:
 
 
 def ticks(low: float, high: float) -> list[float]:
-    """Three to eight round numbers between two."""
+    """Returns three to eight round numbers between two values."""
     rough = (high - low) / 6
     unit = 10.0 ** math.floor(math.log10(rough))
     step = next(unit * times for times in (1, 2, 5, 10) if unit * times >= rough)
@@ -179,7 +179,7 @@ def ticks(low: float, high: float) -> list[float]:
 
 
 def _draw_bar(pen: ImageDraw.ImageDraw, x: int, scale: Scale) -> float:
-    """Draws a colour bar with ticks and its unit; returns where it begins."""
+    """Draws a colour bar with ticks and its unit; returns its left edge."""
     font, bottom = ImageFont.load_default(13), MARGIN + BAR_HEIGHT
     for i, tone in enumerate(ramp(scale.colours, np.linspace(0, 1, BAR_WIDTH)).tolist()):
         pen.line([x + i, MARGIN, x + i, bottom], fill=tuple(tone))
@@ -192,22 +192,22 @@ def _draw_bar(pen: ImageDraw.ImageDraw, x: int, scale: Scale) -> float:
 
 
 def save_picture(picture: Image.Image, path: str | os.PathLike[str]) -> None:
-    """Writes a picture, all or nothing.
+    """Writes a picture atomically.
 
     Raises:
-        OptionError: The suffix is of no known format, or the file cannot be written.
+        OptionError: The suffix is unknown, or the file cannot be written.
     """
     content = io.BytesIO()
-    # A third of the time of level 6 for files of photographs that are 8 % larger
+    # A third of the time of level 6; files of photographs are 8 % larger
     picture.save(content, format=picture_format(path), quality=92, compress_level=3)
     write_whole(path, content.getvalue())
 
 
 def picture_format(path: str | os.PathLike[str]) -> str:
-    """The format that a file is written in, by its suffix; else raises `OptionError`."""
+    """Returns the format of a file by its suffix; raises `OptionError` if it is unknown."""
     suffix = Path(path).suffix.lower()
     if suffix not in FORMATS:
         raise OptionError(
-            f"pictures are written as {', '.join(FORMATS)}, got {str(path)!r}; name it so"
+            f"pictures are written as {', '.join(FORMATS)}, got {str(path)!r}; change the suffix"
         )
     return FORMATS[suffix]

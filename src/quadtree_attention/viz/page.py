@@ -30,10 +30,10 @@ class Page:
     html: str
 
     def save(self, path: StrPath) -> None:
-        """Write the page, all or nothing.
+        """Write the page atomically.
 
         Raises:
-            OptionError: The suffix is not that of HTML, or the file cannot be written.
+            OptionError: The suffix is not .html, or the file cannot be written.
         """
         check_suffix(path)
         write_whole(path, self.html.encode())
@@ -47,9 +47,9 @@ class Page:
 
 
 def check_suffix(path: StrPath) -> None:
-    """Raises `OptionError` for a file that is not named as HTML."""
+    """Raises `OptionError` unless the suffix of a file is .html."""
     if Path(path).suffix.lower() not in SUFFIXES:
-        raise OptionError(f"pages are written as .html, got {str(path)!r}; name it so")
+        raise OptionError(f"pages are written as .html, got {str(path)!r}; change the suffix")
 
 
 def make_page(
@@ -67,7 +67,7 @@ def make_page(
         folder: Folder of the sources in `quadtree_attention.viz`.
         template: HTML with `{{name}}` for every field, and for styles, script, about and data.
         styles: CSS files.
-        modules: JavaScript modules, each after those that it imports.
+        modules: JavaScript modules, each after its imports.
         fields: HTML by name.
         about: JSON for the script.
         data: Bytes for the script; stored as gzip in base64.
@@ -85,13 +85,13 @@ def make_page(
 
 
 def _inlined(module: str) -> str:
-    """A module without imports and exports, for a script that holds all of them."""
+    """Removes imports and exports of a module, for a single script of all modules."""
     lines = (line.removeprefix("export ") for line in module.splitlines())
     return "\n".join(line for line in lines if not line.startswith("import "))
 
 
 def data_uri(image: Image.Image) -> str:
-    """An image as the address of a JPEG."""
+    """Encodes an image as a JPEG data URI."""
     content = io.BytesIO()
     image.convert("RGB").save(content, "JPEG", quality=QUALITY, optimize=True)
     return "data:image/jpeg;base64," + base64.b64encode(content.getvalue()).decode()

@@ -13,7 +13,7 @@ from quadtree_attention.images import Array
 Colour: TypeAlias = tuple[int, int, int]
 BACKGROUND, TEXT, FAINT = (22, 24, 29), (240, 240, 240), (160, 165, 175)
 LUMA = np.array([0.299, 0.587, 0.114])
-# For `ramp`, dark to bright: values can be told apart by lightness alone, too
+# For `ramp`, dark to bright: values also differ in lightness
 CONFIDENCE = np.array(
     [(96, 52, 170), (58, 100, 214), (22, 150, 190), (40, 190, 140), (140, 214, 70), (255, 233, 50)]
 )
@@ -23,7 +23,7 @@ NEARNESS = np.array(
         *((236, 104, 58), (250, 158, 40), (252, 210, 88), (255, 248, 196)),
     ]
 )
-_TONES = 1024  # of a ramp
+_TONES = 1024  # entries of a ramp
 _BY_HAND: tuple[Colour, ...] = (
     *((70, 130, 220), (230, 90, 80), (245, 215, 70), (150, 90, 210), (240, 150, 40)),
     *((60, 170, 90), (240, 120, 190), (150, 110, 70), (40, 195, 205), (175, 215, 60)),
@@ -33,15 +33,15 @@ _BY_HAND: tuple[Colour, ...] = (
 
 
 def colour(value: Sequence[int]) -> Colour:
-    """Three bytes as a colour; raises `TypeError` or `ValueError` for anything else."""
+    """Parses three bytes as a colour; raises `TypeError` or `ValueError` otherwise."""
     red, green, blue = (operator.index(channel) for channel in value)
     if not all(0 <= channel <= 255 for channel in (red, green, blue)):
-        raise ValueError(f"{value} is no colour")
+        raise ValueError(f"{value} is not a colour")
     return red, green, blue
 
 
 def ramp(colours: Array, share: Array) -> Array:
-    """(..., 3) uint8: colours for values from 0 (the first one) to 1 (the last one)."""
+    """Returns colours (..., 3) uint8 for values from 0 (first colour) to 1 (last colour)."""
     places = np.linspace(0, len(colours) - 1, _TONES)
     channels = [np.interp(places, np.arange(len(colours)), channel) for channel in colours.T]
     tones = np.stack(channels, axis=-1).round().astype(np.uint8)
@@ -49,10 +49,10 @@ def ramp(colours: Array, share: Array) -> Array:
 
 
 def distinct(count: int) -> list[Colour]:
-    """Colours that differ as much as so many can, always the same ones.
+    """Returns `count` distinct colours, the same in every call.
 
-    The first twenty are chosen by hand. The hues of the others are a golden angle apart, with four
-    pairs of lightness and saturation in turn.
+    The first twenty are a fixed list. The hues of the others differ by the golden angle, with four
+    alternating pairs of lightness and saturation.
     """
     tones = ((0.52, 0.75), (0.72, 0.62), (0.36, 0.70), (0.62, 0.95))  # lightness, saturation
     found = list(_BY_HAND[:count])
@@ -63,14 +63,14 @@ def distinct(count: int) -> list[Colour]:
 
 
 def vivid(key: int) -> Colour:
-    """A colour for a number, neither dark nor pale, far from those of the numbers next to it."""
-    hue = (key * 0.618034 + 0.35) % 1  # the golden section never meets the same hue again
+    """Returns a saturated colour for a number, distinct from the colours of nearby numbers."""
+    hue = (key * 0.618034 + 0.35) % 1  # multiples of the golden ratio do not repeat a hue
     saturation, value = ((0.85, 1.0), (0.6, 0.95), (1.0, 0.8))[key // 7 % 3]
     return _bytes(colorsys.hsv_to_rgb(hue, saturation, value))
 
 
 def text_on(background: Colour) -> Colour:
-    """The colour of text on a colour: dark on bright ones, bright on dark ones."""
+    """Returns the text colour on a background: dark on bright, bright on dark."""
     return BACKGROUND if LUMA @ background > 130 else TEXT
 
 

@@ -9,7 +9,7 @@ _COORDINATES, _COLOURS = ("x", "y", "z"), ("red", "green", "blue")
 
 
 def encode_ply(points: Array, colours: Array) -> bytes:
-    """Points (N, 3) with colours (N, 3), 0 to 255, as a binary PLY file."""
+    """Encodes points (N, 3) with colours (N, 3), 0 to 255, as a binary PLY file."""
     kinds = [(name, "<f4") for name in _COORDINATES] + [(name, "u1") for name in _COLOURS]
     table = np.empty(len(points), np.dtype(kinds))
     for names, values in ((_COORDINATES, points), (_COLOURS, colours)):

@@ -25,7 +25,7 @@ def attentions(model: nn.Module) -> list[list[nn.Module]]:
 
 @pytest.mark.parametrize("layout", ["pvt", "swin"])
 @pytest.mark.parametrize("name", BASELINES)
-def test_every_rival_trains_at_an_odd_size(name, layout):
+def test_every_baseline_trains_at_an_odd_size(name, layout):
     model = tiny(attention=name, layout=layout, lepe=True)
     assert {type(attn) for stage in attentions(model) for attn in stage} == {BASELINES[name]}
     out = model(torch.randn(2, 3, 65, 97))
@@ -36,7 +36,7 @@ def test_every_rival_trains_at_an_odd_size(name, layout):
 
 
 @pytest.mark.parametrize("name", ["quadtree_a_b0", "quadtree_b_b0", "swin_tiny_quadtree_b"])
-def test_names_that_choose_options_of_quadtree_attention_take_rivals(name):
+def test_names_that_choose_options_of_quadtree_attention_take_baselines(name):
     model = timm.create_model(name, attention="window", device="meta")
     assert attentions(model)[0][0].qkv.bias is not None
     names = {key for key, _ in model.named_parameters()}
@@ -57,25 +57,26 @@ def test_names_that_choose_options_of_quadtree_attention_take_rivals(name):
     ],
 )
 @pytest.mark.parametrize("name", BASELINES)
-def test_rivals_refuse_options_of_quadtree_attention(name, option, value):
+def test_baselines_refuse_options_of_quadtree_attention(name, option, value):
     text = (
-        f"attention={name!r} has no use for options of quadtree attention, got {option}={value!r}; "
-        "leave them out, or set in attention_options what it has: "
+        f"attention={name!r} does not accept options of quadtree attention, "
+        f"got {option}={value!r}; "
+        "leave them out, or set its own options in attention_options: "
     )
     with pytest.raises(OptionError, match=re.escape(text)):
         tiny(attention=name, **{option: value})
 
 
-def test_rivals_refuse_several_at_once():
+def test_baselines_refuse_several_at_once():
     text = (
-        "got topk=4, variant='A'; leave them out, or set in attention_options what it has: "
+        "got topk=4, variant='A'; leave them out, or set its own options in attention_options: "
         "topk, qkv_bias, attn_drop"
     )
     with pytest.raises(OptionError, match=re.escape(text)):
         tiny(attention="topk", topk=4, variant="A")
 
 
-def test_options_reach_the_rival():
+def test_options_reach_the_baseline():
     stages = attentions(tiny(attention="topk", attention_options={"topk": 3, "qkv_bias": False}))
     assert all(attn.topk == 3 and attn.qkv.bias is None for stage in stages for attn in stage)
     stages = attentions(tiny(attention="focal", attention_options={"focal_window": [7, 5, 3, 1]}))
@@ -124,7 +125,7 @@ def test_number_of_levels_for_all_stages():
          "mean 'window'?"),
         ({"attention": "Quadtree"}, "got 'Quadtree'; did you mean 'quadtree'?"),
         ({"attention": "conv"}, "topk, full, got 'conv'; choose one of them"),
-        ({"attention_options": {"topk": 3}}, "attention_options are those of a rival, got topk=3 "
+        ({"attention_options": {"topk": 3}}, "attention_options are for baselines, got topk=3 "
          "with attention='quadtree', whose options (num_levels, topk, variant, value_pyramid, "
          "value_act, backend) are keywords of the model; pass them there"),
         ({"attention": "window", "attention_options": {"window": 3}}, "attention 'window' accepts "

@@ -96,7 +96,7 @@ def test_gradients(attention):
 
 
 def test_what_is_refused():
-    with pytest.raises(OptionError, match=r"multiple of 4 channels.*dim=12, num_heads=2"):
+    with pytest.raises(OptionError, match=r"multiple of 4 for the position.*dim=12, num_heads=2"):
         RowAttention(12, 2)
     with pytest.raises(OptionError, match="one of full, quadtree_a, quadtree_b, got"):
         RowAttention(16, 2, "linear")

@@ -199,7 +199,7 @@ def test_damaged_files(root, kind, content):
         ('{"classes": []}', "1 to 32767 different classes, got 0"),
         ('["a", "a"]', "got 2, 1 of them different"),
         ('{"classes": ["a"], "palette": [[1, 2, 3], [4, 5, 6]]}', "2 colours for 1 classes"),
-        ('{"classes": ["a"], "palette": [[1, 2, 300]]}', "is no colour"),
+        ('{"classes": ["a"], "palette": [[1, 2, 300]]}', "is not a colour"),
         ('{"classes": ["a"], "ignore_index": -1}', "from 0 to 65535, got -1"),
         ('{"classes": ["a", "b"], "ignore_index": [1, 2]}', "got 1 among the classes 0 to 1; pass"),
     ],

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which cell of a row of the right view each cell of the left one is: optimal transport.
+"""Assignment of cells along rows of two views by optimal transport.
 
-The scores of all pairs of cells of a row are a cross attention that sees non-negative disparities
-only. Sinkhorn iterations make them an assignment, with a dustbin on either side for what has no
-partner. Rows are independent, and are worked on a few at a time: nothing of the size of all rows
-times the square of the width is held, in training neither.
+The scores of all pairs of cells of a row are a cross attention restricted to non-negative
+disparities. Sinkhorn iterations turn them into an assignment, with a dustbin on either side for
+unmatched cells. Rows are independent and processed in chunks, also in training: no tensor of the
+size of all rows times the square of the width is stored.
 """
 
 from typing import Any, NamedTuple
@@ -16,21 +16,21 @@ from torch.utils.checkpoint import checkpoint
 from quadtree_attention import checks
 from quadtree_attention.ops.transport.functional import sinkhorn
 
-HIDDEN = -1e9  # score of a pair that cannot be; finite, so that sums have gradients
-LEAST_LOG = -100.0  # of the probability of a truth that cannot be
-ENTRIES = 2**25  # of matrices that are made at a time
-CPU_ENTRIES = 2**20  # of those that stay in its caches
-WINDOW = 1  # cells on either side of the best one that a disparity is the mean of
+HIDDEN = -1e9  # score of an impossible pair; finite, so that sums have gradients
+LEAST_LOG = -100.0  # lower bound of log-probabilities of the ground truth
+ENTRIES = 2**25  # entries of matrices computed at a time
+CPU_ENTRIES = 2**20  # the same on a CPU, to fit its caches
+WINDOW = 1  # neighbours on either side of the best cell that a disparity averages over
 
 
 class Read(NamedTuple):
-    """What an assignment says of the cells of the left view, each (B, H, W).
+    """Assignment of the cells of the left view, each (B, H, W).
 
     Attributes:
-        disparity: Cells, from the best partner and its neighbours.
-        matched: Probability of these together; the rest is other partners, or none.
-        log_true: Logarithm of the probability of the true partner; zeros without one.
-        log_none: Logarithm of the probability of having no partner.
+        disparity: Disparity in cells, from the best match and its neighbours.
+        matched: Total probability of these.
+        log_true: Log-probability of the true match; zeros without ground truth.
+        log_none: Log-probability of the dustbin.
     """
 
     disparity: Tensor
@@ -40,14 +40,14 @@ class Read(NamedTuple):
 
 
 class RowAssignment(nn.Module):
-    """Disparities of the left view from features of both.
+    """Disparities of the left view from features of both views.
 
     Args:
         dim: Channels.
-        iterations: Of Sinkhorn.
-        max_entries: Entries of all matrices that are made at a time; temporary results take a few
+        iterations: Sinkhorn iterations.
+        max_entries: Entries of the matrices computed at a time; temporary results take a few
             times as much. None means 2**25, or 2**20 on a CPU.
-        project: Have a linear layer before the scores; without one they are products of features.
+        project: Apply a linear layer before the scores.
     """
 
     def __init__(
@@ -73,13 +73,13 @@ class RowAssignment(nn.Module):
         truth: Tensor | None = None,
         max_disparity: float | None = None,
     ) -> Read:
-        """Reads the assignment of every row.
+        """Computes the assignment of every row.
 
         Args:
             features0: Left (B, H, W, C).
             features1: Right (B, H, W, C).
-            truth: True disparity (B, H, W) in cells, where there is one.
-            max_disparity: In cells; None is the width.
+            truth: True disparity (B, H, W) in cells, if available.
+            max_disparity: Largest disparity in cells; None: the width.
         """
         scale = features0.shape[-1] ** -0.25
         rows0, rows1 = (self.proj(x).flatten(0, 1) * scale for x in (features0, features1))
@@ -88,7 +88,7 @@ class RowAssignment(nn.Module):
     def of_scores(
         self, scores: Tensor, truth: Tensor | None = None, max_disparity: float | None = None
     ) -> Read:
-        """As `forward`, of scores (B, H, W, W) that are known already."""
+        """As `forward`, from precomputed scores (B, H, W, W)."""
         return self._in_parts(scores.flatten(0, 1), None, scores, truth, max_disparity)
 
     def _in_parts(
@@ -146,7 +146,7 @@ class RowAssignment(nn.Module):
 
 
 def possible(width: int, max_disparity: float | None = None, *, device: Any = None) -> Tensor:
-    """Boolean (W, W): whether the left cell of a row and the right one of a column may be one."""
+    """Boolean (W, W): left (row) and right (column) cells with an allowed disparity."""
     column = torch.arange(width, device=device)
     disparity = column[:, None] - column
     allowed = disparity >= 0
@@ -155,10 +155,10 @@ def possible(width: int, max_disparity: float | None = None, *, device: Any = No
 
 
 def expected_disparity(log_plan: Tensor) -> tuple[Tensor, Tensor]:
-    """Disparity in cells and what share of the assignment it stands for, (R, W) each.
+    """Disparity in cells and its total probability, (R, W) each.
 
-    The mean over the best partner and its neighbours, weighed by their shares: far from these other
-    surfaces may score well, too, and a mean with them would lie between both.
+    The disparity is the probability-weighted mean over the best match and its neighbours only:
+    a mean over all cells would mix different surfaces.
     """
     width = log_plan.shape[-1]
     best = log_plan.detach().argmax(dim=-1, keepdim=True)  # (R, W, 1)
@@ -173,12 +173,12 @@ def expected_disparity(log_plan: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def interpolated(log_plan: Tensor, truth: Tensor) -> Tensor:
-    """Logarithm of the share at a disparity in cells (R, W), between the two nearest partners."""
+    """Log-probability at a disparity in cells (R, W), interpolated between two cells."""
     width = log_plan.shape[-1]
     place = torch.arange(width, device=truth.device) - truth
     low = place.floor()
     weight = place - low
-    # In the log domain, so that the truth also draws an assignment that is sure of something else
+    # In the log domain, so that the gradient does not vanish for confident wrong assignments
     both = torch.stack([low, low + 1], dim=-1).clamp(0, width - 1).long()
     logs = torch.stack([1 - weight, weight], dim=-1).clamp(min=1e-6).log()
     return (log_plan.gather(-1, both) + logs).logsumexp(dim=-1).clamp(min=LEAST_LOG)

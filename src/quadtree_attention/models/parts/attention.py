@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The attention of a backbone by name: quadtree attention, or a rival in its place."""
+"""The attention of a backbone by name: quadtree attention or a baseline."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -19,7 +19,7 @@ def options_by_stage(
     num_stages: int,
     *,
     quadtree: Mapping[str, Any],
-    rival: Mapping[str, Any],
+    baseline: Mapping[str, Any],
     lepe: bool | None,
     proj_drop: float,
 ) -> list[dict[str, Any]]:
@@ -27,9 +27,9 @@ def options_by_stage(
 
     Args:
         name: "quadtree" or a key of `BASELINES`.
-        num_stages: Stages.
-        quadtree: `QUADTREE_OPTIONS`, None where nobody asked for one; a rival has none of them.
-        rival: Options of the rival; quadtree attention has none of them.
+        num_stages: Number of stages.
+        quadtree: `QUADTREE_OPTIONS`, None if not given; not accepted by baselines.
+        baseline: Options of the baseline; not accepted by quadtree attention.
         lepe: Position encoding; None means variant B of quadtree attention only.
         proj_drop: Dropout after the projection.
 
@@ -39,7 +39,7 @@ def options_by_stage(
     quadtree = {option: value for option, value in quadtree.items() if value is not None}
     options: dict[str, Any] = {"qkv_bias": True, "proj_drop": proj_drop}
     if name == "quadtree":
-        _check_quadtree(rival)
+        _check_quadtree(baseline)
         variant = quadtree.get("variant", "B")
         options |= {
             "num_levels": _levels(num_stages),
@@ -48,8 +48,8 @@ def options_by_stage(
             **quadtree,
         }
     else:
-        _check_rival(name, quadtree, rival)
-        options |= {"lepe": bool(lepe), **_rival_defaults(name, num_stages), **rival}
+        _check_baseline(name, quadtree, baseline)
+        options |= {"lepe": bool(lepe), **_baseline_defaults(name, num_stages), **baseline}
     by_stage = {option: _by_stage(option, value, num_stages) for option, value in options.items()}
     return [{option: values[i] for option, values in by_stage.items()} for i in range(num_stages)]
 
@@ -57,7 +57,7 @@ def options_by_stage(
 def build_attention(
     name: str, dim: int, num_heads: int, options: Mapping[str, Any], *, block: int, **dd: Any
 ) -> nn.Module:
-    """The attention of the block with this number in its stage."""
+    """Returns the attention of the block with this index in its stage."""
     if name == "quadtree":
         return QuadtreeAttention(dim, num_heads, **options, **dd)
     options = dict(options)
@@ -68,11 +68,11 @@ def build_attention(
 
 
 def _levels(num_stages: int) -> list[int]:
-    """Down to the same coarsest map in every stage: (4, 3, 2, 1)."""
+    """Levels per stage with the same coarsest map: (4, 3, 2, 1)."""
     return list(range(num_stages, 0, -1))
 
 
-def _rival_defaults(name: str, num_stages: int) -> dict[str, Any]:
+def _baseline_defaults(name: str, num_stages: int) -> dict[str, Any]:
     if name == "spatial_reduction":
         return {"sr_ratio": [2 ** (level - 1) for level in _levels(num_stages)]}
     return {"window_size": 7} if name == "window" else {}
@@ -89,24 +89,24 @@ def _by_stage(option: str, value: Any, num_stages: int) -> Sequence[Any]:
     return value
 
 
-def _check_quadtree(rival: Mapping[str, Any]) -> None:
-    if rival:
+def _check_quadtree(baseline: Mapping[str, Any]) -> None:
+    if baseline:
         raise OptionError(
-            f"attention_options are those of a rival, got {_list(rival)} with "
+            f"attention_options are for baselines, got {_list(baseline)} with "
             f"attention='quadtree', whose options ({', '.join(QUADTREE_OPTIONS)}) are keywords of "
             "the model; pass them there"
         )
 
 
-def _check_rival(name: str, quadtree: Mapping[str, Any], rival: Mapping[str, Any]) -> None:
+def _check_baseline(name: str, quadtree: Mapping[str, Any], baseline: Mapping[str, Any]) -> None:
     known = [option for option in options_of(name) if option not in _SET_BY_THE_MODEL]
     if quadtree:
         raise OptionError(
-            f"attention={name!r} has no use for options of quadtree attention, got "
-            f"{_list(quadtree)}; leave them out, or set in attention_options what it has: "
+            f"attention={name!r} does not accept options of quadtree attention, got "
+            f"{_list(quadtree)}; leave them out, or set its own options in attention_options: "
             f"{', '.join(known)}"
         )
-    doubled = [option for option in rival if option in _SET_BY_THE_MODEL]
+    doubled = [option for option in baseline if option in _SET_BY_THE_MODEL]
     if doubled:
         raise OptionError(
             f"attention_options of {name!r} are {', '.join(known)}, got {', '.join(doubled)}, "

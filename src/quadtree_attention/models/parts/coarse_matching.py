@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which cells of two maps belong together."""
+"""Matching of the cells of two maps."""
 
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -14,18 +14,18 @@ from quadtree_attention.ops.attention.tree import accumulation_dtype
 from quadtree_attention.ops.transport.functional import with_bin
 
 Method = Literal["dual_softmax", "optimal_transport"]
-CPU_ENTRIES = 2**20  # that are worked on at a time on a CPU, whose caches hold them
+CPU_ENTRIES = 2**20  # entries processed at a time on a CPU, to fit its caches
 
 
 @dataclass(frozen=True)
 class CoarseMatches:
-    """Pairs of cells; cells are numbered row by row.
+    """Pairs of cells; cell indices are row-major.
 
     Args:
         batch_indexes: Sample of each pair (M,).
         cells0: Cell of map 0 (M,).
         cells1: Cell of map 1 (M,).
-        confidence: (M,); 0 for pairs that come from the ground truth.
+        confidence: (M,); 0 for ground truth pairs.
     """
 
     batch_indexes: Tensor
@@ -37,33 +37,33 @@ class CoarseMatches:
         return len(self.cells0)
 
     def __getitem__(self, index: Any) -> "CoarseMatches":
-        """Some of them, by a slice or a tensor."""
+        """Selects pairs by a slice or a tensor."""
         fields = (self.batch_indexes, self.cells0, self.cells1, self.confidence)
         return CoarseMatches(*(field[index] for field in fields))
 
     def swapped(self) -> "CoarseMatches":
-        """The same pairs, with map 1 first."""
+        """Returns the pairs with the maps swapped."""
         return CoarseMatches(self.batch_indexes, self.cells1, self.cells0, self.confidence)
 
 
 class CoarseMatching(nn.Module):
-    """Confidence of all pairs of cells, and the pairs that are each other's best.
+    """Confidence of all pairs of cells, and mutual nearest neighbours.
 
-    With "dual_softmax" the confidence of a pair is the softmax of its similarity over the row,
-    times that over the column. With "optimal_transport" it is the mass that Sinkhorn's iterations
-    (Cuturi 2013), in the log domain, move from one cell to the other; every cell can go
-    to a dustbin instead, whose score is learned (SuperGlue, Sarlin et al. 2020).
+    With "dual_softmax" the confidence of a pair is the product of the softmax of its similarity
+    over the row and over the column. With "optimal_transport" it is the mass that Sinkhorn
+    iterations (Cuturi 2013), in the log domain, move from one cell to the other; unmatched cells
+    are assigned to a dustbin with a learned score (SuperGlue, Sarlin et al. 2020).
 
-    A hidden cell has confidence 0 with all others and does not change theirs.
+    Pairs with a hidden cell have confidence 0; hidden cells do not affect other pairs.
 
     Args:
         method: "dual_softmax" or "optimal_transport".
-        temperature: What similarities are divided by; dual softmax only.
-        threshold: A match has a confidence above it.
-        border: Cells along the edge of what is visible that match nothing.
-        iterations: Of Sinkhorn.
-        max_entries: Entries of a part of the matrix that is made at a time where no gradient is
-            needed; 2**26 of float32 are 256 MiB, and as much again goes to temporary results.
+        temperature: Divisor of similarities; dual softmax only.
+        threshold: Minimum confidence of matches (exclusive).
+        border: Width of the border without matches, in cells of the visible region.
+        iterations: Sinkhorn iterations.
+        max_entries: Entries of the matrix computed at a time without gradients;
+            2**26 in float32 are 256 MiB, and temporary results take the same again.
     """
 
     bin_score: nn.Parameter | None
@@ -97,16 +97,16 @@ class CoarseMatching(nn.Module):
     def confidence(
         self, map0: Tensor, map1: Tensor, mask0: Tensor | None, mask1: Tensor | None
     ) -> Tensor:
-        """Confidence of all pairs of cells, with gradients.
+        """Returns the confidence of all pairs of cells, with gradients.
 
         Args:
             map0: (B, H0, W0, C)
             map1: (B, H1, W1, C)
             mask0: Boolean (B, H0, W0), True = visible, or None.
-            mask1: Boolean (B, H1, W1), likewise.
+            mask1: Boolean (B, H1, W1), the same for map 1.
 
         Returns:
-            (B, H0*W0, H1*W1), cells row by row.
+            (B, H0*W0, H1*W1), cells in row-major order.
         """
         with torch.autocast(map0.device.type, enabled=False):
             similarity = self._similarity(map0, map1, mask0, mask1, None)
@@ -123,7 +123,7 @@ class CoarseMatching(nn.Module):
         mask0: Tensor | None,
         mask1: Tensor | None,
     ) -> CoarseMatches:
-        """Matches in a matrix from `confidence`, by sample, then by cell of map 0."""
+        """Selects matches in a matrix of `confidence`, sorted by sample and cell of map 0."""
         scores, columns = confidence.max(dim=2)
         rows = confidence.argmax(dim=1)
         pairs = ((grid0, mask0), (grid1, mask1))
@@ -139,9 +139,9 @@ class CoarseMatching(nn.Module):
         mask1: Tensor | None,
         threshold: float | None = None,
     ) -> CoarseMatches:
-        """What `select` finds in `confidence`, for maps of any size: never holds a large matrix.
+        """As `select(confidence(...))`, for maps of any size: never stores a large matrix.
 
-        Another `threshold` replaces that of the module.
+        `threshold` overrides the threshold of the module.
         """
         with torch.autocast(map0.device.type, enabled=False):
             similarity = self._similarity(map0, map1, mask0, mask1, self.max_entries)
@@ -178,7 +178,7 @@ class CoarseMatching(nn.Module):
         )
 
     def _potentials(self, similarity: Similarity) -> tuple[float, Tensor, Tensor]:
-        """The log of the confidence is gain * similarity + what rows and columns have: these."""
+        """Returns gain, row and column terms: log confidence = gain * similarity + terms."""
         if self.bin_score is None:
             rows, columns = similarity.log_sums()
             gain, rows, columns = 2.0, -rows, -columns
@@ -188,7 +188,7 @@ class CoarseMatching(nn.Module):
         return gain, _hide(rows, similarity.visible0), _hide(columns, similarity.visible1)
 
     def _allowed(self, grid: tuple[int, int], mask: Tensor | None, like: Tensor) -> Tensor:
-        """Cells (B, H*W) that may match: visible, and not on the border of what is."""
+        """Returns cells (B, H*W) that may match: visible, and not on the border."""
         if mask is None:
             mask = torch.ones(like.shape[0], *grid, dtype=torch.bool, device=like.device)
         inside = mask
@@ -213,7 +213,7 @@ class CoarseMatching(nn.Module):
 
 
 def _sinkhorn(similarity: Similarity, bin_score: Tensor, iterations: int) -> tuple[Tensor, Tensor]:
-    """Potentials of rows (B, S) and columns (B, T) after so many iterations.
+    """Returns potentials of rows (B, S) and columns (B, T) after the iterations.
 
     Every visible cell has mass 1; the dustbin of a map has the mass of the other map.
     """
@@ -236,7 +236,7 @@ def _sinkhorn(similarity: Similarity, bin_score: Tensor, iterations: int) -> tup
 
 
 def _count(visible: Tensor | None, features: Tensor) -> Tensor:
-    """Visible cells, at least one: (B, 1)."""
+    """Number of visible cells, at least one: (B, 1)."""
     if visible is None:
         return features.new_full((features.shape[0], 1), features.shape[1])
     return visible.sum(dim=1, keepdim=True).clamp(min=1).to(features.dtype)
@@ -254,10 +254,10 @@ def matches_for_training(
     least_true: int = 200,
     generator: torch.Generator | None = None,
 ) -> CoarseMatches:
-    """Predicted matches, filled up with true ones to `count`: what the fine stage learns from.
+    """Returns predicted matches, padded with true ones to `count`, to train the fine stage.
 
-    Early in training there are few predicted ones, later they must leave room for `least_true`.
-    True ones are drawn with repetition. Without any, predicted ones remain.
+    At least `least_true` matches are true ones, drawn with repetition. Without true matches, only
+    predicted ones are returned.
     """
     room = max(0, count - least_true)
     if len(predicted) > room:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attentions of the matcher: to the map itself or to another one, with masks for both.
+"""Attentions of the matcher: self and cross attention with masks.
 
 All have the interface of `QuadtreeAttention`, which is one of them.
 """
@@ -22,7 +22,7 @@ from quadtree_attention.ops.attention.tree import accumulation_dtype, hide
 
 
 class ContextAttention(nn.Module):
-    """What the rivals of quadtree attention share. Subclasses define `attend_tokens`.
+    """Base class of baseline attentions. Subclasses define `attend_tokens`.
 
     Args:
         dim: Channels; a multiple of `num_heads`.
@@ -59,7 +59,7 @@ class ContextAttention(nn.Module):
         return self.proj(self.attend(q, k, v, visible).reshape(x.shape))
 
     def keys(self, context: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """What keys and values are made of, and which of it is visible."""
+        """Returns the input of keys and values, and its visibility."""
         return hide(context, mask), mask
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> Tensor:
@@ -69,13 +69,13 @@ class ContextAttention(nn.Module):
             q: Queries (B, *grid, N, D).
             k: Keys (B, *key_grid, N, D).
             v: Values, likewise.
-            visible: Which keys are visible (B, *key_grid); None: all.
+            visible: Visible keys (B, *key_grid); None: all.
         """
         shown = None if visible is None else visible.flatten(1)
         return self.attend_tokens(tokens(q), tokens(k), tokens(v), shown).transpose(1, 2)
 
     def attend_tokens(self, q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> Tensor:
-        """(B, N, T, D) to (B, N, S, D), of which (B, S) are visible -> (B, N, T, D)"""
+        """Queries (B, N, T, D), k and v (B, N, S, D), visible (B, S) -> (B, N, T, D)"""
         raise NotImplementedError
 
     def extra_repr(self) -> str:
@@ -83,7 +83,7 @@ class ContextAttention(nn.Module):
 
 
 class LinearAttention(ContextAttention):
-    """Attention with the kernel `phi(q) phi(k)`, `phi = elu + 1`; sums are kept in float32."""
+    """Linear attention with `phi = elu + 1`; sums are accumulated in float32."""
 
     def attend_tokens(self, q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> Tensor:
         wide = accumulation_dtype(q.dtype)
@@ -102,7 +102,7 @@ class FullAttention(ContextAttention):
     def attend_tokens(self, q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> Tensor:
         if visible is None:
             return F.scaled_dot_product_attention(q, k, v)
-        # Softmax over nothing is undefined: a query that sees nothing sees all, and gets 0.
+        # Softmax over no keys is undefined: such a query attends to all, and gets 0 instead.
         nothing = ~visible.any(dim=1)[:, None, None, None]  # (B, 1, 1, 1)
         shown = visible[:, None, None] | nothing
         shown = shown.expand(-1, -1, q.shape[2], -1)  # (B, 1, T, S)
@@ -110,9 +110,9 @@ class FullAttention(ContextAttention):
 
 
 class PooledAttention(FullAttention):
-    """Spatial reduction: full attention to a map averaged to `pool_size` cells a side.
+    """Spatial reduction: full attention to a map pooled to `pool_size` cells per side.
 
-    Averages are over visible cells, and the cells of a padded map are split as without padding.
+    Means are over visible cells, and bins of a padded map are the same as without padding.
     """
 
     def __init__(self, dim: int, num_heads: int, *, pool_size: int = 8, **dd: Any) -> None:
@@ -139,7 +139,7 @@ class PooledAttention(FullAttention):
 
 
 def _bins(sizes: Tensor, cells: int, count: int) -> Tensor:
-    """Which cells are in each of `count` bins over the first `sizes`: (B,) -> (B, count, cells).
+    """Cells of each of `count` bins over the first `sizes`: (B,) -> (B, count, cells).
 
     As in adaptive pooling: bin i starts at `i * size / count`, rounded down, and ends before
     `(i + 1) * size / count`, rounded up.
@@ -168,14 +168,14 @@ ATTENTIONS = tuple(_OPTIONS)
 def build_context_attention(
     name: str, dim: int, num_heads: int, options: Mapping[str, Any], **dd: Any
 ) -> nn.Module:
-    """The attention with this name.
+    """Returns the attention with this name.
 
     Args:
         name: One of `ATTENTIONS`.
         dim: Channels.
         num_heads: Heads.
-        options: `num_levels` (3), `topk` (8 at the finest level that selects, doubled at every
-            coarser one) and `backend` of quadtree attention, `pool_size` (8) of spatial reduction.
+        options: `num_levels` (3), `topk` (8 at the finest level with a selection, doubled at every
+            coarser) and `backend` of quadtree attention, `pool_size` (8) of spatial reduction.
     """
     check_attention(name, ATTENTIONS)
     known = _OPTIONS[name]

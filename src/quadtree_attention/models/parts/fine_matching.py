@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a pair of cells to a pair of points."""
+"""Refinement of matched cells to sub-pixel points."""
 
 import math
 from typing import Any
@@ -33,13 +33,13 @@ class FineWindows(nn.Module):
             nn.init.kaiming_normal_(layer.weight, mode="fan_out", nonlinearity="relu")
 
     def forward(self, fine: Tensor, coarse: Tensor, batch: Tensor, cells: Tensor) -> Tensor:
-        """Windows around cells, row by row.
+        """Returns windows around cells.
 
         Args:
-            fine: Fine map (B, C, h, w); its cell (4y, 4x) is where the coarse cell (y, x) is.
+            fine: Fine map (B, C, h, w); its cell (4y, 4x) is at the coarse cell (y, x).
             coarse: Coarse map (B, H, W, coarse_dim).
             batch: Samples (M,).
-            cells: Cells of the coarse map (M,), numbered row by row.
+            cells: Cells of the coarse map (M,), row-major indices.
 
         Returns:
             (M, size*size, C)
@@ -67,15 +67,15 @@ def gather_windows(x: Tensor, batch: Tensor, rows: Tensor, columns: Tensor, size
 
 
 def expected_offset(windows0: Tensor, windows1: Tensor) -> tuple[Tensor, Tensor]:
-    """Where in window 1 the centre of window 0 is.
+    """Expected position of the centre of window 0 in window 1.
 
     Args:
         windows0: (M, size*size, C)
         windows1: (M, size*size, C)
 
     Returns:
-        The expectation (M, 2) as (x, y), where the centres of the outer cells are at -1 and 1; and
-        the sum of the deviations (M,) along x and y.
+        The expectation (M, 2) as (x, y), with the centres of the outer cells at -1 and 1; and
+        the sum of the standard deviations (M,) along x and y.
     """
     cells, channels = windows1.shape[1:]
     size = math.isqrt(cells)
@@ -88,5 +88,5 @@ def expected_offset(windows0: Tensor, windows1: Tensor) -> tuple[Tensor, Tensor]
         places = torch.cartesian_prod(ticks, ticks).flip(-1)  # (size*size, 2), x before y
         mean = heat @ places
         variance = heat @ places.square() - mean.square()
-        # Far below what matters, and the root has a gradient there.
+        # A negligible lower bound, at which the gradient of the root is finite.
         return mean, variance.clamp(min=1e-10).sqrt().sum(dim=1)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of the images that networks get."""
+"""Checks of input images."""
 
 from collections.abc import Mapping
 
@@ -9,7 +9,7 @@ from quadtree_attention.errors import DTypeError, OptionError, ShapeError
 
 
 def check_image(name: str, image: Tensor, channels: int, *, least: int = 1) -> None:
-    """Raises unless `image` is (B, channels, H, W) of sides of at least `least`, not integers."""
+    """Raises unless `image` is floating point (B, channels, H, W) with sides >= `least`."""
     if image.ndim != 4 or image.shape[1] != channels or min(image.shape[2:]) < least:
         raise ShapeError(
             f"{name} must be (batch, {channels}, y, x) with sides of at least {least} pixels, got "
@@ -40,8 +40,8 @@ def pair_of(data: Mapping[str, Tensor], channels: int, *, least: int = 1) -> tup
 
 
 def check_same(what: str, got0: object, got1: object) -> None:
-    """Raises `ShapeError` unless both images of a pair have the same of it."""
+    """Raises `ShapeError` unless a property of both images of a pair is equal."""
     if got0 != got1:
         raise ShapeError(
-            f"image0 and image1 must have the same {what}, got {got0} and {got1}; pass such pairs"
+            f"image0 and image1 must have the same {what}, got {got0} and {got1}; convert one"
         )

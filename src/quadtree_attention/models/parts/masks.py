@@ -13,7 +13,7 @@ from quadtree_attention.ops.attention.tree import Tree
 def extent(mask: Tensor) -> Tensor:
     """Rows and columns up to the last visible cell of every sample: (B, H, W) -> (B, 2) int64.
 
-    For a map that was padded below and to the right, the size it had before.
+    For a map padded at the bottom and right, this is the size before padding.
     """
     sides = []
     for shown in (mask.any(dim=2), mask.any(dim=1)):  # (B, H), (B, W)
@@ -25,7 +25,7 @@ def extent(mask: Tensor) -> Tensor:
 def rectangles(
     sizes: Sequence[tuple[int, int]], grid: tuple[int, int], device: torch.device
 ) -> Tensor:
-    """Masks (B, *grid) that show the first rows and columns, as many as `sizes` has for each."""
+    """Returns masks (B, *grid) whose first rows and columns, given by `sizes`, are visible."""
     counts = torch.tensor(sizes, device=device)  # (B, 2)
     rows, columns = (
         torch.arange(n, device=device) < counts[:, i, None] for i, n in enumerate(grid)
@@ -34,14 +34,14 @@ def rectangles(
 
 
 def masks_of_maps(mask: Tensor | None, num_maps: int) -> list[Tensor | None]:
-    """Visible cells at 1, 1/2, 1/4, ... of an image (B, H, W): those with a visible pixel."""
+    """Returns masks at 1, 1/2, 1/4, ... of a mask (B, H, W); a cell needs one visible pixel."""
     if mask is None:
         return [None] * num_maps
     return visible_levels(Tree(tuple(mask.shape[1:]), num_maps), mask)[::-1]
 
 
 def stack_masks(mask0: Tensor | None, mask1: Tensor | None) -> Tensor | None:
-    """Masks of two batches of one shape as one batch; a missing one hides nothing."""
+    """Concatenates the masks of two batches of the same shape; None hides no cells."""
     if mask0 is None and mask1 is None:
         return None
     known = mask0 if mask0 is not None else mask1

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Transformers on a pair of maps: every map looks at itself, then at the other, and again."""
+"""Transformers on a pair of maps with alternating self and cross attention."""
 
 import copy
 import math
@@ -16,12 +16,12 @@ from quadtree_attention.nn.norm import TokenNorm
 from quadtree_attention.nn.position import DepthwiseConv
 
 BlockKind = Literal["loftr", "vit"]
-CPU_NUMBERS = 2**18  # of a map; calls on smaller ones cost more than their memory
+CPU_NUMBERS = 2**18  # numbers in a map; smaller maps are processed together
 MakeAttention = Callable[[], nn.Module]
 
 
 class LoftrBlock(nn.Module):
-    """Post-norm block: the MLP sees a cell beside its message, and its normed result is added.
+    """Post-norm block: the MLP gets the concatenation of a cell and its message.
 
     Args:
         dim: Channels.
@@ -57,10 +57,10 @@ class MatchTransformer(nn.Module):
 
     Args:
         dim: Channels.
-        num_pairs: Pairs of blocks.
-        make_attention: Makes the attention of one block.
-        block: "loftr", whose cross blocks update map 0 and then map 1 from the new map 0; or
-            "vit", whose cross blocks update both from what they were, so that no map comes first.
+        num_pairs: Number of pairs of blocks.
+        make_attention: Creates the attention of one block.
+        block: "loftr": cross blocks update map 0, then map 1 from the new map 0. "vit": cross
+            blocks update both maps at once, symmetric in the maps.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class MatchTransformer(nn.Module):
             layers = [LoftrBlock(dim, make_attention(), **dd) for _ in range(2 * num_pairs)]
             for layer in layers:
                 _init_loftr(layer)
-        else:  # as in the original, all blocks start the same
+        else:  # as in the original, all blocks have the same initial weights
             attn, mlp = make_attention(), ConvMlp(dim, 4 * dim, extra_relu=True, **dd)
             first = ContextBlock(dim, attn, mlp, norm_eps=1e-5, **dd)
             first.apply(_init_vit)
@@ -108,9 +108,9 @@ def _both(
     contexts: tuple[Tensor, Tensor] | None,
     masks: tuple[Tensor | None, Tensor | None],
 ) -> tuple[Tensor, Tensor]:
-    """The layer on both maps: as one batch where they have one size, which halves the calls.
+    """Applies a layer to both maps, as one batch if they have the same size.
 
-    On a CPU, large maps go one by one where no gradient is needed, for half of the memory.
+    On a CPU without gradients, large maps are processed one by one, for half of the memory.
     """
     is_large = maps[0].is_cpu and maps[0].numel() > CPU_NUMBERS and not torch.is_grad_enabled()
     if maps[0].shape == maps[1].shape and not is_large:

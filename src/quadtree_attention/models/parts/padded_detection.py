@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""torchvision's feature pyramid and heads for padded batches: padding influences nothing.
+"""torchvision's feature pyramid and heads with masked padding.
 
-Images of different sizes are put on one canvas, each at its top left. Cells of a map that cover no
-pixel of their image are hidden: convolutions read zeros there, as they do past the edge of a map;
-anchors there are left out; and boxes are cut out of maps that end where their image does. So an
-image gives on a canvas what it gives alone.
+Images of different sizes are padded to a common size at the bottom and right. Cells of a map that
+cover no pixel of their image are hidden: convolutions read zeros there, as outside of a map;
+their anchors are removed; and RoIAlign reads maps cropped to the image. The results of an image are
+therefore the same with and without padding.
 """
 
 from collections import OrderedDict
@@ -38,9 +38,9 @@ Masks = Sequence[Tensor | None]
 
 
 class ThinTransform(GeneralizedRCNNTransform):
-    """torchvision's resizing and padding, with at least one pixel left of every side.
+    """torchvision's resizing and padding, with sides of at least one pixel.
 
-    Its own leaves none of the shorter side of an image such as 3x8000, and fails.
+    torchvision's own transform fails on an image such as 3x8000, whose shorter side becomes 0.
     """
 
     fixed_size: Size | None  # width, height
@@ -60,12 +60,12 @@ class ThinTransform(GeneralizedRCNNTransform):
 
 
 def cells(size: Size, stride: int) -> Size:
-    """Rows and columns of the map of an image, at that stride."""
+    """Returns the size of the map of an image at a stride."""
     return -(-size[0] // stride), -(-size[1] // stride)
 
 
 def padding_masks(images: ImageList, strides: Iterable[int]) -> list[Tensor | None]:
-    """Visible cells (B, H, W) at every stride; None where no image of the batch was padded."""
+    """Returns visible cells (B, H, W) at every stride; None if no image of the batch is padded."""
     canvas = (int(images.tensors.shape[2]), int(images.tensors.shape[3]))
     if all(tuple(size) == canvas for size in images.image_sizes):
         return [None for _ in strides]
@@ -82,7 +82,7 @@ def padding_masks(images: ImageList, strides: Iterable[int]) -> list[Tensor | No
 def by_anchor(x: Tensor, columns: int) -> Tensor:
     """(B, A * columns, H, W) -> (B, H, W, A, columns), in float32 at least.
 
-    Boxes of 1333 pixels have no place in half precision.
+    Half precision is too coarse for boxes of 1333 pixels.
     """
     return _wide(x).unflatten(1, (-1, columns)).permute(0, 3, 4, 1, 2)
 
@@ -90,7 +90,7 @@ def by_anchor(x: Tensor, columns: int) -> Tensor:
 def anchors_of(
     levels: Sequence[Tensor], sample: int, size: Size, strides: Sequence[int]
 ) -> list[Tensor]:
-    """Entries of the anchors that one image has: [(B, H, W, A, ...)] -> [(anchors, ...)]."""
+    """Selects the anchors of every image: [(B, H, W, A, ...)] -> [(anchors, ...)]."""
     grids = [cells(size, stride) for stride in strides]
     return [
         level[sample, :height, :width].flatten(0, 2)
@@ -99,14 +99,14 @@ def anchors_of(
 
 
 class PyramidBackbone(nn.Module):
-    """A backbone and a feature pyramid on its last maps, as torchvision's detectors want them.
+    """A backbone and a feature pyramid on its last maps, with the interface of torchvision.
 
     Args:
         body: The backbone.
-        channels: Of all maps of the pyramid.
-        first_stage: Stage of the backbone, from 0, that the pyramid starts at.
-        extra: What adds maps above the last.
-        num_extra: How many.
+        channels: Channels of all maps of the pyramid.
+        first_stage: First stage of the backbone in the pyramid, from 0.
+        extra: Module that adds maps above the last.
+        num_extra: Number of added maps.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class PyramidBackbone(nn.Module):
         self.stages = list(range(first_stage, len(body.feature_info)))
 
     def forward(self, images: ImageList | Tensor) -> "OrderedDict[str, Tensor]":
-        """A batch, with the sizes of its images if they were padded -> maps, finest first."""
+        """Returns the maps of a batch, finest first; `sizes` are of the images before padding."""
         if isinstance(images, Tensor):
             images = ImageList(images, [tuple(images.shape[2:])] * len(images))
         visible, *masks = padding_masks(images, [1, *self.strides])
@@ -140,10 +140,10 @@ class PyramidBackbone(nn.Module):
 
 
 class MaskedPyramid(FeaturePyramidNetwork):
-    """torchvision's feature pyramid, which masks reach."""
+    """torchvision's feature pyramid with masks."""
 
     def forward(self, x: dict[str, Tensor], masks: Masks) -> "OrderedDict[str, Tensor]":
-        """Maps that are 0 where hidden, and the masks of all maps that come out."""
+        """Returns the maps, 0 where hidden, and the masks of all maps."""
         names, maps = list(x), list(x.values())
         results: list[Tensor] = []
         inner: Tensor | None = None
@@ -158,22 +158,22 @@ class MaskedPyramid(FeaturePyramidNetwork):
 
 
 class LevelsOfLastMap(LastLevelP6P7):
-    """Two more maps made from the backbone's last one.
+    """Two more maps computed from the backbone's last map.
 
-    torchvision would take the pyramid's own last map where both have as many channels.
+    torchvision would use the pyramid's last map if both have the same number of channels.
     """
 
     def forward(
         self, p: list[Tensor], c: list[Tensor], names: list[str], mask: Tensor | None = None
     ) -> tuple[list[Tensor], list[str]]:
-        """Adds two maps; `mask` is that of the first of them."""
+        """Adds two maps; `mask` is the mask of the first one."""
         p6 = self.p6(c[-1])
         p7 = self.p7(F.relu(hide_map(p6, mask)))
         return [*p, p6, p7], [*names, "p6", "p7"]
 
 
 class MaxPoolLevel(LastLevelMaxPool):
-    """One more map, of every second cell of the last one: it mixes none and needs no mask."""
+    """One more map: the last map subsampled by 2. It mixes no cells and needs no mask."""
 
     def forward(
         self, x: list[Tensor], y: list[Tensor], names: list[str], mask: Tensor | None = None
@@ -184,13 +184,13 @@ class MaxPoolLevel(LastLevelMaxPool):
 class PyramidAnchors(AnchorGenerator):
     """Anchors of maps with fixed strides, not rounded to pixels.
 
-    torchvision divides the canvas by the map to get a stride, which is no whole number where sizes
-    do not divide, and counts in the dtype of the maps, which may have 8 bits.
+    torchvision divides the sizes of batch and map to get a stride, which need not be an integer,
+    and computes in the dtype of the maps, which may have 8 bits of precision.
 
     Args:
-        strides: Of the maps.
+        strides: Strides of the maps.
         scales: Sides of the square anchors, in strides.
-        ratios: Height of an anchor by its width.
+        ratios: Aspect ratios (height / width) of anchors.
     """
 
     def __init__(
@@ -226,13 +226,13 @@ class PyramidAnchors(AnchorGenerator):
         return found
 
     def forward(self, image_list: ImageList, feature_maps: list[Tensor]) -> list[Tensor]:
-        """Those of the whole canvas, for every image: (anchors, 4)."""
+        """Returns the anchors of the padded size, for every image: (anchors, 4)."""
         together = torch.cat([level.flatten(0, 3) for level in self.by_level(feature_maps)])
         return [together] * len(image_list.image_sizes)
 
 
 class MaskedRetinaHead(RetinaNetHead):
-    """torchvision's head of RetinaNet, which masks reach."""
+    """torchvision's head of RetinaNet with masks."""
 
     def forward(self, x: Sequence[Tensor], masks: Masks | None = None) -> dict[str, list[Tensor]]:
         """Logits and boxes of every map: (B, H, W, A, classes) and (B, H, W, A, 4)."""
@@ -250,7 +250,7 @@ class MaskedRetinaHead(RetinaNetHead):
 
 
 class MaskedRPNHead(RPNHead):
-    """torchvision's head of the region proposal network, which masks reach."""
+    """torchvision's head of the region proposal network with masks."""
 
     def forward(
         self, x: Sequence[Tensor], masks: Masks | None = None
@@ -271,7 +271,7 @@ class PaddedRPN(RegionProposalNetwork):
         features: dict[str, Tensor],
         targets: list[dict[str, Tensor]] | None = None,
     ) -> tuple[list[Tensor], dict[str, Tensor]]:
-        """Boxes (N, 4) of every image, the most promising first; in training the losses, too."""
+        """Returns boxes (N, 4) of every image, sorted by score, and in training the losses."""
         maps, strides = list(features.values()), self.anchor_generator.strides
         logits, deltas = self.head(maps, padding_masks(images, strides))
         cell_anchors = self.anchor_generator.by_level(maps)
@@ -297,15 +297,15 @@ class PaddedRPN(RegionProposalNetwork):
 
 
 class PaddedRoIAlign(MultiScaleRoIAlign):
-    """Cuts boxes out of the maps of their image, as if they ended where it does.
+    """RoIAlign on maps cropped to their image.
 
-    RoIAlign goes on with the edge of a map for up to one cell, and with zeros behind that; no
-    values of hidden cells would make it do so. torchvision also guesses the strides from the first
-    batch it sees, wrongly if that is small.
+    RoIAlign extends the edge of a map by up to one cell, followed by zeros; masking of hidden cells
+    cannot reproduce this. torchvision also infers the strides from the first batch, wrongly
+    for small images.
 
     Args:
-        strides: Of the maps, which start at 4 and double.
-        output_size: Cells per side of what is cut out.
+        strides: Strides of the maps, which start at 4 and double.
+        output_size: Cells per side of the output.
     """
 
     def __init__(self, strides: Sequence[int], output_size: int) -> None:
@@ -318,7 +318,7 @@ class PaddedRoIAlign(MultiScaleRoIAlign):
     def forward(
         self, x: dict[str, Tensor], boxes: list[Tensor], image_shapes: list[Size]
     ) -> Tensor:
-        """Maps, boxes of every image and sizes of the images -> (all boxes, C, size, size)."""
+        """Maps, boxes per image and image sizes -> (all boxes, C, size, size)."""
         maps = {name: _wide(x[name]) for name in self.featmap_names}  # the dtype of the boxes
         dtype = x[self.featmap_names[0]].dtype
         strides = dict(zip(self.featmap_names, self.strides, strict=True))
@@ -336,7 +336,7 @@ class PaddedRoIAlign(MultiScaleRoIAlign):
 
 
 class WideBoxPredictor(FastRCNNPredictor):
-    """torchvision's predictor; boxes in float32 at least, in whose dtype proposals are decoded."""
+    """torchvision's predictor with boxes in at least float32, the dtype of decoded proposals."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         scores, boxes = super().forward(x)
@@ -344,7 +344,7 @@ class WideBoxPredictor(FastRCNNPredictor):
 
 
 class WideMaskPredictor(MaskRCNNPredictor):
-    """torchvision's predictor of masks; in float32 at least, which numpy knows."""
+    """torchvision's mask predictor with an output in at least float32, for numpy."""
 
     def forward(self, x: Tensor) -> Tensor:
         return _wide(super().forward(x))
@@ -355,7 +355,7 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def _through(layers: Iterable[nn.Module], x: Tensor, mask: Tensor | None) -> Tensor:
-    """Layers that read zeros at hidden cells, one after the other."""
+    """Sequential layers that read zeros at hidden cells."""
     for layer in layers:
         x = layer(hide_map(x, mask))
     return x

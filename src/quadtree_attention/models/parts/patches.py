@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps from a map to one of fewer, wider cells."""
+"""Downsampling layers."""
 
 from typing import Any
 
@@ -11,13 +11,13 @@ from quadtree_attention.nn.norm import TokenNorm
 
 
 class PatchEmbed(nn.Module):
-    """Convolution with a stride and a layer norm: an image or map to a map of fewer, wider cells.
+    """Patch embedding: strided convolution and layer norm.
 
     Args:
-        in_chans: Channels in.
-        dim: Channels out.
-        stride: Cells of the input per cell of the result, along both axes.
-        kernel_size: Wider than the stride, the patches overlap.
+        in_chans: Input channels.
+        dim: Output channels.
+        stride: Stride along both axes.
+        kernel_size: Kernel size; patches overlap if it exceeds the stride.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class PatchEmbed(nn.Module):
 
 
 class PatchMerging(nn.Module):
-    """Concatenates 2x2 cells, normalises, and maps them to one cell of `dim_out` channels."""
+    """Patch merging: concatenates 2x2 cells, normalises and projects them to `dim_out` channels."""
 
     def __init__(self, dim: int, dim_out: int, **dd: Any) -> None:
         super().__init__()
@@ -61,5 +61,5 @@ class PatchMerging(nn.Module):
 
 
 def _pad(x: Tensor, multiple: int) -> Tensor:
-    """(B, C, H, W) with zeros below and to the right, up to multiples."""
+    """Pads (B, C, H, W) with zeros at the bottom and right to multiples."""
     return F.pad(x, (0, -x.shape[3] % multiple, 0, -x.shape[2] % multiple))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Points sorted along a space-filling curve, around a LightGlue-like network."""
+"""Sorting of points along a space-filling curve for LightGlue-like networks."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -11,7 +11,7 @@ STEPS = 2**15  # of the curve, along every axis
 
 
 def curve_order(points: Tensor) -> Tensor:
-    """Numbers (B, M) of points (B, M, 2) in the order of a Hilbert curve over their bounding box.
+    """Indices (B, M) that sort points (B, M, 2) along a Hilbert curve over their bounding box.
 
     Example:
         >>> points = torch.tensor([[[9.0, 0.0], [0.0, 0.0], [9.0, 9.0], [0.0, 9.0]]])
@@ -35,9 +35,9 @@ def curve_order(points: Tensor) -> Tensor:
 
 
 class SortedPoints:
-    """`forward` of a network like LightGlue, with the points of both images in order of the curve.
+    """`forward` of a network like LightGlue, on points sorted along the curve.
 
-    The results speak of the points as they were given.
+    Indices in the results refer to the original order.
     """
 
     def __init__(self, dense: Callable[..., Any]) -> None:
@@ -52,7 +52,7 @@ class SortedPoints:
 
 
 def _permuted(image: Mapping[str, Any], order: Tensor) -> dict[str, Any]:
-    """What an image holds, with all that has one entry per point (B, M, ...) in another order."""
+    """Returns the data of an image with all per-point entries (B, M, ...) reordered."""
     return {
         key: _take(x, order)
         if key != "image" and isinstance(x, Tensor) and x.shape[:2] == order.shape
@@ -68,7 +68,7 @@ def _take(x: Tensor, order: Tensor) -> Tensor:
 
 
 def _unsorted(found: Mapping[str, Any], orders: list[Tensor]) -> dict[str, Any]:
-    """Results of sorted points as results of the points as they were given."""
+    """Maps results of sorted points to the original order."""
     result = dict(found)
     for i, order in enumerate(orders):
         other = orders[1 - i]

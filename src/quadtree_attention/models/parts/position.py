@@ -14,11 +14,11 @@ Frequencies = Literal["fixed", "legacy"]
 
 
 def check_position(dim: int, frequencies: str) -> None:
-    """Raises `OptionError` if there is no such encoding."""
+    """Raises `OptionError` for an unknown encoding or an invalid number of channels."""
     if dim % 4:
         raise OptionError(
-            f"a position has sine and cosine of x and y, so the coarse channels must be a multiple "
-            f"of 4, got {dim=}; change them"
+            f"the position encoding has sine and cosine of x and y, so the coarse channels must be "
+            f"a multiple of 4, got {dim=}; change them"
         )
     checks.one_of(get_args(Frequencies), position=frequencies)
 
@@ -26,10 +26,10 @@ def check_position(dim: int, frequencies: str) -> None:
 def sine_table(
     height: int, width: int, dim: int, frequencies: Frequencies = "fixed", *, device: Any = None
 ) -> Tensor:
-    """What is added to a map of this size: (H, W, C) float32.
+    """Returns the position encoding of a map: (H, W, C) float32.
 
     Channels 4m ... 4m+3 are sin x, cos x, sin y, cos y at frequency m, positions count from 1.
-    The frequencies fall from 1 to almost 1/10000; in the "legacy" form, a slip of the original
+    The frequencies decrease from 1 to almost 1/10000; in the "legacy" form, a bug of the original
     that some weights were trained with, they are `exp(-2m)`.
 
     Example:

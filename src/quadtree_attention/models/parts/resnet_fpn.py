@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The convolutional network of the matcher: features at 1/8 and 1/2 of the image.
 
-Every convolution reads zeros past what is visible, at every resolution. So in evaluation an image
-on a larger canvas, with a mask, has the features it has alone. (In training the statistics of the
-batch norms also count hidden cells.)
+Convolutions read zeros at hidden cells, at every resolution. In evaluation a padded image
+with a mask therefore has the same features as without padding. (In training the statistics of the
+batch norms include hidden cells.)
 """
 
 from collections.abc import Sequence
@@ -21,8 +21,7 @@ class ResNetFPN(nn.Module):
     """Three residual stages at 1/2, 1/4 and 1/8, and a feature pyramid back to 1/2.
 
     Args:
-        dims: Channels of the three stages; the first are those of the fine map, the last those of
-            the coarse one.
+        dims: Channels at 1/2 (fine map), 1/4 and 1/8 (coarse map).
     """
 
     def __init__(self, dims: Sequence[int] = (128, 196, 256), **dd: Any) -> None:
@@ -41,7 +40,7 @@ class ResNetFPN(nn.Module):
             )
             for dim_in, dim, stride in zip((dims[0], *dims[:2]), dims, (1, 2, 2), strict=True)
         )
-        wide = (dims[1], dims[2], dims[2])  # what the next coarser map of the pyramid has
+        wide = (dims[1], dims[2], dims[2])  # channels of the next coarser map of the pyramid
         self.lateral = nn.ModuleList(
             _conv(dim, out, 1, **dd) for dim, out in zip(dims, wide, strict=True)
         )
@@ -51,18 +50,18 @@ class ResNetFPN(nn.Module):
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
-        # Maps then have their channels last, too: faster on GPUs (no transposing around every
-        # convolution) and CPUs, and what reads all channels of a cell reads one piece
+        # Maps are then channels last, too: faster on GPUs (no transpose around every
+        # convolution) and CPUs, and the channels of a cell are contiguous
         self.to(memory_format=torch.channels_last)
 
     def forward(
         self, image: Tensor, masks: Sequence[Tensor | None] = (None,) * 4
     ) -> tuple[Tensor, Tensor]:
-        """The coarse and the fine map of images of any size.
+        """Returns the coarse and the fine map of images of any size.
 
         Args:
             image: (B, 1, H, W)
-            masks: Of the image and of the maps at 1/2, 1/4 and 1/8: boolean (B, h, w) with sizes
+            masks: Masks of the image and of the maps at 1/2, 1/4 and 1/8: boolean (B, h, w), sizes
                 rounded up, True = visible, or None. A cell is visible if any of its pixels is.
 
         Returns:
@@ -85,7 +84,7 @@ class ResNetFPN(nn.Module):
 
 
 class ResidualBlock(nn.Module):
-    """Two convolutions beside a shortcut, which is a projection where the stride is not 1."""
+    """Residual block of two convolutions; the shortcut is a projection if the stride is not 1."""
 
     def __init__(self, dim_in: int, dim: int, stride: int, **dd: Any) -> None:
         super().__init__()
@@ -100,14 +99,14 @@ class ResidualBlock(nn.Module):
             )
 
     def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
-        """(B, dim_in, H, W) -> (B, dim, h, w); the mask is that of the result."""
+        """(B, dim_in, H, W) -> (B, dim, h, w); the mask has the size of the result."""
         y = hide_map(F.relu(self.norm1(self.conv1(x))), mask)
         y = self.norm2(self.conv2(y))
         return hide_map(F.relu(self.shortcut(x) + y), mask)
 
 
 class Smooth(nn.Module):
-    """Two convolutions after the maps of the pyramid were added."""
+    """Two convolutions after the sum of the pyramid's maps."""
 
     def __init__(self, dim_in: int, dim: int, **dd: Any) -> None:
         super().__init__()
@@ -129,9 +128,9 @@ def hide_map(x: Tensor, mask: Tensor | None) -> Tensor:
 def upsample(
     x: Tensor, size: Sequence[int], mask: Tensor | None = None, target_mask: Tensor | None = None
 ) -> Tensor:
-    """Bilinear, with the corners of both maps aligned: (B, C, h, w) -> (B, C, *size).
+    """Bilinear upsampling with aligned corners: (B, C, h, w) -> (B, C, *size).
 
-    Corners are those of what the masks show, sample by sample: on a canvas as without it.
+    Corners are of the visible region of each sample, as without padding.
     """
     if mask is None or target_mask is None:
         return F.interpolate(x, size=tuple(size), mode="bilinear", align_corners=True)

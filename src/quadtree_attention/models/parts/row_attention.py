@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention along the rows of two rectified images, and the transformer that is made of it.
+"""Attention along the rows of two rectified images, and a transformer of such layers.
 
-What a pixel of one view shows lies on the same row of the other, so rows never look at each other:
-they are samples of a batch, and nothing grows with the square of more than the width. Quadtree
-attention takes a row for a binary tree.
+Corresponding pixels lie on the same row of both views, so rows are independent samples of a batch,
+and the cost is quadratic in the width only. In quadtree attention a row is a binary tree.
 """
 
 from collections.abc import Sequence
@@ -21,8 +20,8 @@ from quadtree_attention.nn.norm import TokenNorm
 from quadtree_attention.ops import quadtree_attention
 
 RowAttentionKind = Literal["full", "quadtree_a", "quadtree_b"]
-# Numbers of the tokens that a CPU works on at a time, 8 MB in float32: it needs a dozen tensors of
-# this size, and the memory of tensors above 32 MB goes back to the system after each use.
+# Numbers in the tokens that a CPU processes at a time, 8 MB in float32: a layer needs a dozen
+# tensors of this size, and memory above 32 MB is returned to the system after each use.
 CPU_NUMBERS = 2**21
 SHORTEST_WAVE, LONGEST_WAVE = 1.0, 256.0  # cells per radian of the position encoding
 
@@ -30,17 +29,17 @@ SHORTEST_WAVE, LONGEST_WAVE = 1.0, 256.0  # cells per radian of the position enc
 class RowAttention(nn.Module):
     """Attention of every row to itself, or to the same row of another map.
 
-    Position is relative: half of the channels of every head turn by an angle in proportion to the
-    column, so that a product of a query and a key knows how far apart they are, and not where. (It
-    is what quadtree attention can average over a cell; a table of offsets is not.)
+    Position encoding is rotary: half of the channels of every head are rotated by an angle
+    proportional to the column, so that the product of a query and a key depends on their distance
+    only. (Quadtree attention can average it over a cell, unlike a table of offsets.)
 
     Args:
         dim: Channels.
-        num_heads: Heads; each has a multiple of 4 channels.
+        num_heads: Heads; the channels of each must be a multiple of 4.
         attention: "full", "quadtree_a" or "quadtree_b".
         num_levels: Levels of quadtree attention.
         topk: Cells kept per query cell in quadtree attention.
-        backend: Of quadtree attention.
+        backend: Backend of quadtree attention.
     """
 
     def __init__(
@@ -69,7 +68,7 @@ class RowAttention(nn.Module):
             self.level_logits = nn.Parameter(torch.zeros(num_levels, **dd))
 
     def forward(self, x: Tensor, context: Tensor | None = None) -> Tensor:
-        """(B, H, W, C), to the rows of `context` (B, H, W1, C) or its own -> (B, H, W, C)"""
+        """(B, H, W, C), attends to `context` (B, H, W1, C) or itself -> (B, H, W, C)"""
         rows = x.flatten(0, 1)
         others = rows if context is None else context.flatten(0, 1)
         step = _rows_at_a_time(rows)
@@ -110,13 +109,13 @@ class RowAttention(nn.Module):
 
 
 def _rows_at_a_time(rows: Tensor) -> int:
-    """All of them, but fewer on a CPU if no gradient needs the rest; see `CPU_NUMBERS`."""
+    """Rows per chunk: all, or fewer on a CPU without gradients; see `CPU_NUMBERS`."""
     whole = torch.is_grad_enabled() or rows.device.type != "cpu" or torch.compiler.is_compiling()
     return len(rows) if whole else max(1, CPU_NUMBERS // rows[0].numel())
 
 
 def turned(x: Tensor) -> Tensor:
-    """(R, W, N, D) with the first half of the D channels turned by the column."""
+    """Rotates the first half of the D channels of (R, W, N, D) by the column."""
     width, dim = x.shape[1], x.shape[-1]
     pairs = dim // 4
     with torch.autocast(x.device.type, enabled=False):
@@ -130,9 +129,9 @@ def turned(x: Tensor) -> Tensor:
 
 
 class RowBlock(nn.Module):
-    """Pre-norm self attention, cross attention and, if it has any channels, an MLP; for both views.
+    """Pre-norm self attention, cross attention and an optional MLP; for both views.
 
-    The views are the two halves of a batch. Both are updated at once, so that none comes first.
+    The views are the two halves of a batch. Both are updated at once, symmetric in the views.
     """
 
     def __init__(
@@ -153,7 +152,7 @@ class RowBlock(nn.Module):
         normed = self.cross_norm(x)
         x = x + self.cross_attn(normed, torch.cat(normed.chunk(2)[::-1]))
         if self.mlp is not None and self.mlp_norm is not None:
-            # One view after the other on a CPU, whose time is the same, for half of the memory.
+            # One view after the other on a CPU: the same time, half of the memory.
             is_large = _rows_at_a_time(x.flatten(0, 1)) < len(x) * x.shape[1]
             views = x.chunk(2) if is_large else (x,)
             mixed = [self.mlp(self.mlp_norm(view)) for view in views]
@@ -162,14 +161,14 @@ class RowBlock(nn.Module):
 
 
 class RowTransformer(nn.Module):
-    """Blocks one after the other, and a norm at the end.
+    """Sequence of blocks with a final norm.
 
     Args:
         dim: Channels.
-        num_layers: Blocks.
+        num_layers: Number of blocks.
         num_heads: Heads.
-        mlp_ratio: Hidden channels of the MLP per channel; 0 leaves it out, as STTR does.
-        options: Those of `RowAttention`.
+        mlp_ratio: Hidden channels of the MLP per channel; 0 omits it, as in STTR.
+        options: Options of `RowAttention`.
     """
 
     def __init__(
@@ -203,6 +202,6 @@ def _check_options(dim: int, num_heads: int, attention: str) -> None:
     checks.one_of(get_args(RowAttentionKind), attention=attention)
     if num_heads < 1 or dim % (4 * num_heads):
         raise OptionError(
-            "every head must have a multiple of 4 channels, half of which tell the position, got "
+            "the channels of every head must be a multiple of 4 for the position encoding, got "
             f"{dim=}, {num_heads=}; change one of them"
         )

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The similarities of all cells of one map with all cells of another, made row by row if large.
+"""The similarity matrix of two maps, computed in tiles of rows if it is large.
 
-At 2048x2048 pixels the maps have 65,536 cells each, and their similarities would take 17 GB.
-Nothing of that size is held: sums and maxima over rows and columns are taken tile by tile. Tiles
-are made again for every pass, always of the same rows, so that all passes see the same numbers; and
-the maxima of rows and of columns come from one pass, so that two cells agree on being each other's
-best however the products were rounded.
+At 2048x2048 pixels the maps have 65,536 cells each, and the matrix would take 17 GB.
+It is never stored: sums and maxima over rows and columns are reduced tile by tile. Tiles
+are recomputed for every pass, always of the same rows, so that all passes use the same values; and
+the maxima of rows and of columns are taken in one pass, so that mutual nearest neighbours are
+consistent for any rounding.
 """
 
 from collections.abc import Iterator
@@ -13,22 +13,22 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-# Similarity of hidden cells. Finite, so that sums over nothing but these have gradients.
+# Similarity of hidden cells. Finite, so that sums over hidden cells only have gradients.
 HIDDEN = -1e9
 
 
 class Similarity:
-    """Products of the features of two maps, `HIDDEN` where a cell of either is hidden.
+    """Products of the features of two maps, `HIDDEN` for pairs with a hidden cell.
 
     Args:
         features0: (B, S, C)
         features1: (B, T, C)
         visible0: Boolean (B, S), or None.
         visible1: Boolean (B, T), or None.
-        max_entries: Entries of a tile; None for the whole matrix. Temporary results take up to
-            three times as many again. For gradients take None: they would keep every tile anyway.
-        part_entries: Entries of the parts in which a tile is worked on, for smaller temporary
-            results; None: all of it.
+        max_entries: Entries of a tile; None: the whole matrix. Temporary results take up to
+            three times the same. Use None with gradients, which store every tile anyway.
+        part_entries: Entries of the chunks in which a tile is processed, for smaller temporary
+            results; None: the whole tile.
     """
 
     def __init__(
@@ -54,13 +54,13 @@ class Similarity:
         self._whole = self._tile(0) if self.rows_per_tile >= self.num_rows else None
 
     def log_sums(self) -> tuple[Tensor, Tensor]:
-        """Logarithms of the sums of exponentials over rows and over columns: (B, S), (B, T)."""
+        """Log-sum-exp over rows and over columns: (B, S), (B, T)."""
         rows: list[Tensor] = []
         columns: Tensor | None = None
         for _, tile in self.tiles():
             rows.append(tile.logsumexp(dim=2))
             columns = _add(columns, tile.logsumexp(dim=1))
-            del tile  # or it would stay until the next one is there
+            del tile  # frees its memory before the next one is computed
         assert columns is not None
         return torch.cat(rows, dim=1), columns
 
@@ -109,7 +109,7 @@ class Similarity:
         return torch.cat(values, dim=1), torch.cat(places, dim=1), column_place
 
     def tiles(self) -> Iterator[tuple[slice, Tensor]]:
-        """Rows and their similarities (B, rows, T)."""
+        """Yields slices of rows and their similarities (B, rows, T)."""
         for start in range(0, max(1, self.num_rows), self.rows_per_tile):
             tile = self._tile(start) if self._whole is None else self._whole
             for first in range(0, max(1, tile.shape[1]), self.rows_per_part):

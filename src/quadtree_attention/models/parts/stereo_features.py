@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The convolutional parts of the stereo network: features before attention, adjustment after it."""
+"""Convolutional parts of the stereo network: feature extractor and refinement."""
 
 from collections.abc import Sequence
 from typing import Any, cast
@@ -11,20 +11,20 @@ from torch import Tensor, nn
 from quadtree_attention.errors import OptionError
 from quadtree_attention.ops.attention.tree import accumulation_dtype
 
-GROUP = 8  # channels that are normalised together: per image, as the views may differ in exposure
+GROUP = 8  # channels per group norm: per image, since exposure may differ between views
 CONTEXT_STRIDE = 4
-POOLS = (2, 4, 8, 16)  # cells of the coarsest map that spatial pyramid pooling averages over
+POOLS = (2, 4, 8, 16)  # kernel sizes of spatial pyramid pooling on the coarsest map
 
 
 class Hourglass(nn.Module):
-    """Residual stages, each at half the resolution, pyramid pooling, and a dense decoder back.
+    """Residual stages, each at half the resolution, pyramid pooling, and a dense decoder.
 
     Args:
-        dim_in: Channels of what is seen.
+        dim_in: Input channels.
         dims: Channels at 1, 1/2, 1/4 and 1/8 of the resolution of the result; multiples of 8.
-        dim_out: Channels of the result.
+        dim_out: Output channels.
         stride: Pixels per cell of the result.
-        option: What users call `dims`.
+        option: Public name of `dims`, for error messages.
     """
 
     def __init__(
@@ -67,15 +67,15 @@ class Hourglass(nn.Module):
 
 
 class ContextAdjustment(nn.Module):
-    """Refines disparity and occlusion at full resolution, knowing the left image.
+    """Refines disparity and occlusion at full resolution, with the left image as input.
 
-    Disparities are seen relative to those of the whole image, so that their scale does not matter.
+    Disparities are normalised by the statistics of the image, so that their scale has no effect.
 
     Args:
         dim: Channels.
-        context: Channels of `WideContext` at 1/4, 1/8, 1/16 and 1/32; empty leaves it out, and what
-            is farther away than about 40 pixels does not matter then, as in STTR.
-        dilations: One residual block each; wide ones fill in what is occluded.
+        context: Channels of `WideContext` at 1/4, 1/8, 1/16 and 1/32; empty omits it, and the
+            receptive field is then about 40 pixels, as in STTR.
+        dilations: One residual block per dilation; large ones fill occluded regions.
         expansion: Hidden channels of a block per channel.
     """
 
@@ -99,7 +99,7 @@ class ContextAdjustment(nn.Module):
             for d in dilations
         )
         self.head = nn.Conv2d(dim, 2, 3, padding=1, **dd)
-        _begin_with(self.head, 0.0, 0.0)  # it changes nothing at first
+        _begin_with(self.head, 0.0, 0.0)  # initially an identity
 
     def forward(self, image: Tensor, disparity: Tensor, occlusion: Tensor) -> tuple[Tensor, Tensor]:
         """Of an image (B, 3, H, W): disparity and logits of occlusion, (B, H, W) each."""
@@ -117,10 +117,10 @@ class ContextAdjustment(nn.Module):
 
 
 class WideContext(nn.Module):
-    """Replaces disparities that cannot be right by what all of the image suggests.
+    """Replaces implausible disparities, with the whole image as context.
 
-    Inside a large surface without texture every partner in its row is as good as the next. Its
-    border tells its disparity, hundreds of pixels away and in other rows.
+    Inside a large textureless surface all candidates of a row have the same score. Its disparity is
+    determined by its border, hundreds of pixels away and in other rows.
 
     Args:
         dims: Channels at 1/4, 1/8, 1/16 and 1/32.
@@ -129,7 +129,7 @@ class WideContext(nn.Module):
     def __init__(self, dims: Sequence[int], **dd: Any) -> None:
         super().__init__()
         self.hourglass = Hourglass(5, dims, 3, stride=CONTEXT_STRIDE, option="context", **dd)
-        # At first, what it suggests is what it was given, and is hardly taken
+        # Initially the proposal equals the input, with a small weight
         _begin_with(self.hourglass.out, 0.0, -3.0, 0.0)
 
     def forward(self, image: Tensor, disparity: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -144,13 +144,13 @@ class WideContext(nn.Module):
 
 
 def _seen(image: Tensor, disparity: Tensor, logits: Tensor) -> Tensor:
-    """(B, 5, H, W) of an image, disparities and the probability of occlusion."""
+    """Concatenates image, disparities and the probability of occlusion: (B, 5, H, W)."""
     maps = torch.stack([disparity, logits.sigmoid()], dim=1)
     return torch.cat([image, maps.to(image.dtype)], dim=1)
 
 
 def _begin_with(conv: nn.Conv2d, *bias: float) -> None:
-    """Makes a convolution give constants, one per channel, until it has learned."""
+    """Initialises a convolution with zero weights and a constant bias per channel."""
     nn.init.zeros_(conv.weight)
     with torch.no_grad():
         for place, value in zip(cast(Tensor, conv.bias), bias, strict=True):
@@ -178,7 +178,7 @@ class ConvNorm(nn.Sequential):
 
 
 class Residual(nn.Module):
-    """Two convolutions beside a way around them."""
+    """Residual block of two convolutions."""
 
     def __init__(self, dim: int, dim_out: int, stride: int, **dd: Any) -> None:
         super().__init__()
@@ -195,7 +195,7 @@ class Residual(nn.Module):
 
 
 class PyramidPooling(nn.Module):
-    """Adds to every cell what averages over larger and larger parts of the map tell."""
+    """Spatial pyramid pooling: adds features of averages over increasing windows."""
 
     def __init__(self, dim: int, **dd: Any) -> None:
         super().__init__()
@@ -217,7 +217,7 @@ class PyramidPooling(nn.Module):
 
 
 class Decode(nn.Module):
-    """To the next finer map: dense layers on what comes from below and from the encoder."""
+    """Decoder stage: dense layers on the upsampled map and the map of the encoder."""
 
     def __init__(self, below: int, dim: int, **dd: Any) -> None:
         super().__init__()
@@ -232,23 +232,23 @@ class Decode(nn.Module):
 
 
 def check_dims(dims: Sequence[int], *, stride: int, option: str) -> None:
-    """Raises `OptionError` unless they are channels of four maps, the first at the stride."""
+    """Raises `OptionError` unless `dims` are channels of four maps, the first at the stride."""
     if len(dims) != 4 or any(dim < GROUP or dim % GROUP for dim in dims):
         places = ", ".join(f"1/{stride << level}" for level in range(4))
         raise OptionError(
             f"{option} must be four numbers of channels, at {places}, all multiples of "
-            f"{GROUP}, got {tuple(dims)}; pass such"
+            f"{GROUP}, got {tuple(dims)}; round them"
         )
 
 
 def resampled(x: Tensor, size: tuple[int, int], ratio: float) -> Tensor:
-    """A map (B, C, H, W) read at multiples of `ratio`, between cells linearly: (B, C, *size)."""
+    """Samples a map (B, C, H, W) bilinearly at multiples of `ratio`: (B, C, *size)."""
     grid = [
         torch.arange(count, device=x.device, dtype=torch.float32) * (2 * ratio / max(1, side - 1))
         - 1
         for count, side in zip(size, x.shape[2:], strict=True)
     ]
     places = torch.stack(torch.meshgrid(grid[1], grid[0], indexing="xy"), dim=-1)
-    wide = accumulation_dtype(x.dtype)  # half precision cannot tell columns of a wide map apart
+    wide = accumulation_dtype(x.dtype)  # half precision cannot resolve columns of a wide map
     places = places.to(wide).expand(len(x), -1, -1, -1)
     return F.grid_sample(x.to(wide), places, padding_mode="border", align_corners=True).to(x.dtype)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention along rows of STTR as published: position is two more terms of every score.
+"""Attention along rows of STTR as published, with two additive position terms per score.
 
-The sine encoding of the distance of two columns goes through the query and the key weights of each
-attention; queries times encoded keys and keys times encoded queries are added to the scores. All
-scores of a layer are held, and the encoding of every pair of columns is projected anew, as in the
-published network: its work and memory are those of that.
+The sine encoding of the distance of two columns is projected by the query and key weights of each
+attention; products of queries with encoded keys and of keys with encoded queries are added to the
+scores. All scores of a layer are stored, and the encoding of every pair of columns is projected in
+every layer, as in the published network, so that work and memory are the same.
 """
 
 from typing import Any
@@ -17,11 +17,11 @@ from quadtree_attention.errors import OptionError
 from quadtree_attention.nn.norm import TokenNorm
 
 TEMPERATURE = 10000.0
-CPU_SCORES = 2**25  # made at a time on a CPU if no gradient needs the rest
+CPU_SCORES = 2**25  # scores computed at a time on a CPU without gradients
 
 
 class RelativeAttention(nn.Module):
-    """Attention of rows to others of the same width, with terms of position.
+    """Attention of rows to other rows of the same width, with position terms.
 
     Args:
         dim: Channels.
@@ -41,12 +41,12 @@ class RelativeAttention(nn.Module):
         )
 
     def forward(self, rows: Tensor, others: Tensor, encoding: Tensor) -> tuple[Tensor, Tensor]:
-        """Messages to rows and what they are made of.
+        """Returns messages and scores.
 
         Args:
-            rows: (R, W, C).
-            others: (R, W, C), what they look at.
-            encoding: (W, W, C), of each column of `rows` and each of `others`.
+            rows: Queries (R, W, C).
+            others: Keys and values (R, W, C).
+            encoding: (W, W, C), encoded distance of each column of `rows` and of `others`.
 
         Returns:
             Messages (R, W, C), and scores (R, W, W) before softmax, summed over heads.
@@ -89,13 +89,13 @@ def _rows_at_a_time(q: Tensor) -> int:
 
 
 def sine_encoding(width: int, dim: int, step: float, like: Tensor) -> Tensor:
-    """(W, W, C): sines and cosines in turn of the columns' distance, the first less the second.
+    """Interleaved sines and cosines of the distance (first minus second column): (W, W, C).
 
     Args:
-        width: Columns.
+        width: Number of columns.
         dim: Channels.
         step: Pixels per column.
-        like: Whose device and dtype it gets.
+        like: Tensor with the device and dtype of the result.
     """
     wide = torch.promote_types(like.dtype, torch.float32)
     distance = torch.arange(1 - width, width, device=like.device).to(wide) * step
@@ -107,7 +107,7 @@ def sine_encoding(width: int, dim: int, step: float, like: Tensor) -> Tensor:
 
 
 class RelativeBlock(nn.Module):
-    """Pre-norm self attention, then cross attention: right to left first, left to the new right."""
+    """Pre-norm self attention, then cross attention: right to left, then left to the new right."""
 
     def __init__(self, dim: int, num_heads: int, **dd: Any) -> None:
         super().__init__()
@@ -130,11 +130,11 @@ class RelativeBlock(nn.Module):
 
 
 class RelativeTransformer(nn.Module):
-    """Blocks one after the other; the scores of the last cross attention are the result.
+    """Sequence of blocks; returns the scores of the last cross attention.
 
     Args:
         dim: Channels.
-        num_layers: Blocks.
+        num_layers: Number of blocks.
         num_heads: Heads.
         step: Pixels per column.
     """
@@ -145,7 +145,7 @@ class RelativeTransformer(nn.Module):
         super().__init__()
         self.step = step
         self.blocks = nn.ModuleList(RelativeBlock(dim, num_heads, **dd) for _ in range(num_layers))
-        # Part of the published weights, where nothing reads it either
+        # Part of the published weights, but unused there too
         self.norm = nn.LayerNorm(dim, **dd).requires_grad_(False)
         self.grad_checkpointing = False
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The convolutional parts of STTR as published: features before attention, adjustment after it.
+"""Convolutional parts of STTR as published: feature extractor and refinement.
 
-Batch norms have no running statistics: they take those of what they are given, one pair when it is
-evaluated.
+Batch norms have no running statistics: they use the statistics of their input, in evaluation one
+pair.
 """
 
 from collections.abc import Sequence
@@ -15,19 +15,19 @@ from torch import Tensor, nn
 from quadtree_attention.models.parts.stereo_features import WideContext, check_dims
 
 POOLS = (16, 8, 4, 2)  # cells of the map at 1/8 that are averaged
-LAYERS, GROWTH, BOTTLENECK = 4, 4, 4  # dense layers of a block, their new channels, 1x1 per those
-BLOCKS, EXPANSION = 8, 4  # of the adjustment
-FEW = 0.1  # what matches less than this share of a cell is seen as it is, not as a mean
+LAYERS, GROWTH, BOTTLENECK = 4, 4, 4  # dense layers of a block, growth rate, bottleneck factor
+BLOCKS, EXPANSION = 8, 4  # of the refinement
+FEW = 0.1  # below this matched share, disparities are not normalised by it
 
 
 class STTRFeatures(nn.Module):
-    """Residual stages down to 1/8, pooling at 1/16, and dense blocks back up.
+    """Residual stages down to 1/8, pooling at 1/16, and a decoder of dense blocks.
 
     Args:
         dims: Channels at 1/2, 1/4, 1/8 and 1/16; multiples of 8.
-        dim_out: Channels of the result.
-        stride: Pixels per cell of the result: 1, with the image beside the last map, as published,
-            or 2, with the map at 1/2 of the stem beside it.
+        dim_out: Output channels.
+        stride: Pixels per cell of the result: 1, with the image concatenated to the last map, as
+            published, or 2, with the stem's map at 1/2 concatenated.
     """
 
     def __init__(self, dims: Sequence[int], dim_out: int, *, stride: int, **dd: Any) -> None:
@@ -89,12 +89,11 @@ class STTRFeatures(nn.Module):
 
 
 class STTRAdjustment(nn.Module):
-    """Refines disparity and occlusion at full resolution, knowing the left image.
+    """Refines disparity and occlusion at full resolution, with the left image as input.
 
     Args:
         dim: Channels.
-        context: Channels of `WideContext` at 1/4, 1/8, 1/16 and 1/32; empty leaves it out, as STTR
-            does.
+        context: Channels of `WideContext` at 1/4, 1/8, 1/16 and 1/32; empty omits it, as in STTR.
     """
 
     def __init__(self, dim: int = 16, context: Sequence[int] = (), **dd: Any) -> None:
@@ -141,17 +140,17 @@ class STTRAdjustment(nn.Module):
 
 
 def as_adjusted(disparity: Tensor, matched: Tensor) -> tuple[Tensor, Tensor]:
-    """Disparity and occlusion of cells as STTR gives them to its adjustment.
+    """Disparity and occlusion of cells as in STTR's input of the refinement.
 
-    Where less than a tenth of a cell is matched, it does not divide by that share, and takes it for
-    1: the disparity is near 0 there, and so is occlusion.
+    If less than a tenth of a cell is matched, STTR replaces this share by 1 instead of dividing by
+    it: disparity and occlusion are then close to 0.
     """
     few = matched < FEW
     return torch.where(few, disparity * matched, disparity), torch.where(few, 0, 1 - matched)
 
 
 class ScaledConv(nn.Conv2d):
-    """3x3 convolution whose weights have a length per output channel that is learned apart."""
+    """3x3 convolution with weight normalisation per output channel."""
 
     def __init__(self, dim: int, dim_out: int, **dd: Any) -> None:
         super().__init__(dim, dim_out, 3, padding=1, **dd)
@@ -183,7 +182,7 @@ class ConvBatch(nn.Sequential):
 
 
 class Basic(nn.Module):
-    """Two convolutions beside a way around them."""
+    """Residual block of two convolutions."""
 
     def __init__(self, dim: int, dim_out: int, stride: int, **dd: Any) -> None:
         super().__init__()
@@ -200,7 +199,7 @@ class Basic(nn.Module):
 
 
 class DenseBlock(nn.ModuleList):
-    """Layers that see what all before them made; what is new goes on."""
+    """Dense block: every layer gets the outputs of all previous layers; returns new channels."""
 
     def __init__(self, dim: int, **dd: Any) -> None:
         narrow = GROWTH * BOTTLENECK
@@ -228,7 +227,7 @@ def _norm(dim: int, **dd: Any) -> nn.BatchNorm2d:
 
 
 def _beside(x: Tensor, skip: Tensor) -> Tensor:
-    """The middle of a map that is as large as another, beside that one."""
+    """Crops the centre of a map to the size of another and concatenates both."""
     (height, width), size = x.shape[2:], skip.shape[2:]
     top, left = (height - size[0]) // 2, (width - size[1]) // 2
     return torch.cat([x[:, :, top : top + size[0], left : left + size[1]], skip], dim=1)
