@@ -257,7 +257,7 @@ def test_segment(all_weights):
 @pytest.mark.parametrize(
     ("task", "options", "message"),
     [
-        ("classify", [], "evaluating needs the data, got no --data ROOT"),
+        ("classify", [], "evaluation needs data, got no --data ROOT"),
         ("match", ["--predictions", "p.npz"], "got no --data ROOT"),
         ("classify", ["best.ckpt", "--data", "pets"], "best.safetensors"),
         ("classify", ["w.safetensors", "--data", "pets"], "there is no file 'w.safetensors'"),

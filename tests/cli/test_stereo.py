@@ -139,7 +139,7 @@ def test_folders(run, folders, expected):
     result = run(*folders)
     assert result.exit_code == 0, result.output
     assert row(result.stdout, "pairs") == (
-        "1 done, 0 failed, 2 there already (--force computes them again)"
+        "1 done, 0 failed, 2 already done (--force recomputes them)"
     )
     assert os.stat("out/a.npz").st_mtime_ns == written
     result = run(*folders, "--size", "36")
@@ -165,7 +165,10 @@ def test_other_formats_and_images_without_a_partner(run, folders, pair):
     ("options", "words"),
     [
         (["left", "right"], "two folders need --save OUT"),
-        (["left", "right", "--save", "left"], "left holds the images, results beside them could"),
+        (
+            ["left", "right", "--save", "left"],
+            "left contains the input images, which results could",
+        ),
         (["left", "right", "--save", "out", "--out", "p.png"], "--out has no effect for two folde"),
         (["left", "right", "--save", "out", "--format", "tif"], "format must be one of npz, npy,"),
         (["left", "right", "--save", "a.png"], "the folder a.png cannot be made: File exists"),
@@ -208,5 +211,7 @@ def test_partners_in_one_folder():
     pairs, alone = pair_up(both, both)
     assert pairs == {"a_left": (both[0], both[1]), "b_left": (both[2], both[3])}
     assert alone == ["x/c.png"]
-    with pytest.raises(DataError, match=r"x/a.png and x/a.jpg have the same name but for the suff"):
+    with pytest.raises(
+        DataError, match=r"x/a.png and x/a.jpg have the same name except for the suff"
+    ):
         pair_up(["x/a.png", "x/a.jpg"], ["y/a.png"])

@@ -7,7 +7,7 @@ import sys
 
 
 def main() -> None:
-    """Runs the command; without typer, says in one line what to install."""
+    """Runs the command; without typer, prints what to install."""
     signal.signal(signal.SIGINT, _stop)  # until a command has imported what it needs
     try:
         import typer  # noqa: F401
@@ -24,6 +24,6 @@ def main() -> None:
 
 
 def _stop(*_: object) -> None:
-    """Ends at once: an exception in the middle of an import may be replaced by another one."""
+    """Exits immediately: an exception during an import may be replaced by another one."""
     os.write(2, b"quadtree: interrupted\n")
     os._exit(130)

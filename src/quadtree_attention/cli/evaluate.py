@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`quadtree evaluate`: scores of predictors, or of predictions on disk, for all tasks."""
+"""`quadtree evaluate`: scores predictors, or predictions on disk, for all tasks."""
 
 import json as jsonlib
 from collections.abc import Sequence
@@ -12,18 +12,18 @@ from quadtree_attention.cli.options import FILE, WEIGHTS, Option, option
 from quadtree_attention.cli.output import command, exclusive, imported, say, say_json, tell
 from quadtree_attention.errors import OptionError
 
-HELP = """Measure how well trained models do.
+HELP = """Evaluate trained models.
 
-The network runs once and its results are kept on disk (--save); scores are computed from these
-files, and can be again without the network (--predictions). Results that are there, made from the
-same weights, data and settings, are reused. Items that cannot be read are named on standard error,
-counted and left out. quadtree evaluate TASK --help says more.
+The network runs once and writes its predictions to disk (--save); scores are computed from these
+files, and can be recomputed without the network (--predictions). Existing predictions of the same
+weights, data and settings are reused. Unreadable items are listed on standard error, counted and
+skipped. See quadtree evaluate TASK --help.
 """
 CLASSIFY = """Measure the accuracy of a classifier on labelled images.
 
-ROOT holds a folder per split and in it one per class (val/cat/1.jpg), or an npz file per split.
-Classes are matched with those of WEIGHTS by name. A file of predictions holds the true labels, too:
---predictions needs no data.
+ROOT contains one folder per split with one folder per class (val/cat/1.jpg), or one npz file per
+split. Classes of data and WEIGHTS are matched by name. A file of predictions also contains the true
+labels: --predictions needs no data.
 
 \b
 Examples:
@@ -32,18 +32,17 @@ Examples:
   quadtree evaluate classify b2.safetensors --data pets --split test --save pets.npz --strict
   quadtree evaluate classify --predictions pets.npz --json
 """
-MATCH = """Score matches against true poses and homographies.
+MATCH = """Evaluate matches against ground truth poses and homographies.
 
 PAIRS (--data) lists pairs of images, one per line, in the format of SuperGlue: image0 image1
 rotation0 rotation1 K0 K1 T_0to1 for a pose, or image0 image1 and 9 numbers of a homography. Without
---predictions the matcher runs first; with it, a folder is scored that quadtree match --pairs PAIRS
---save OUT has filled, or another program in the same way: STEM0__STEM1.npz per pair, with
-keypoints0, keypoints1 and confidence. A pair without such a file counts as failed.
+--predictions the matcher runs first. --predictions scores a folder written by quadtree match
+--pairs PAIRS --save OUT, or by another program in the same format: STEM0__STEM1.npz per pair, with
+keypoints0, keypoints1 and confidence. A pair without a file counts as failed.
 
-Shows the area under the curve of recall over error (AUC), for poses up to 5, 10 and 20 degrees, for
-the corners of homographies up to 3, 5 and 10 pixels, the median error, the share of correct matches
-and their number; AUC always with two estimators, as the choice can change it by more than a better
-matcher does.
+Reports AUC at 5, 10 and 20 degrees for poses and at 3, 5 and 10 pixels of corner error for
+homographies, the median error, the precision and the number of matches. AUC is reported with two
+estimators, since this choice can change it by more than the choice of matcher.
 
 \b
 Examples:
@@ -52,15 +51,14 @@ Examples:
   quadtree evaluate match --data scannet_test_pairs_with_gt.txt --images scannet --pose-size 640x480
   quadtree evaluate match --data outdoor.txt --predictions OUT --epipolar 1e-4 --report scores.json
 """
-STEREO = """Measure the errors of disparities on pairs with ground truth.
+STEREO = """Evaluate disparities on pairs with ground truth.
 
 ROOT is a folder of pairs in any layout that quadtree train stereo reads: left/, right/ and
-disparity/, Middlebury's, KITTI's or Scene Flow's, also several below each other. WEIGHTS are those
-of the package if left out. --predictions may also come from another program, as NAME.npy, .pfm or
-16-bit .png.
+disparity/, Middlebury's, KITTI's or Scene Flow's, also nested. WEIGHTS defaults to the packaged
+weights. --predictions may also be written by another program, as NAME.npy, .pfm or 16-bit .png.
 
-Shows the mean error (EPE), the share of errors above 1, 2 and 3 pixels and that above 3 pixels and
-5 % (D1), of pixels that both views see and of all known pixels, and the IoU of occlusion.
+Reports the mean error (EPE), the share of errors above 1, 2 and 3 pixels and above 3 pixels and
+5 % (D1), over non-occluded and over all valid pixels, and the IoU of occlusion.
 
 \b
 Examples:
@@ -70,10 +68,10 @@ Examples:
 """
 DETECT = """Measure the average precision (AP) of a detector by COCO's rules.
 
-ROOT holds images/val and annotations/instances_val.json, or COCO's own val2017 and
-annotations/instances_val2017.json. Classes are matched with those of WEIGHTS by name. Results are
-written in COCO's result format, with SAVE.settings.json beside it; --predictions scores such a file
-of any program. Broken annotations and images are named on standard error and counted.
+ROOT contains images/val and annotations/instances_val.json, or COCO's own val2017 and
+annotations/instances_val2017.json. Classes of data and WEIGHTS are matched by name. Results are
+written in COCO's result format, with SAVE.settings.json next to them; --predictions scores such a
+file of any program. Invalid annotations and images are listed on standard error and counted.
 
 \b
 Examples:
@@ -83,8 +81,8 @@ Examples:
 """
 SEGMENT = """Measure a segmenter: mIoU, IoU of every class, pixel accuracy.
 
-Label maps are kept as PNG files; --predictions scores those of any program. ROOT has images/SPLIT,
-labels/SPLIT and classes.json, or is ADE20K.
+Predicted label maps are written as PNG files; --predictions scores label maps of any program. ROOT
+contains images/SPLIT, labels/SPLIT and classes.json, or is ADE20K.
 
 \b
 Examples:
@@ -96,7 +94,7 @@ OPTIONS = "data predictions save report size device dtype batch workers strict f
 RUNNING = ("weights", "save", "size", "device", "dtype", "batch", "workers", "force")
 
 
-OF_PAIRS = "Shorter side of the images that homographies are measured in; 0: as given."
+OF_PAIRS = "Shorter side at which homographies are measured; 0: original size."
 COMMANDS: dict[str, tuple[str, str, dict[str, Option]]] = {  # help, shared options, own options
     "classify": (CLASSIFY, "split", {}),
     "match": (
@@ -104,17 +102,17 @@ COMMANDS: dict[str, tuple[str, str, dict[str, Option]]] = {  # help, shared opti
         "threshold",
         {
             "images": option(
-                FILE, "Folder of the images.", metavar="DIR", show_default="that of PAIRS"
+                FILE, "Folder of the images.", metavar="DIR", show_default="folder of PAIRS"
             ),
-            "pose_pixels": option(float, "Threshold of the estimators of poses, in pixels.", 0.5),
+            "pose_pixels": option(float, "Inlier threshold of pose estimators, in pixels.", 0.5),
             "pose_size": option(
                 str,
-                "Size of the images that have these pixels.",
+                "Image size that --pose-pixels refers to.",
                 metavar="WxH",
                 show_default="as given",
             ),
             "epipolar": option(
-                float, "Largest squared epipolar distance of a correct match; outdoors 1e-4.", 5e-4
+                float, "Squared epipolar distance of correct matches; outdoors 1e-4.", 5e-4
             ),
             "side": option(int, OF_PAIRS, 480),
         },
@@ -148,7 +146,7 @@ def _evaluate(task: str, context: typer.Context) -> None:
         data = o["predictions"]
     if data is None:
         raise OptionError(
-            f"evaluating needs the data, got no --data ROOT; see quadtree evaluate {task} --help"
+            f"evaluation needs data, got no --data ROOT; see quadtree evaluate {task} --help"
         )
     from quadtree_attention.files import check_writable, write_whole
     from quadtree_attention.tasks.evaluation import evaluate

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All commands. What a command does is imported when it runs: `--help` imports no torch."""
+"""All commands. Their implementation is imported when they run: `--help` imports no torch."""
 
 import sys
 from collections.abc import Sequence
@@ -60,11 +60,11 @@ def _quadtree(
 
 def run(args: Sequence[str]) -> None:
     """Runs a command line; ends the process."""
-    if args and args[0] != "train":  # whose options are those of the recipe
+    if args and args[0] != "train":  # its options are defined by the recipe
         for word in args:
             flag = word.split("=")[0]
             new = RENAMED.get(f"{args[0]} {flag}") or RENAMED.get(flag)
             if new is not None:
-                tell(f"{flag} is called {new} now; see quadtree {args[0]} --help")
+                tell(f"{flag} was renamed to {new}; see quadtree {args[0]} --help")
                 sys.exit(MISTAKE)
     app(list(args), prog_name="quadtree")

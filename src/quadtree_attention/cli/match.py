@@ -19,26 +19,26 @@ if TYPE_CHECKING:
 
 HELP = """Find corresponding points of two images, and the relative camera pose.
 
-A and B are images of any size and kind. Points are (x, y) pixels of the images as they are seen,
-that is, rotated as their EXIF tag says. --out draws the matches, --save writes keypoints0,
-keypoints1 and confidence as npz; without either, and without --json, the picture goes to
-matches.png. With --K0 and --K1, each fx,fy,cx,cy or 9 numbers or a text file with them, the
-relative pose is printed, by two estimators, and the picture marks the inliers. Weights come with
-the package.
+A and B are images of any size and format. Points are (x, y) pixels of the images after EXIF
+rotation. --out writes a picture of the matches, --save writes keypoints0, keypoints1 and confidence
+as npz; without --out, --save and --json, the picture is written to matches.png. With --K0 and --K1
+(fx,fy,cx,cy or 9 numbers, or a text file with them), the relative pose is estimated by two
+estimators, and the picture shows inliers in colour. Without --weights, the packaged weights are
+used; nothing is downloaded.
 
-Images that are turned or zoomed against each other are aligned and matched again (--guided):
-"auto" does so where the first pass finds few matches that agree.
+--guided aligns images with a large relative rotation or scale and matches them again. "auto" does
+so if the first pass has few inliers.
 
---pairs matches many: every line of the file names two images in --images, as in SuperGlue's files
-(image0 image1 [rotation0 rotation1 [K0 K1 [T_0to1]]]; quote names with spaces), and gets one
-STEM0__STEM1.npz in --save. A rotation turns the image by so many quarters counter-clockwise first,
-and points are pixels of the turned image. Pairs that are there already are skipped. An image that
-cannot be read is named at the end, the others are matched, and the exit code is 1.
+--pairs matches many pairs: one pair of images in --images per line, in the format of SuperGlue
+(image0 image1 [rotation0 rotation1 [K0 K1 [T_0to1]]]; quote names with spaces). Matches are written
+to --save, as STEM0__STEM1.npz. Rotations are counter-clockwise quarter turns, applied first; points
+are pixels of the rotated image. Existing results are skipped. Unreadable images are listed at the
+end, all other pairs are matched, and the exit code is 1.
 
---colmap DB adds the matches to a database of COLMAP that has the images, as keypoints that all
-pairs of an image share, with verified two-view geometries; keypoints that are there stay.
---export hloc writes features.h5 and matches.h5 to --save. Both match pairs as quadtree sfm does:
-every match twice, from the cell of either image.
+--colmap DB adds the matches to a COLMAP database that contains the images, as keypoints shared by
+all pairs of an image, with verified two-view geometries; existing keypoints are kept.
+--export hloc writes features.h5 and matches.h5 to --save. Both options match pairs as quadtree sfm:
+every match is refined twice, from the cell of either image.
 
 \b
 Examples:
@@ -59,17 +59,17 @@ OPTIONS = "weights out size threshold device dtype batch force json debug"
 OWN = {
     "image0": argument(TEXT, "A", "An image."),
     "image1": argument(TEXT, "B", "Another one."),
-    "save": option(FILE, "Matches to write, .npz; a folder for --pairs.", metavar="PATH"),
-    "top": option(INT, "Keep the N best.", None, "--max", metavar="N"),
+    "save": option(FILE, "Write matches, .npz; a folder for --pairs.", metavar="PATH"),
+    "top": option(INT, "Keep the N best matches.", None, "--max", metavar="N"),
     "guided": option(
-        str, "Align turned or zoomed images and match again: auto, always or never.", "auto"
+        str, "Align rotated or scaled images and match again: auto, always or never.", "auto"
     ),
     "camera0": option(TEXT, "Camera of A.", None, "--K0", metavar="K"),
     "camera1": option(TEXT, "Camera of B.", None, "--K1", metavar="K"),
-    "pairs": option(FILE, "File of pairs.", metavar="FILE"),
-    "images": option(FILE, "Folder of their images.", metavar="DIR", show_default="that of FILE"),
-    "colmap": option(FILE, "Database of COLMAP to add to.", metavar="DB"),
-    "export": option(TEXT, "hloc: its h5 files.", metavar="NAME"),
+    "pairs": option(FILE, "List of pairs.", metavar="FILE"),
+    "images": option(FILE, "Folder of the images.", metavar="DIR", show_default="folder of FILE"),
+    "colmap": option(FILE, "Add the matches to a COLMAP database.", metavar="DB"),
+    "export": option(TEXT, "Export format: hloc (h5 files).", metavar="NAME"),
 }
 
 
@@ -101,7 +101,7 @@ def _match_two(context: typer.Context) -> None:
     if o["image0"] is None or o["image1"] is None:
         given = "none" if o["image0"] is None else f"only {o['image0']!r}"
         raise OptionError(
-            f"matching needs two images, got {given}; quadtree match a.jpg b.jpg, or --pairs FILE"
+            f"matching needs two images, got {given}; use quadtree match A B, or --pairs FILE"
         )
     inputs = o["image0"], o["image1"]
     out, save = o["out"], o["save"]
@@ -145,7 +145,7 @@ def _match_many(context: typer.Context) -> None:
 
     o = context.params
     if o["save"] is None:
-        raise OptionError("--pairs needs --save OUT, a folder for the matches; name one")
+        raise OptionError("--pairs needs --save OUT, a folder for the matches; add it")
     source = open_source(o["pairs"], images=o["images"], truth=False)
     if o["colmap"] is not None or o["export"] is not None:
         _match_for_programs(context, source.pairs)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options that several commands have; each is declared once and means the same everywhere."""
+"""Options shared by several commands, declared once with the same meaning everywhere."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,7 +11,7 @@ FILE, INT, FLOAT, TEXT = Path | None, int | None, float | None, str | None
 
 
 def option(kind: Any, text: str, default: Any = None, *flags: str, **settings: Any) -> Option:
-    """An option, by default called as its parameter."""
+    """An option; its default name is the name of the parameter."""
     if default is None:
         settings = {"show_default": False, **settings}
     return Annotated[kind, typer.Option(*flags, help=text, **settings)], default
@@ -23,7 +23,7 @@ def flag(name: str, text: str) -> Option:
 
 
 def argument(kind: Any, name: str, text: str, default: Any = None) -> Option:
-    """An argument; one whose default is ... must be given."""
+    """A positional argument; required if its default is `...`."""
     shown = typer.Argument(metavar=name, help=text, show_default=False)
     return Annotated[kind, shown], default
 
@@ -33,43 +33,41 @@ OPTIONS: dict[str, Option] = {  # by the name of the parameter
     "weights": option(
         FILE, "Weights, .safetensors.", metavar="FILE", show_default="those of the package, if any"
     ),
-    "out": option(FILE, "Picture to draw, .png or .jpg; a folder for several.", metavar="PATH"),
+    "out": option(FILE, "Picture to write, .png or .jpg; a folder for several.", metavar="PATH"),
     "save": option(FILE, "Results to write; a folder or file for several.", metavar="PATH"),
     "size": option(
         INT,
-        "Pixels of the longer side that the network sees.",
+        "Resize the longer side to N pixels.",
         metavar="N",
         show_default="as trained",
     ),
     "shorter_side": option(
-        INT, "Pixels of the shorter side.", metavar="N", show_default="as trained"
+        INT, "Resize the shorter side to N pixels.", metavar="N", show_default="as trained"
     ),
     "threshold": option(
-        FLOAT, "Least score, 0 to 1.", metavar="X", show_default="that of the weights"
+        FLOAT, "Minimum score, 0 to 1.", metavar="X", show_default="from the weights"
     ),
-    "window": option(INT, "Slide a window of N pixels.", metavar="N", show_default="whole images"),
-    "stride": option(INT, "From a window to the next.", metavar="N", show_default="2/3 of it"),
+    "window": option(INT, "Sliding window of N pixels.", metavar="N", show_default="whole images"),
+    "stride": option(INT, "Distance of windows.", metavar="N", show_default="2/3 of the window"),
     "max_disparity": option(
-        FLOAT, "Largest disparity in pixels.", metavar="X", show_default="that of the weights"
+        FLOAT, "Largest disparity in pixels.", metavar="X", show_default="from the weights"
     ),
-    "device": option(str, "cpu, cuda, or auto: a GPU if there is one.", "auto"),
-    "dtype": option(str, "float32; bfloat16 or float16: mixed precision.", "float32"),
-    "batch": option(
-        INT, "Items that go through the network together.", metavar="N", show_default="by task"
-    ),
-    "workers": option(int, "Processes that read images; 0: this one.", 0),
+    "device": option(str, "cpu, cuda, or auto: a GPU if available.", "auto"),
+    "dtype": option(str, "float32, or bfloat16, float16 (mixed precision).", "float32"),
+    "batch": option(INT, "Batch size of the network.", metavar="N", show_default="by task"),
+    "workers": option(int, "Processes that read images; 0: main process.", 0),
     "data": option(FILE, "Folder of the data set.", metavar="ROOT"),
     "split": option(str, "Split of the data set.", "val"),
-    "predictions": option(FILE, "Score these results, without a network.", metavar="PATH"),
-    "report": option(FILE, "Scores to write, JSON.", metavar="FILE"),
-    "strict": flag("strict", "Fail at the first item that cannot be used."),
-    "force": flag("force", "Compute again; results of other settings are removed."),
+    "predictions": option(FILE, "Score existing results, without a network.", metavar="PATH"),
+    "report": option(FILE, "Write scores as JSON.", metavar="FILE"),
+    "strict": flag("strict", "Fail at the first unusable item."),
+    "force": flag("force", "Recompute; results of other settings are removed."),
     "json": flag("json", "Print JSON."),
     "debug": flag("debug", "Show the traceback of an error."),
 }
 WEIGHTS = argument(FILE, "[WEIGHTS]", "Weights, .safetensors.")  # of `evaluate`
 
-RENAMED = {  # options of earlier versions; with the command where they still exist elsewhere
+RENAMED = {  # options of earlier versions; with the command if other commands still have them
     "--save-dir": "--save",
     "--scores": "--report",
     "--score": "--threshold",

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How commands end and what they print: exit codes, errors on one line, JSON, progress.
+"""Exit codes and output of commands: errors on one line, JSON, progress.
 
-Exit codes: 0; 1 if some items failed, one line each; 2 for a mistake of the user, or an output that
+Exit codes: 0; 1 if some items failed, with one line each; 2 for a user error or an output that
 cannot be written; 130 if interrupted.
 """
 
@@ -32,16 +32,16 @@ def command(
     own: Mapping[str, Option] | None = None,
     **settings: Any,
 ) -> None:
-    """Adds a command whose errors end it with one line.
+    """Adds a command that reports errors on one line.
 
     Args:
-        app: Where to.
-        name: Of the command.
-        run: Finds the values of all options in `context.params`.
-        text: Help.
-        options: Names in `OPTIONS` that the command has after its own.
-        own: Options of the command alone, by name.
-        **settings: Those of typer.
+        app: The application.
+        name: Name of the command.
+        run: Function that reads the values of all options from `context.params`.
+        text: Help text.
+        options: Names of shared options in `OPTIONS`, listed after its own.
+        own: Own options of the command, by name.
+        **settings: Settings of typer.
     """
     declared = {"context": (typer.Context, ...), **(own or {})}
     declared |= {option: OPTIONS[option] for option in options.split()}
@@ -62,7 +62,7 @@ def command(
 
 @contextmanager
 def errors_on_one_line(*, debug: bool = False) -> Iterator[None]:
-    """Ends a command with one line and its exit code where something outside of it is wrong."""
+    """Turns expected errors into one line and an exit code."""
     try:
         yield
         sys.stdout.flush()
@@ -71,7 +71,7 @@ def errors_on_one_line(*, debug: bool = False) -> Iterator[None]:
             traceback.print_exc()
         tell(str(error))
         raise typer.Exit(MISTAKE) from None
-    except BrokenPipeError:  # whoever reads has seen enough, as with `| head`
+    except BrokenPipeError:  # the reader closed the pipe, as with `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         raise typer.Exit(0) from None
     except OSError as error:
@@ -88,7 +88,7 @@ def errors_on_one_line(*, debug: bool = False) -> Iterator[None]:
 
 @contextmanager
 def _silent() -> Iterator[None]:
-    """Leaves out the second error that closing a full standard output gives."""
+    """Suppresses the second error when a full standard output is closed."""
     try:
         sys.stdout.flush()
     except OSError:
@@ -97,7 +97,7 @@ def _silent() -> Iterator[None]:
 
 
 def imported() -> None:
-    """To be called once a command has imported what it needs: Ctrl-C is an exception from here."""
+    """Restores KeyboardInterrupt; called after a command has imported its dependencies."""
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -107,7 +107,7 @@ def exclusive(context: typer.Context, option: str, *others: str) -> None:
     if is_given(context, option) and (given := [o for o in others if is_given(context, o)]):
         raise OptionError(
             f"{_flag(context, option)} excludes {', '.join(_flag(context, o) for o in given)}; "
-            "leave out one or the other"
+            "pass only one of them"
         )
 
 
@@ -118,7 +118,7 @@ def is_given(context: typer.Context, option: str) -> bool:
 
 
 def _flag(context: typer.Context, option: str) -> str:
-    """An option as it is typed."""
+    """Name of an option on the command line."""
     parameter = next(p for p in context.command.params if p.name == option)
     return parameter.opts[0] if parameter.opts[0].startswith("-") else str(parameter.metavar)
 
@@ -131,7 +131,7 @@ def tell(message: str) -> None:
 
 
 def say(text: str) -> None:
-    """Writes text to standard output, with ? for what it has no character for."""
+    """Writes text to standard output, with ? for unsupported characters."""
     from tqdm import tqdm
 
     tqdm.write(printable(text), file=sys.stdout)
@@ -139,7 +139,7 @@ def say(text: str) -> None:
 
 
 def printable(text: str) -> str:
-    """The text with # for bars, and ? for what else standard output has no character for."""
+    """Replaces bars by # and other characters unsupported by standard output by ?."""
     from quadtree_attention.tasks.contract import BLOCKS
 
     encoding = sys.stdout.encoding or "ascii"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The driver of commands that run a predictor: over images, one pair, or many pairs.
+"""Implementation of commands that run a predictor on images, one pair, or many pairs.
 
 Importing this imports torch.
 """
@@ -32,14 +32,14 @@ COMMON = ("device", "dtype", "size")  # options that `from_pretrained` of all ta
 
 @dataclass(frozen=True)
 class Job:
-    """The files that become of one item."""
+    """Output files of one item."""
 
     picture: Path | None = None
     saved: Path | None = None
 
 
 def make_predictor(context: typer.Context, task: str, own: Sequence[str]) -> Predictor[Any]:
-    """The predictor that the options of a command describe."""
+    """Creates the predictor from the options of a command."""
     given = context.params
     chosen = {name: given[name] for name in (*COMMON, *own) if name in given}
     predictor: Predictor[Any] = (
@@ -50,11 +50,11 @@ def make_predictor(context: typer.Context, task: str, own: Sequence[str]) -> Pre
 
 
 def announce_compiling(predictor: Predictor[Any]) -> None:
-    """Writes a line if the first call compiles kernels, which takes a while."""
+    """Writes a line if the first call compiles kernels."""
     imported()
     compiles = predictor.device.type == "cpu" and default_backend() != "reference"
     if compiles and not is_compiled():
-        tell("compiling kernels for this machine, once; later runs take them from a cache")
+        tell("compiling kernels for this machine once; later runs use a cache")
 
 
 def predict_images(
@@ -64,13 +64,13 @@ def predict_images(
     own: Sequence[str] = (),
     picture: str | None = None,
 ) -> None:
-    """Runs a predictor over images, draws and saves as asked for, and prints the results.
+    """Runs a predictor on images, writes the requested files, and prints the results.
 
     Args:
-        context: Has the options of the command.
-        task: Of the predictor.
-        own: Names of options that are the task's own.
-        picture: Name of the default picture, and of the default folder, without suffix.
+        context: Context with the options of the command.
+        task: Task of the predictor.
+        own: Names of options specific to the task.
+        picture: Name of the default picture and default folder, without suffix.
     """
     options = context.params
     checks.at_least(1, batch=options["batch"])
@@ -87,14 +87,14 @@ def predict_images(
     elif save is not None and save.suffix.lower() in codec.suffixes and not save.is_dir():
         raise _no_folder("--save", save, paths)
     if stored and out is not None and os.path.realpath(out) == os.path.realpath(save):
-        raise OptionError(f"--out and --save are both {str(out)!r}; give each its own name")
+        raise OptionError(f"--out and --save are both {str(out)!r}; use two names")
     jobs = plan_jobs(paths, out, None if stored else save, many=many)
     predictor = make_predictor(context, task, own)
     source = Items(names_of(paths), [(path,) for path in paths], read=read_image)
     store = _store(save, predictor, source, force=options["force"]) if stored else None
     results: list[dict[str, Any]] = []
     done = 0
-    shown = not options["json"] and sys.stdout.isatty()  # results appear there anyway
+    shown = not options["json"] and sys.stdout.isatty()  # results are printed there anyway
     progress = False if shown or not many else None
     outcomes = predict(predictor, source, store=store, batch=options["batch"], progress=progress)
     for index, found in outcomes:
@@ -132,18 +132,18 @@ def predict_pairs(
     describe: Callable[[int], Mapping[str, Any]] | None = None,
     numbers: Callable[[Any], Mapping[str, Any]],
 ) -> tuple[list[dict[str, Any]], int]:
-    """Runs a predictor over many pairs, into a store; what became of each, and how many were there.
+    """Runs a predictor on many pairs into a store; returns rows and the number of existing results.
 
     Args:
-        predictor: What to run.
+        predictor: The predictor.
         source: The pairs.
         save: Folder of the results.
-        force: Compute again what is there.
-        batch: Pairs that go through the network together.
+        force: Recompute existing results.
+        batch: Batch size.
         suffix: Format of the files.
         after: Called with the index and the result of every pair.
-        describe: Entries of the row of a pair.
-        numbers: Further entries, of a result.
+        describe: Returns entries of the row of a pair.
+        numbers: Returns further entries from a result.
     """
     store = _store(save, predictor, source, force=force, suffix=suffix)
     rows: list[dict[str, Any]] = []
@@ -168,7 +168,7 @@ def report_pairs(
     json: bool,
     complete: bool = True,
 ) -> None:
-    """Prints what became of many pairs; ends the command with 1 if some failed, or are missing."""
+    """Prints a summary of many pairs; exits with code 1 if some failed or are missing."""
     failed = [row for row in rows if row["error"] is not None]
     done = len(rows) - len(failed)
     if json:
@@ -205,11 +205,11 @@ def _store(
 
 
 def _there(count: int) -> str:
-    return f", {count:,} there already (--force computes them again)" if count else ""
+    return f", {count:,} already done (--force recomputes them)" if count else ""
 
 
 def expand(images: Sequence[str]) -> tuple[list[str], bool]:
-    """The images that were named, those of a folder one by one; True if a folder has none."""
+    """Returns the images, with folders expanded; True if a folder has none."""
     paths: list[str] = []
     failed = False
     for image in images:
@@ -231,7 +231,7 @@ def _title(path: str) -> str | None:
 
 
 def names_of(paths: Sequence[str]) -> list[str]:
-    """Unique names of results, by the names of the images.
+    """Returns unique names of results from the names of the images.
 
     Raises:
         OptionError: Two images have the same name.
@@ -241,7 +241,7 @@ def names_of(paths: Sequence[str]) -> list[str]:
         twice = next(name for name in names if names.count(name) > 1)
         both = [path for path, name in zip(paths, names, strict=True) if name == twice]
         raise OptionError(
-            f"{both[0]} and {both[1]} have the same name, which their results would share; rename "
+            f"{both[0]} and {both[1]} have the same name, so that their results would too; rename "
             "one, or run them one after the other"
         )
     return names
@@ -250,10 +250,10 @@ def names_of(paths: Sequence[str]) -> list[str]:
 def plan_jobs(
     paths: Sequence[str], out: Path | None, save: Path | None, *, many: bool
 ) -> list[Job]:
-    """The files of every image, checked before the slow part.
+    """Returns the output files of every image, checked before the network runs.
 
     Raises:
-        OptionError: One cannot be written, would replace an image, or is asked for twice.
+        OptionError: One cannot be written, would replace an image, or is used twice.
     """
     if not paths:
         return []
@@ -274,14 +274,14 @@ def plan_jobs(
 
 def _no_folder(option: str, given: Path, paths: Sequence[str]) -> OptionError:
     return OptionError(
-        f"{option} must be a folder for {len(paths)} images, got {str(given)!r}; name one"
+        f"{option} must be a folder for {len(paths)} images, got {str(given)!r}; pass one"
     )
 
 
 def check_targets(
     pictures: Iterable[Path | None], others: Iterable[Path | None], inputs: Sequence[str]
 ) -> None:
-    """Raises `OptionError` for files that cannot be written, are inputs, or are named twice."""
+    """Raises `OptionError` for files that cannot be written, are inputs, or are used twice."""
     drawn = [path for path in pictures if path is not None]
     for path in drawn:
         picture_format(path)
@@ -291,11 +291,11 @@ def check_targets(
     places = [os.path.realpath(target) for target in targets]
     if len(set(places)) < len(places):
         twice = next(t for t, place in zip(targets, places, strict=True) if places.count(place) > 1)
-        raise OptionError(f"two results would be {str(twice)!r}; give each a name of its own")
+        raise OptionError(f"two results would be {str(twice)!r}; use different names")
 
 
 def write_files(found: Any, job: Job, *, title: str | None = None) -> list[str]:
-    """Writes the files of a result; their names."""
+    """Writes the files of a result; returns their names."""
     if job.saved is not None:
         found.save(job.saved)
     if job.picture is not None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `explore` and `attention` have in common: networks that run on images and are recorded.
+"""Recording of networks on images, shared by `explore` and `attention`.
 
 Importing this imports torch.
 """
@@ -23,14 +23,14 @@ from quadtree_attention.models.backbone import PyramidTransformer
 from quadtree_attention.models.weights import read_card
 from quadtree_attention.tasks.contract import get_task
 
-BACKBONE_SIZE = 640  # pixels of the longer side that backbones get, at most
+BACKBONE_SIZE = 640  # maximum of the longer side for backbones, in pixels
 OCCLUDED = 0.5
 TASKS = ("match", "stereo")  # whose weights come with the package
 
 
 @dataclass(frozen=True)
 class Seen:
-    """Records of networks that saw the same images, and what the first of them found."""
+    """Records of networks on the same images, and the result of the first network."""
 
     records: Mapping[str, Record]
     images: Sequence[Image.Image]
@@ -38,7 +38,7 @@ class Seen:
 
 
 def task_of(weights: Path | None, task: str | None) -> str:
-    """The task of weights, or the one that was asked for.
+    """Returns the task of weights, or the requested one.
 
     Raises:
         OptionError: Both are given and differ, or there are no packaged weights of the task.
@@ -65,11 +65,11 @@ def look(
     """Run networks on one image or two and record them.
 
     Args:
-        images: As given, upright.
+        images: Upright images.
         weights: One file per network; None: the packaged weights of the task.
-        task: "match" or "stereo"; None: that of the weights, else "match".
-        size: Pixels of the longer side.
-        device: Where to run.
+        task: "match" or "stereo"; None: the task of the weights, else "match".
+        size: Longer side in pixels.
+        device: Device to run on.
         quadtree: Whether the first network must have quadtree layers.
 
     Raises:
@@ -79,14 +79,14 @@ def look(
     tasks = [task_of(path, task) for path in weights]
     if len(set(tasks)) > 1:
         raise OptionError(
-            f"networks beside each other must be for one task, got {', '.join(tasks)}; pass such"
+            f"compared networks must be for one task, got {', '.join(tasks)}; pass only one task"
         )
     most = 2 if tasks[0] in TASKS else 1
     least = 2 if tasks[0] == "stereo" else 1
     if not least <= len(images) <= most:
         wanted = f"{most} images" if least == most else "one image or two"
         wanted = "one image" if most == 1 else wanted
-        raise OptionError(f"{weights[0] or tasks[0]} takes {wanted}, got {len(images)}; pass such")
+        raise OptionError(f"{weights[0] or tasks[0]} needs {wanted}, got {len(images)}")
     records: dict[str, Record] = {}
     found: dict[str, Any] = {}
     shown = images
@@ -96,7 +96,9 @@ def look(
         if number == 0:
             found = result
             if quadtree and not any(map(is_quadtree, network.modules())):
-                raise CheckpointError(f"{path} has no quadtree layers; pass weights that have some")
+                raise CheckpointError(
+                    f"{path} has no quadtree layers; pass weights with quadtree attention"
+                )
         name = "packaged weights" if path is None else path.stem
         records[name if name not in records else f"{name} {number + 1}"] = seen
     return Seen(records, shown, found)
@@ -145,7 +147,7 @@ def _run_backbone(
 
 
 def point_of(text: str) -> tuple[float, float]:
-    """The point x,y of an option; raises `OptionError` for anything else."""
+    """Parses the point x,y of an option; raises `OptionError` if it is invalid."""
     try:
         x, y = (float(part) for part in text.split(","))
     except ValueError:
@@ -154,7 +156,7 @@ def point_of(text: str) -> tuple[float, float]:
 
 
 def patterns(text: str | None, records: Mapping[str, Record]) -> list[str] | None:
-    """Names of layers of the first record that fit patterns, divided by commas."""
+    """Names of layers of the first record that match comma-separated patterns."""
     if text is None:
         return None
     from fnmatch import fnmatchcase
@@ -165,7 +167,7 @@ def patterns(text: str | None, records: Mapping[str, Record]) -> list[str] | Non
         fitting = [name for name in names if fnmatchcase(name, pattern)]
         if not fitting:
             raise OptionError(
-                f"no attention layer is called {pattern!r}; there are {', '.join(names)}"
+                f"no attention layer matches {pattern!r}; choose from {', '.join(names)}"
             )
         found += [name for name in fitting if name not in found]
     return [name for name in names if name in found]

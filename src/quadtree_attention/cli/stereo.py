@@ -19,19 +19,20 @@ if TYPE_CHECKING:
 
 HELP = """Estimate disparity from a rectified stereo pair.
 
-LEFT and RIGHT are a rectified pair of the same size, of any kind. What is at (x, y) on the left is
-at (x - disparity, y) on the right; disparities are in pixels of the images as given. --out draws
-them in colours, occluded pixels hatched, --save writes the numbers, as .npz, .npy, .pfm or 16-bit
-.png (times 256), --occlusion writes a grey picture, white where occluded; without any of these, and
-without --json, the picture goes to disparity.png. With --focal, in pixels, and --baseline, in any
-unit, depth is printed, --depth writes it, and --points writes coloured points, without what is
-occluded. A pair that looks swapped or not rectified gets a
-warning on standard error. Weights come with the package.
+LEFT and RIGHT are a rectified pair of images of the same size. The left pixel (x, y) corresponds to
+(x - disparity, y) on the right; disparities are in pixels of the original images. --out writes a
+colour picture with occluded pixels hatched, --save writes the disparities as .npz, .npy, .pfm or
+16-bit .png (times 256), --occlusion writes a grey picture, white where occluded; without any of
+these and --json, the picture is written to disparity.png. With --focal (pixels) and --baseline (any
+unit), depth is printed; --depth writes it, and --points writes coloured points of non-occluded
+pixels. A warning on standard error is given for pairs that seem swapped or not rectified. Without
+--weights, the packaged weights are used; nothing is downloaded.
 
-LEFT and RIGHT may be folders, whose images are paired by equal names, or by names that differ only
-by left and right, l and r, 0 and 1 or 2 and 3. Every pair gets NAME.npz, with disparity and
-occlusion (or what --format says), and a picture NAME.jpg in --save. Pairs that are there already
-are skipped. What cannot be read is named at the end, the others are done, and the exit code is 1.
+LEFT and RIGHT may be folders. Their images are paired by equal names, or by names that differ only
+in left and right, l and r, 0 and 1 or 2 and 3. For every pair, NAME.npz with disparity and
+occlusion (or the format of --format) and a picture NAME.jpg are written to --save. Existing results
+are skipped. Unreadable pairs are listed at the end, all others are processed, and the exit code is
+1.
 
 \b
 Examples:
@@ -45,7 +46,7 @@ PICTURE = Path("disparity.png")
 FORMATS = ("npz", "npy", "pfm", "png")  # of the files of two folders
 ONLY_ONE = ("out", "occlusion", "depth", "points", "focal", "baseline", "offset")
 ONLY_MANY = ("file_format", "force", "batch")
-NAMED = 5  # images without a partner that are named
+NAMED = 5  # images without a partner listed in a message
 
 OPTIONS = "weights out size max_disparity device dtype batch force json debug"
 
@@ -55,16 +56,16 @@ OWN = {
     "right": argument(str, "RIGHT", "Right image, or a folder.", ...),
     "save": option(
         FILE,
-        "Disparities to write, .npz, .npy, .pfm or .png; a folder for two folders.",
+        "Write disparities, .npz, .npy, .pfm or .png; a folder for two folders.",
         metavar="PATH",
     ),
-    "occlusion": option(FILE, "Picture of occluded pixels."),
-    "depth": option(FILE, "Depth to write, .npy."),
-    "points": option(FILE, "Coloured points to write, .ply."),
+    "occlusion": option(FILE, "Write a picture of occluded pixels."),
+    "depth": option(FILE, "Write depth, .npy."),
+    "points": option(FILE, "Write coloured points, .ply."),
     "focal": option(FLOAT, "Focal length in pixels."),
-    "baseline": option(FLOAT, "Distance of the cameras."),
-    "offset": option(float, "Added to disparities for depth (doffs of Middlebury).", 0.0),
-    "file_format": option(str, "Of the files of folders: npz, npy, pfm or png.", "npz", "--format"),
+    "baseline": option(FLOAT, "Distance between the cameras."),
+    "offset": option(float, "Offset of disparities for depth (Middlebury's doffs).", 0.0),
+    "file_format": option(str, "Format for folders: npz, npy, pfm or png.", "npz", "--format"),
 }
 
 
@@ -78,7 +79,7 @@ def stereo(context: typer.Context) -> None:
     if any(folders) and not all(folders):
         raise OptionError(
             f"LEFT and RIGHT must be two images or two folders, got {left!r} and {right!r}; "
-            "pass two of a kind"
+            "pass two files or two folders"
         )
     unused, kind = (ONLY_ONE, "two folders") if all(folders) else (ONLY_MANY, "one pair")
     if given := [name for name in unused if is_given(context, name)]:
@@ -103,9 +104,9 @@ def _find_one(context: typer.Context) -> None:
     if save is not None:
         checked_suffix(save, DisparityCodec())
     if depth is not None and depth.suffix != ".npy":
-        raise OptionError(f"depth is written as .npy, got {str(depth)!r}; name it so")
+        raise OptionError(f"depth is written as .npy, got {str(depth)!r}; change the suffix")
     if points is not None and points.suffix != ".ply":
-        raise OptionError(f"points are written as .ply, got {str(points)!r}; name it so")
+        raise OptionError(f"points are written as .ply, got {str(points)!r}; change the suffix")
     cameras = _cameras(o["focal"], o["baseline"], o["offset"], depth or points)
     check_targets((out, occlusion), (save, depth, points), inputs)
     images = to_image(inputs[0]), to_image(inputs[1])  # before the slow part
@@ -142,7 +143,7 @@ def _find_one(context: typer.Context) -> None:
 def _cameras(
     focal: float | None, baseline: float | None, offset: float, depth: Path | None
 ) -> dict[str, float] | None:
-    """Options of `Disparity.depth`; None if no depth is asked for."""
+    """Options of `Disparity.depth`; None if depth is not requested."""
     from quadtree_attention.tasks.stereo.result import check_cameras
 
     missing = [n for n, v in (("--focal", focal), ("--baseline", baseline)) if v is None]
@@ -178,19 +179,19 @@ def _find_many(context: typer.Context) -> None:
     o = context.params
     save: Path | None = o["save"]
     if save is None:
-        raise OptionError("two folders need --save OUT, a folder for the results; name one")
+        raise OptionError("two folders need --save OUT, a folder for the results; add it")
     checks.one_of(FORMATS, format=o["file_format"])
     for name in (o["left"], o["right"]):
         if save.exists() and save.samefile(name):
             raise OptionError(
-                f"{name} holds the images, results beside them could replace some; write to "
+                f"{name} contains the input images, which results could overwrite; write to "
                 "another folder"
             )
     pairs, alone = pair_up(*(images_inside(Path(name)) for name in (o["left"], o["right"])))
     if not pairs:
         raise DataError(
-            f"no image in {o['left']} has a partner in {o['right']}: names must be the same, or "
-            "differ only by left and right, l and r, 0 and 1 or 2 and 3; rename them"
+            f"no image in {o['left']} has a partner in {o['right']}: names must be equal, or "
+            "differ only in left and right, l and r, 0 and 1 or 2 and 3; rename them"
         )
     names = list(pairs)
     predictor = make_predictor(context, "stereo", ("max_disparity",))
@@ -225,13 +226,13 @@ def _find_many(context: typer.Context) -> None:
 def pair_up(
     left: Sequence[str], right: Sequence[str]
 ) -> tuple[dict[str, tuple[str, str]], list[str]]:
-    """Pairs by the name of the left image, and images that have no partner.
+    """Returns pairs by the name of the left image, and images without a partner.
 
-    Partners have the same name but for the suffix. Where no two have, partners' names differ in one
+    Partners have the same stem. If there are none, the stems of partners differ in one
     place only: left and right, l and r, 0 and 1 or 2 and 3; both lists may then be of one folder.
 
     Raises:
-        DataError: Two images of a folder have the same name but for the suffix.
+        DataError: Two images of a folder have the same stem.
     """
     lefts, rights = _by_stem(left), _by_stem(right)
     same = [stem for stem, path in lefts.items() if rights.get(stem, path) != path]
@@ -244,8 +245,8 @@ def pair_up(
     return pairs, [path for path in dict.fromkeys([*left, *right]) if path not in taken]
 
 
-# What a left image has in its name, and the right one instead; a digit stands for a camera only if
-# no other is beside it, as in im0 and 000046_10_0
+# Parts of names of left and right images; a digit denotes a camera only if it has no adjacent
+# digit, as in im0 and 000046_10_0
 _SIDES = (
     (r"left", "right"),
     (r"(?<![a-z])l(?![a-z])", "r"),
@@ -255,7 +256,7 @@ _SIDES = (
 
 
 def _partners(stem: str) -> Iterator[str]:
-    """Names that the right image may have, the likeliest first."""
+    """Yields candidate names of the right image, the most likely first."""
     for pattern, other in _SIDES:
         for match in re.finditer(pattern, stem, re.IGNORECASE):
             word = match[0]
@@ -269,8 +270,8 @@ def _by_stem(paths: Sequence[str]) -> dict[str, str]:
         stem = Path(path).stem
         if stem in found:
             raise DataError(
-                f"{found[stem]} and {path} have the same name but for the suffix, which results "
-                "would share; rename or remove one"
+                f"{found[stem]} and {path} have the same name except for the suffix, so that "
+                "their results would too; rename or remove one"
             )
         found[stem] = path
     return found
