@@ -126,7 +126,7 @@ def test_whole_detector(detector):
     assert row(text, "parameters") == "3,332,468 in 312 tensors"
     assert row(text, "num_classes") == "0, no classifier"
     assert row(text, "left out") == "4 tensors of neck, bbox_head"
-    why = "as for checkpoints without a classifier; the tensors do not tell"
+    why = "as for checkpoints without a classifier; not stored in the tensors"
     assert row(text, "topk") == f"32, {why}, --topk changes it"
     assert row(text, "value_act") == f"relu, {why}, --act changes it"
     assert row(text, "written") == "out.safetensors and out.json"
@@ -304,7 +304,7 @@ def test_matcher_from_a_lightning_checkpoint(loftr):
     text = converted({"epoch": 3, "pytorch-lightning_version": "1.3.5", "state_dict": loftr})
     assert row(text, "model") == "loftr, by its blocks and channels"
     assert row(text, "left out") == "nothing"
-    assert row(text, "position").startswith("fixed, as in most checkpoints; the tensors do not")
+    assert row(text, "position").startswith("fixed, as in most checkpoints; not stored")
     card = read_card("out.safetensors")
     assert (card["model"], card["task"]) == ("loftr", "match")
     assert card["kwargs"] == json.loads(json.dumps(complete("loftr", {})))

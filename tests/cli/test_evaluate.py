@@ -262,7 +262,7 @@ def test_segment(all_weights):
         ("classify", ["best.ckpt", "--data", "pets"], "best.safetensors"),
         ("classify", ["w.safetensors", "--data", "pets"], "there is no file 'w.safetensors'"),
         ("classify", ["--predictions", "none.npz"], "there is no file 'none.npz'"),
-        ("classify", ["--predictions", "p.npz", "--size", "64"], "excludes --size; leave out one"),
+        ("classify", ["--predictions", "p.npz", "--size", "64"], "excludes --size; pass only one"),
         ("detect", ["--data", "pets"], "no weights of the task detect"),
         ("stereo", ["--data", "pets", "--batch", "0"], "there are no pairs"),
         ("segment", ["w.safetensors", "--data", "nowhere"], "there is no folder nowhere"),

@@ -71,7 +71,7 @@ def test_backends_are_those_of_the_call(monkeypatch):
     assert report["backends"] == available_backends(q, k, v, **options) and report["plan"] is None
     assert any("head dims go up to" in reason for reason in report["backends"]["triton"])
     text = printed("--device cpu")
-    assert line_of(text, "cpu        ") == "cpu        can run it and is what auto takes"
+    assert line_of(text, "cpu        ") == "cpu        can run it and is selected by auto"
     assert line_of(text, "reference") == "reference  can run it"
     assert "QUADTREE_BACKEND" not in text
     monkeypatch.setenv("QUADTREE_BACKEND", "reference")

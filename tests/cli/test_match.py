@@ -91,7 +91,7 @@ def test_no_matches(run):
         (["--K0", "1,1,1,1", "--K1", "0,1,1,1"], "K1 must be a camera matrix (3, 3), [[fx, 0, cx"),
         (["--force"], "--force is for --pairs FILE; leave it out"),
         (["--save", "m.npz", "--images", "x"], "--images is for --pairs FILE; leave it out"),
-        (["--pairs", "p.txt"], "--pairs excludes A, B; leave out one or the other"),
+        (["--pairs", "p.txt"], "--pairs excludes A, B; pass only one of them"),
         (["--device", "gpu"], "there is no device 'gpu' here"),
     ],
 )
@@ -143,7 +143,7 @@ def test_pairs(run, weights, pair):
 
 def test_pairs_that_are_there_are_skipped(run, fails):
     Path("pairs.txt").write_text("a.png b.png\nb.png a.png\na.png b.png\n")
-    assert row(run(*PAIRS).stdout, "pairs").startswith("2 done, 0 failed, 1 there already")
+    assert row(run(*PAIRS).stdout, "pairs").startswith("2 done, 0 failed, 1 already done")
     os.unlink("out/b__a.npz")
     Path("out/a__b.npz").write_bytes(b"mine")
     (found,) = json.loads(run(*PAIRS, "--json").stdout)
@@ -188,7 +188,7 @@ def test_matches_of_other_images_are_not_reused(run, fails):
         ("a.png b.png", [*PAIRS, "--images", "none"], "there is no folder of images 'none'; check"),
         ("a.png b.png", PAIRS[:2], "--pairs needs --save OUT"),
         ("a.png b.png", [*PAIRS, "--save", "a.png"], "the folder a.png cannot be made: File exist"),
-        ("a.png b.png", [*PAIRS, *CAMERAS], "--pairs excludes --K0, --K1; leave out one or the"),
+        ("a.png b.png", [*PAIRS, *CAMERAS], "--pairs excludes --K0, --K1; pass only one of"),
         ("a.png b.png", ["--pairs", "none.txt", *PAIRS[2:]], "there is no file 'none.txt'"),
     ],
 )

@@ -41,7 +41,7 @@ def test_a_folder_stands_for_its_images(run, task):
     result = run("photos", *OWN[task], "--save", SAVED[task], "--json")
     assert (result.exit_code, result.stderr) == (0, "")
     assert [one["image"] for one in json.loads(result.stdout)] == ["photos/0.png", "photos/1.png"]
-    assert "2 there already" in run("photos", *OWN[task], "--save", SAVED[task]).stdout
+    assert "2 already done" in run("photos", *OWN[task], "--save", SAVED[task]).stdout
     for others in ([], ["photos/0.png"]):
         result = run("empty", *others, "--json", "--out", "out")
         message = "quadtree: there are no images in the folder empty: names must"

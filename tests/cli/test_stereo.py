@@ -167,7 +167,7 @@ def test_other_formats_and_images_without_a_partner(run, folders, pair):
         (["left", "right"], "two folders need --save OUT"),
         (
             ["left", "right", "--save", "left"],
-            "left contains the input images, which results could",
+            "left contains the input images, which results",
         ),
         (["left", "right", "--save", "out", "--out", "p.png"], "--out has no effect for two folde"),
         (["left", "right", "--save", "out", "--format", "tif"], "format must be one of npz, npy,"),
@@ -211,7 +211,5 @@ def test_partners_in_one_folder():
     pairs, alone = pair_up(both, both)
     assert pairs == {"a_left": (both[0], both[1]), "b_left": (both[2], both[3])}
     assert alone == ["x/c.png"]
-    with pytest.raises(
-        DataError, match=r"x/a.png and x/a.jpg have the same name except for the suff"
-    ):
+    with pytest.raises(DataError, match=r"x/a.png and x/a.jpg have the same name except for"):
         pair_up(["x/a.png", "x/a.jpg"], ["y/a.png"])

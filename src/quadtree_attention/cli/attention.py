@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`quadtree attention`: one query's scores at every level, as a picture."""
+"""`quadtree attention`: draws the scores of one query at every level."""
 
 from pathlib import Path
 
@@ -10,16 +10,16 @@ from quadtree_attention.cli.options import INT, option
 from quadtree_attention.cli.output import command, say, say_json
 from quadtree_attention.tasks.contract import table
 
-HELP = """Draw what one query looked at, level by level.
+HELP = """Draw the attention of one query at every level.
 
 Every row is a layer: the query's cell at each level, its scores at every level of the quadtree with
-the kept cells outlined and dark what was not looked at, and full attention of the same queries and
-keys. Beside the picture the share of full attention is printed that the kept cells of each layer
-hold, over all queries of the images.
+the selected cells outlined and cells that are not candidates dark, and full attention of the same
+queries and keys. The share of full attention inside the selected cells of each layer is printed,
+over all queries of the images.
 
-Without --weights it is the packaged matcher, or with --task stereo the packaged stereo network.
---beside adds a second network for the same task, such as one with full, spatial reduction or
-linear attention. --layers names the layers, with * for any characters.
+The default network is the packaged matcher, or with --task stereo the packaged stereo network.
+--beside adds a second network of the same task, such as one with full, spatial reduction or
+linear attention. --layers selects layers, with * for any characters.
 
 \b
 Examples:
@@ -33,7 +33,7 @@ OPTIONS = "weights size device json debug"
 OWN = {
     **NETWORKS,
     "at": option(str, "The query, in pixels of A.", ..., metavar="X,Y", show_default=False),
-    "out": option(Path, "Picture to draw, .png or .jpg.", PICTURE, metavar="FILE"),
+    "out": option(Path, "Picture to write, .png or .jpg.", PICTURE, metavar="FILE"),
     "head": option(INT, "One head, from 0.", metavar="N", show_default="mean of all"),
 }
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`quadtree calibrate`: the smallest K whose kept cells carry a share of the attention."""
+"""`quadtree calibrate`: chooses the smallest K that covers a share of full attention."""
 
 from itertools import pairwise
 from pathlib import Path
@@ -16,17 +16,17 @@ from quadtree_attention.tasks.contract import table
 if TYPE_CHECKING:
     from quadtree_attention.tasks.predictor import Predictor
 
-HELP = """Choose K per layer and level, by the share of full attention that the kept cells carry.
+HELP = """Choose K per layer and level by the share of full attention inside the selected cells.
 
-The network runs on the images of a folder. For every layer and level the smallest K is taken whose
-cells carry --mass of full attention's probability (the softmax of the same queries over all keys),
-as a mean over queries, heads and images. With several levels that select, the coarser ones may lose
-their part of the rest only. A table is printed, --out draws the curves, and --save writes the
-weights again with a card that remembers K: every command and `models.load` then use it.
+The network runs on the images of a folder. For every layer and level the smallest K is chosen whose
+cells cover --mass of full attention's probability (the softmax of the same queries over all keys),
+as a mean over queries, heads and images. With several levels with a selection, the loss is divided
+among them. A table is printed, --out draws the curves, and --save writes the
+weights with a card that contains K, which every command and `models.load` then use.
 
-Without --weights it is the packaged matcher, or with --task stereo the packaged stereo network.
-A matcher gets each image of the folder with the next one, by name; a stereo network gets pairs that
-are named as for quadtree stereo, left and right; other networks get single images.
+The default network is the packaged matcher, or with --task stereo the packaged stereo network.
+A matcher gets each image of the folder with the next one, by name; a stereo network gets pairs
+named as for quadtree stereo, left and right; other networks get single images.
 
 \b
 Examples:
@@ -38,12 +38,12 @@ Examples:
 OPTIONS = "weights size device force json debug"
 OWN = {
     "images": option(Path, "Folder of images.", ..., metavar="DIR", show_default=False),
-    "mass": option(float, "Share of the attention, above 0 and at most 1.", 0.95, metavar="X"),
-    "samples": option(int, "Images or pairs, at most; the first ones.", 8, "--max", metavar="N"),
-    "out": option(FILE, "Curves to draw, .png or .jpg.", metavar="FILE"),
-    "save": option(FILE, "Weights to write, .safetensors.", metavar="FILE"),
+    "mass": option(float, "Share of the attention, in (0, 1].", 0.95, metavar="X"),
+    "samples": option(int, "Maximum number of images or pairs.", 8, "--max", metavar="N"),
+    "out": option(FILE, "Write a picture of the curves, .png or .jpg.", metavar="FILE"),
+    "save": option(FILE, "Write weights, .safetensors.", metavar="FILE"),
     "task": option(
-        TEXT, "match or stereo.", metavar="TASK", show_default="that of the weights, else match"
+        TEXT, "match or stereo.", metavar="TASK", show_default="task of the weights, else match"
     ),
 }
 
@@ -65,7 +65,7 @@ def calibrate(context: typer.Context) -> None:
     o = context.params
     checks.at_least(1, max=o["samples"])
     if not 0 < o["mass"] <= 1:
-        raise OptionError(f"--mass must be above 0 and at most 1, got {o['mass']}; 0.95 is usual")
+        raise OptionError(f"--mass must be in (0, 1], got {o['mass']}; 0.95 is usual")
     if o["save"] is not None:
         check_target(o["save"], overwrite=o["force"])
     check_targets([o["out"]], [o["save"]], [])
@@ -93,7 +93,7 @@ def calibrate(context: typer.Context) -> None:
     say(found.to_text() + "\n" + table({k: v for k, v in rows.items() if v}))
 
 
-_RENEWED = ("sha256", "tensors", "version")  # of a card, when weights are written again
+_RENEWED = ("sha256", "tensors", "version")  # entries of a card that are recomputed
 
 
 def _grouped(task: str, paths: list[str], folder: Path) -> list[tuple[str, ...]]:
@@ -113,7 +113,7 @@ def _grouped(task: str, paths: list[str], folder: Path) -> list[tuple[str, ...]]
 
 
 def _input(predictor: "Predictor[Any]", task: str, images: tuple[str, ...]) -> Any:
-    """What the network is called with."""
+    """Returns the input of the network."""
     prepared = predictor.preprocess(*images)
     tensors = predictor.stack([prepared])
     if len(tensors) == 2:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`quadtree classify`: the classes of images."""
+"""`quadtree classify`: classifies images."""
 
 import typer
 
@@ -8,10 +8,10 @@ from quadtree_attention.cli.output import command
 
 HELP = """Classify images with a trained classifier.
 
-An IMAGE is a file, a folder, which stands for the images in it, or - for a file on standard input.
-WEIGHTS are best.safetensors of a training run, or what quadtree convert has written; the names of
-the classes come from their card. --out draws every image with its best classes. An image that
-cannot be read gets a line on standard error, the others are classified, and the exit code is 1.
+An IMAGE is a file, a folder of images, or - for standard input. WEIGHTS is best.safetensors of a
+training run, or a file of quadtree convert; class names are read from its card. --out draws every
+image with its top classes. Unreadable images are reported on standard error, all others are
+classified, and the exit code is 1.
 
 \b
 Examples:

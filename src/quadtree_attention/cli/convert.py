@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`quadtree convert`: official checkpoints to weights of our models."""
+"""`quadtree convert`: converts official checkpoints to weights of this package."""
 
 import json
 import os
@@ -19,12 +19,12 @@ from quadtree_attention.errors import CheckpointError, OptionError
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-HELP = """Convert an official checkpoint into weights for this package.
+HELP = """Convert an official checkpoint to weights of this package.
 
-Reads classification, detection and segmentation checkpoints, also whole detectors and segmenters,
-of which it takes the backbone, matchers: LoFTR and its quadtree form, and stereo networks: STTR.
-Code in the file is never run, and every tensor of the backbone, matcher or stereo network is
-accounted for. Writes SAVE.safetensors, and beside it SAVE.json, its card.
+Reads checkpoints of classifiers, of detectors and segmenters (only the backbone is converted), of
+matchers (LoFTR and its quadtree variant) and of stereo networks (STTR). Code in the file is never
+executed, and every tensor of the backbone, matcher or stereo network is accounted for. Writes
+SAVE.safetensors and its card SAVE.json.
 
 \b
 Examples:
@@ -40,15 +40,15 @@ OWN = {
     "checkpoint": argument(
         Path, "CHECKPOINT", "Official .pth, .pt, .ckpt or .safetensors file.", ...
     ),
-    "save": option(Path, "Weights to write, .safetensors.", ..., metavar="FILE"),
-    "model": option(TEXT, "Name of the model, checked.", show_default="by its tensors"),
+    "save": option(Path, "Write weights, .safetensors.", ..., metavar="FILE"),
+    "model": option(TEXT, "Name of the model, checked.", show_default="inferred from tensors"),
     "act": option(
         TEXT,
         "Activation of the value branches, gelu or relu.",
         show_default="gelu with a classifier, else relu",
     ),
     "topk": option(INT, "Cells kept per query.", show_default="8 with a classifier, else 32"),
-    "num_classes": option(str, "auto, or 0 to leave out the classifier.", "auto"),
+    "num_classes": option(str, "auto, or 0 to omit the classifier.", "auto"),
     "position": option(
         TEXT,
         "Position encoding of a matcher, fixed, or legacy for some old ones.",
@@ -60,7 +60,7 @@ OWN = {
 
 @dataclass(frozen=True)
 class Request:
-    """What is to be converted, as it was typed."""
+    """Options of the command."""
 
     checkpoint: Path
     save: Path
@@ -72,7 +72,7 @@ class Request:
     force: bool = False
 
     def command(self) -> str:
-        """The command line, without the folders of this machine."""
+        """The command line, without folders."""
         options = {"--model": self.model, "--act": self.act, "--topk": self.topk}
         options["--num-classes"] = None if self.num_classes == "auto" else self.num_classes
         options["--position"] = self.position
@@ -84,7 +84,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Converted:
-    """Tensors of one of our models, and what became of the rest of the checkpoint."""
+    """Converted tensors, and a record of all other tensors of the checkpoint."""
 
     model: str
     kwargs: dict[str, Any]
@@ -104,7 +104,7 @@ def run(context: typer.Context) -> None:
 
     request = Request(**{name: context.params[name] for name in OWN})
     imported()
-    # Before the slow part: what would stop the writing at its end.
+    # Checks for writing, before the slow part
     check_target(request.save, overwrite=request.force)
     state = read_checkpoint(request.checkpoint)
     if request.save.exists() and os.path.samefile(request.checkpoint, request.save):
@@ -117,7 +117,7 @@ def run(context: typer.Context) -> None:
 
 
 def convert(state: "Mapping[str, Tensor]", request: Request) -> Converted:
-    """The official tensors as those of our model, all checked against it."""
+    """Converts the official tensors and checks all of them against our model."""
     from quadtree_attention.models import convert as converter
     from quadtree_attention.models.matcher_convert import is_official_matcher
     from quadtree_attention.models.registry import create
@@ -145,7 +145,7 @@ def convert(state: "Mapping[str, Tensor]", request: Request) -> Converted:
     if options["num_classes"] == 0:
         left_out += [key for key in tensors if key.startswith("head.")]
         tensors = {key: x for key, x in tensors.items() if not key.startswith("head.")}
-    # Without what is only assumed, so that another variant is told by its tensors.
+    # Without assumed options, so that another variant is detected by its tensors
     model = create(name, device="meta", **{**given, "num_classes": options["num_classes"]})
     converter.check_fit(model, tensors)
     return Converted(name, options, tensors, _parameters(model), left_out, has_classifier)
@@ -207,11 +207,11 @@ def _check_without(request: Request, option: str, of: str, found: str) -> None:
 
 
 def _given(request: Request) -> dict[str, Any]:
-    """Options of the model that were typed."""
+    """Options of the model given on the command line."""
     if not re.fullmatch(r"auto|\d{1,9}", request.num_classes):
         raise OptionError(
             f"--num-classes must be auto or a number, got {request.num_classes!r}; "
-            "0 leaves out the classifier"
+            "0 omits the classifier"
         )
     given = {
         "num_classes": None if request.num_classes == "auto" else int(request.num_classes),
@@ -271,7 +271,7 @@ def _matcher_rows(request: Request) -> dict[str, str]:
     rows = {} if request.topk is None else {"topk": f"{request.topk}, as given by --topk"}
     why = "as given by --position"
     if request.position is None:
-        why = "as in most checkpoints; the tensors do not tell, --position changes it"
+        why = "as in most checkpoints; not stored in the tensors, --position changes it"
     return rows | {"position": f"{request.position or 'fixed'}, {why}"}
 
 
@@ -279,7 +279,7 @@ def _why(converted: Converted, given: object, option: str) -> str:
     if given is not None:
         return f"as given by {option}"
     kind = "with" if converted.has_classifier else "without"
-    return f"as for checkpoints {kind} a classifier; the tensors do not tell, {option} changes it"
+    return f"as for checkpoints {kind} a classifier; not stored in the tensors, {option} changes it"
 
 
 def _left_out(names: Sequence[str]) -> str:

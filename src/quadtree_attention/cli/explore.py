@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`quadtree explore`: a page that shows what every query of a network kept, in the browser."""
+"""`quadtree explore`: writes an HTML page with the selections of every query of a network."""
 
 from pathlib import Path
 from typing import Any
@@ -10,18 +10,18 @@ from quadtree_attention.cli.options import FILE, TEXT, argument, option
 from quadtree_attention.cli.output import command, say, say_json, tell
 from quadtree_attention.tasks.contract import table
 
-HELP = """Make a page that shows what attention kept: point at a place, and see every level.
+HELP = """Write an interactive HTML page with the selection of every query, at every level.
 
-One HTML file, opened from disk, without a server or network. It shows the self-attention of a
-network on image A, or with B its cross attention, too; for the stereo network, attention along
-rows of a rectified pair. In the page K, head, layer and level are chosen, and two layers, or full
-attention of the same queries and keys, are put side by side.
+The page is one file, opened from disk, without a server or network. It shows the self attention of
+a network on image A, and with B also its cross attention; for the stereo network, attention along
+rows of a rectified pair. K, head, layer and level are chosen in the page, and two layers, or full
+attention of the same queries and keys, can be compared side by side.
 
-Without --weights it is the packaged matcher, or with --task stereo the packaged stereo network.
-Weights of classifiers, detectors and segmenters show the self-attention of their backbone.
---beside takes weights of a second network for the same task, such as one with full, spatial
-reduction or linear attention. --layers names the layers that the page holds, with * for any
-characters; by default the last self and the last cross attention.
+The default network is the packaged matcher, or with --task stereo the packaged stereo network.
+Weights of classifiers, detectors and segmenters show the self attention of their backbone.
+--beside adds a second network of the same task, such as one with full, spatial reduction or linear
+attention. --layers selects the layers of the page, with * for any characters; by default the last
+self and the last cross attention.
 
 \b
 Examples:
@@ -37,7 +37,7 @@ NETWORKS = {  # options that `attention` has, too
     "image1": argument(TEXT, "[B]", "Another one."),
     "beside": option(FILE, "Weights of a second network.", metavar="FILE"),
     "task": option(
-        TEXT, "match or stereo.", metavar="TASK", show_default="that of the weights, else match"
+        TEXT, "match or stereo.", metavar="TASK", show_default="task of the weights, else match"
     ),
     "layers": option(
         TEXT, "Layers, by names or patterns.", metavar="NAMES", show_default="last self and cross"
@@ -46,9 +46,7 @@ NETWORKS = {  # options that `attention` has, too
 OWN = {
     **NETWORKS,
     "out": option(Path, "Page to write, .html.", PAGE, metavar="FILE"),
-    "at": option(
-        TEXT, "Query that the page begins with.", metavar="X,Y", show_default="a sure match"
-    ),
+    "at": option(TEXT, "Initial query.", metavar="X,Y", show_default="a confident match"),
 }
 
 
@@ -82,7 +80,7 @@ def explore(context: typer.Context) -> None:
     page.save(o["out"])
     size = len(page.html.encode())
     if size > LARGE:
-        tell(f"the page has {size / 1e6:.1f} MB; name fewer --layers for a smaller one")
+        tell(f"the page has {size / 1e6:.1f} MB; select fewer --layers for a smaller one")
     if o["json"]:
         say_json({"written": str(o["out"]), "bytes": size})
     else:
@@ -93,7 +91,7 @@ LARGE = 6_000_000  # bytes
 
 
 def look_at(o: dict[str, Any], inputs: list[str], at: tuple[float, float] | None) -> Any:
-    """Run the networks of the options `NETWORKS`; bad images and points end it before."""
+    """Run the networks of the options `NETWORKS`, after checking images and points."""
     from quadtree_attention.cli.output import imported
     from quadtree_attention.cli.recording import look
     from quadtree_attention.images import to_image

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`quadtree info`: versions, devices, backends, and the plan of a call."""
+"""`quadtree info`: shows versions, devices, backends, and the plan of a call."""
 
 import json
 import os
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from quadtree_attention.ops.attention.problem import Problem
     from quadtree_attention.ops.planning.plan import LevelPlan, Plan
 
-HELP = """Show versions, devices, and which backends can run a call, and why others cannot.
+HELP = """Show versions, devices, the backends that can run a call, and why others cannot.
 
-The options describe the call; the default is one of a feature matcher on 640 x 480 images. With
---plan also its FLOPs, bytes and memory, level by level and next to dense attention, and which of
+The options describe the call; the default is a call of a feature matcher on 640 x 480 images.
+--plan adds its FLOPs, bytes and memory per level, compared with dense attention, and which of
 the two to use. Nothing is run, and the device need not be present.
 
 \b
@@ -46,11 +46,11 @@ OWN = {
     "dim": option(int, "Width of queries and keys, per head.", 32),
     "value_dim": option(INT, "Width of values, per head.", show_default="as --dim"),
     "levels": option(int, "Levels of the pyramids.", 3),
-    "topk": option(str, "Cells kept per query: 32, or one per level that selects: 32,16.", "16"),
+    "topk": option(str, "Cells kept per query: 32, or one per selecting level: 32,16.", "16"),
     "variant": option(str, "A or B.", "B"),
     "dtype": option(str, "float32, float64, float16 or bfloat16.", "float32"),
     "batch": option(int, "Maps per call.", 1),
-    "plan": flag("plan", "Also print what the call costs, next to dense attention."),
+    "plan": flag("plan", "Also print the cost of the call, compared with dense attention."),
 }
 
 
@@ -64,7 +64,7 @@ def info(context: typer.Context) -> None:
 
 
 def make_report(o: Mapping[str, Any]) -> dict[str, Any]:
-    """All that is printed, in the order of the JSON; what `plan` checks is left to it."""
+    """Returns all printed facts, in the order of the JSON; options are checked by `plan`."""
     import torch
 
     from quadtree_attention.ops.backends import ENVIRONMENT_VARIABLE
@@ -105,7 +105,7 @@ def parse_grid(option: str, text: str) -> tuple[int, ...]:
 def parse_topk(text: str) -> int | tuple[int, ...]:
     if not re.fullmatch(r"\d{1,18}(,\d{1,18})*", text):
         raise OptionError(
-            f"--topk must be a number, or one per level that selects, got {text!r}; "
+            f"--topk must be a number, or one per level with a selection, got {text!r}; "
             "write 32, or 32,16 for three levels"
         )
     numbers = tuple(int(number) for number in text.split(","))
@@ -117,7 +117,7 @@ def parse_dtype(name: str) -> "torch.dtype":
 
     by_name = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
     if name not in by_name:
-        raise DTypeError(f"--dtype must be one of {', '.join(by_name)}, got {name!r}; take one")
+        raise DTypeError(f"--dtype must be one of {', '.join(by_name)}, got {name!r}; pass one")
     return by_name[name]
 
 
@@ -167,7 +167,7 @@ def _cuda_devices() -> list[dict[str, Any]]:
 
 
 def _backends(problem: "Problem") -> dict[str, list[str]]:
-    """Every backend with its reasons; whether the device exists is not for a backend to say."""
+    """Returns every backend with its reasons; missing devices are added here."""
     import torch
 
     from quadtree_attention.ops.backends import explain_backends
@@ -188,8 +188,8 @@ def as_text(report: Mapping[str, Any]) -> str:
     if (plan := report["plan"]) is not None:
         parts.append(
             f"plan\n{_levels_text(plan.levels)}\n\n{_costs_text(plan)}\n\n"
-            f"  Times are estimates for {report['times_measured_on']}; compare them with each "
-            f"other only.\n  {plan.advice}"
+            f"  Times are estimates for {report['times_measured_on']}; use them for relative "
+            f"comparisons only.\n  {plan.advice}"
         )
     return "\n\n".join(parts)
 
@@ -212,7 +212,7 @@ def _backends_text(report: Mapping[str, Any]) -> str:
     first = next((name for name, reasons in report["backends"].items() if not reasons), None)
     rows = []
     for name, reasons in report["backends"].items():
-        taken = " and is what auto takes" if name == first else ""
+        taken = " and is selected by auto" if name == first else ""
         rows.append([name, f"cannot: {'; '.join(reasons)}" if reasons else f"can run it{taken}"])
     set_by = [(name, value) for name, value in report["environment"].items() if value]
     return "\n".join([_table(rows), *(f"  {n}={value} replaces auto" for n, value in set_by)])
@@ -246,7 +246,7 @@ def _costs_text(plan: "Plan") -> str:
 
 
 def _table(rows: list[list[str]]) -> str:
-    """Columns of equal width, two spaces apart and indented."""
+    """Formats rows as indented columns, two spaces apart."""
     widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
     lines = (
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
@@ -268,7 +268,7 @@ def _bytes(number: int) -> str:
 
 
 def _scaled(number: float, step: int, units: Sequence[str]) -> str:
-    """In the largest unit that leaves a digit before the point, three digits at least."""
+    """Formats bytes in the largest unit with a digit before the point, with three digits."""
     power = 0
     while number >= step and power + 1 < len(units):
         number, power = number / step, power + 1

@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`quadtree segment`: the class of every pixel of images."""
+"""`quadtree segment`: semantic segmentation of images."""
 
 import typer
 
 from quadtree_attention.cli.output import command
 
-HELP = """Segment images: a class for every pixel.
+HELP = """Predict the class of every pixel of images.
 
-Draws every image in the colours of its classes, with a legend: --out, a file for one image, a
-folder for several. --save writes label maps, PNG files whose pixels are class numbers. A folder
-stands for the images in it, - for standard input. Images that cannot be read are named and left
-out, and the exit code is 1.
+An IMAGE is a file, a folder of images, or - for standard input. --out writes pictures in the
+colours of the classes, with a legend: a file for one image, a folder for several. --save writes
+label maps, PNG files of class indices. Unreadable images are reported on standard error, all others
+are processed, and the exit code is 1.
 
---weights takes best.safetensors of quadtree train segment. For images that are too large for
-memory, --window slides a window over them.
+--weights takes best.safetensors of quadtree train segment. --window uses a sliding window, for
+images that are too large for memory.
 
 \b
 Examples:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`quadtree sfm`: a 3-D model of a folder of photographs."""
+"""`quadtree sfm`: structure from motion on a folder of photographs."""
 
 from pathlib import Path
 
@@ -8,32 +8,32 @@ import typer
 from quadtree_attention.cli.options import FILE, FLOAT, INT, TEXT, argument, option
 from quadtree_attention.cli.output import FAILED, command, exclusive, say, say_json, tell
 
-HELP = """Make a 3-D model of the photographs in a folder: cameras and coloured points.
+HELP = """Reconstruct cameras and coloured points from a folder of photographs.
 
 PHOTOS is a folder of photographs of one scene, in any order, size and orientation. They are matched
-in pairs, matches become tracks over many photographs, and COLMAP's mapper (pip install
-'quadtree-attention[sfm]') finds the cameras and the points. OUT gets
+in pairs, matches are merged into tracks over many photographs, and COLMAP's mapper (pip install
+'quadtree-attention[sfm]') estimates cameras and points. Files written to OUT:
 
 \b
-  report.html       cameras and points to turn, and why photographs were left out
-  sparse/0          the model as COLMAP writes it; further models are sparse/1, ...
+  report.html       interactive view of the model, and why photographs were left out
+  sparse/0          the model in COLMAP's format; further models are sparse/1, ...
   database.db       COLMAP's database: keypoints, matches, two-view geometries
   points.ply        the coloured points
   transforms.json   the cameras for NeRF and Gaussian splatting
   report.json       the numbers of the report
-  matches           the matches of each pair: a run that was stopped continues from there
+  matches           the matches of each pair, from which an interrupted run continues
 
-All pairs of up to 40 photographs are matched; of more, every photograph with the 20 that look most
-alike (--nearest N). --sequential N is for frames of a video: every frame with the N next ones, and
-with some farther away. --pairs names them: two file names to a line.
+All pairs of up to 40 photographs are matched; for more, every photograph is matched with the 20
+most similar ones (--nearest N). --sequential N is for video frames: every frame is matched with the
+next N frames, and with some later ones. --pairs reads a list of pairs: two file names per line.
 
-Focal lengths are those of EXIF, or --focal; without either 1.2 times the longer side is where the
-mapper begins. It refines them, with one term of radial distortion. --camera fx,fy,cx,cy is a
-calibrated camera without distortion, which stays as it is. Photographs of the same size and camera
-share one; --cameras each gives every photograph its own.
+Focal lengths are read from EXIF or set by --focal; otherwise the mapper starts from 1.2 times the
+longer side. It refines them, with one term of radial distortion. --camera fx,fy,cx,cy sets a
+calibrated camera without distortion, which is kept fixed. Photographs of the same size and camera
+share intrinsics; with --cameras each, every photograph has its own.
 
-Photographs that cannot be read, and copies of others, are left out and named in the report. The
-exit code is 1 if there is no model.
+Unreadable photographs and duplicates are left out and listed in the report. The exit code is 1 if
+there is no model.
 
 \b
 Examples:
@@ -45,14 +45,14 @@ OPTIONS = "weights size threshold device dtype batch force json debug"
 OWN = {
     "photos": argument(Path, "PHOTOS", "Folder of photographs.", ...),
     "out": argument(Path, "OUT", "Folder of the results.", ...),
-    "pairs": option(FILE, "File of pairs to match.", metavar="FILE"),
-    "sequential": option(INT, "Frames of a video: match N next ones.", metavar="N"),
+    "pairs": option(FILE, "List of pairs to match.", metavar="FILE"),
+    "sequential": option(INT, "Video frames: match the next N frames.", metavar="N"),
     "nearest": option(
-        INT, "Match the N most alike.", metavar="N", show_default="20, above 40 photographs"
+        INT, "Match the N most similar.", metavar="N", show_default="20, above 40 photographs"
     ),
     "camera": option(TEXT, "Calibrated camera: fx,fy,cx,cy, or a file.", metavar="K"),
     "focal": option(FLOAT, "Focal length in pixels.", metavar="F", show_default="EXIF"),
-    "cameras": option(str, "auto, one (of a size) or each: who shares a camera.", "auto"),
+    "cameras": option(str, "Shared intrinsics: auto, one (per size) or each.", "auto"),
     "mapper": option(str, "incremental or global.", "incremental"),
 }
 
@@ -101,5 +101,5 @@ def sfm(context: typer.Context) -> None:
     else:
         say(report.to_text())
     if not report.registered:
-        tell(f"no model was found; {o['out']}/report.html says why")
+        tell(f"no model was found; see {o['out']}/report.html for the reasons")
         raise typer.Exit(FAILED)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`quadtree train`: training from recipes."""
+"""`quadtree train`: trains from recipes."""
 
 import typer
 
@@ -9,10 +9,10 @@ from quadtree_attention.tasks.contract import NAMES
 
 HELP = """Train a model from a recipe file.
 
-TASK is classify, match, stereo, detect or segment. All options of a recipe can be given on the
-command line as well, and override it: quadtree train TASK --help lists them. --variant takes one or
-several variants of the recipe. Ctrl-C or a kill loses at most --save_every steps; continue with
---resume. Writes last.ckpt, best.ckpt, best.safetensors, history.csv and curves.png to --run_dir.
+TASK is classify, match, stereo, detect or segment. Options on the command line override the recipe:
+quadtree train TASK --help lists them. --variant applies one or several variants of the recipe.
+After Ctrl-C or a kill, at most --save_every steps are lost; continue with --resume. Writes
+last.ckpt, best.ckpt, best.safetensors, history.csv and curves.png to --run_dir.
 
 \b
 Examples:
@@ -31,7 +31,7 @@ def register(app: typer.Typer) -> None:
         HELP,
         own={"task": argument(str, "TASK", f"{', '.join(NAMES)}.", "")},
         context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
-        add_help_option=False,  # the options of a task are listed by the task
+        add_help_option=False,  # help is handled by the parser of the task
     )
 
 

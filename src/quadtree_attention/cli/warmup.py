@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`quadtree warmup`: compiles the kernels of a network before it is used."""
+"""`quadtree warmup`: compiles the kernels of a network before its first use."""
 
 import json
 import re
@@ -14,9 +14,9 @@ from quadtree_attention.errors import OptionError
 
 HELP = """Compile the kernels of a network, so that the first call is as fast as later ones.
 
-On a GPU, all kernels that images of the given sizes need are compiled in parallel; other sizes need
-the same ones. On a CPU, the network runs once per size. What is compiled stays on disk: in Triton's
-cache on a GPU, in Numba's on a CPU.
+On a GPU, all kernels for images of the given sizes are compiled in parallel; other sizes use the
+same kernels. On a CPU, the network runs once per size. Compiled kernels are cached on disk: in
+Triton's cache on a GPU, in Numba's on a CPU.
 
 \b
 Examples:
@@ -26,7 +26,7 @@ Examples:
 """
 OWN = {
     "model": argument(str, "MODEL", "Name of a network, or its weights, .safetensors.", ...),
-    "sizes": option(str, "Height x width of images, with commas between.", "480x640"),
+    "sizes": option(str, "Height x width of images, comma-separated.", "480x640"),
     "training": flag("training", "Also compile for training steps."),
 }
 
@@ -66,13 +66,13 @@ def run(context: typer.Context) -> None:
         print(json.dumps(report))
     else:
         what = f"{kernels} kernels of {name}" if kernels else f"the kernels of {name}"
-        say(f"{what} are compiled ({seconds:.1f} s, {device})")
+        say(f"compiled {what} ({seconds:.1f} s, {device})")
 
 
 def _size(text: str) -> tuple[int, int]:
     found = re.fullmatch(r"\s*(\d+)x(\d+)\s*", text)
     if found is None or "0" in found.groups():
         raise OptionError(
-            f"--sizes must be like 480x640 or 480x640,800x1344, got {text!r}; give height x width"
+            f"--sizes must be like 480x640 or 480x640,800x1344, got {text!r}; pass height x width"
         )
     return int(found[1]), int(found[2])
