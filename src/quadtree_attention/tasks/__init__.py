@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The front door: one predictor per task, training and evaluation.
+"""High-level interface: one predictor per task, training and evaluation.
 
 Names are imported on first access, so that importing the package imports no torch.
 """

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the five tasks have in common: a task says what is done, shared code says how.
+"""Interfaces of the five tasks, implemented per task and used by shared code.
 
-`quadtree_attention/tasks/<name>/__init__.py` holds `TASK`, strings only; the classes behind them
-are imported when they are needed. This module imports no torch.
+`quadtree_attention/tasks/<name>/__init__.py` defines `TASK` with strings only; the classes are
+imported on first use. This module imports no torch.
 """
 
 import math
@@ -32,7 +32,7 @@ ResultT = TypeVar("ResultT", bound="Result")
 
 @dataclass(frozen=True)
 class Task:
-    """One task. Its classes are imported when they are needed; their names follow from these."""
+    """A task. Its classes are imported on first use."""
 
     name: str  # the folder, the command, `task` in cards, recipes and stores
     images: tuple[str, ...]  # the images of one sample: `("left", "right")`
@@ -42,11 +42,11 @@ class Task:
 
     @property
     def item(self) -> str:
-        """What one sample is called in messages and progress bars."""
+        """Name of one sample in messages and progress bars."""
         return "image" if len(self.images) == 1 else "pair"
 
     def load(self, part: str, source: str | None = None) -> Any:
-        """The predictor, codec, metric, module, open_source, or the data of a `data.source`."""
+        """Imports the predictor, codec, metric, module, open_source, or data of a `data.source`."""
         source = source or next(iter(self.data))
         if part == "data":
             known(source, self.data, "data.source")
@@ -62,15 +62,15 @@ class Task:
 
 
 def get_task(name: str) -> Task:
-    """The task of that name; raises `OptionError` if there is none."""
+    """Returns the task with this name; raises `OptionError` if it does not exist."""
     known(name, NAMES, "the task")
     return import_module(f"quadtree_attention.tasks.{name}").TASK
 
 
 class Source(Generic[Truth]):
-    """Samples of one split. What a command makes of its arguments is a source without truth.
+    """Samples of one split. The images of a command are a source without ground truth.
 
-    A source can be pickled. Names are unique; slashes in them are folders.
+    A source can be pickled. Names are unique; slashes in them separate folders.
     """
 
     names: Sequence[str] = ()
@@ -84,25 +84,25 @@ class Source(Generic[Truth]):
         return self.names[index]
 
     def identity(self, index: int) -> list[Any]:
-        """JSON; a stored prediction of that name is reused only if this is equal."""
+        """Identity as JSON; a stored prediction is reused only if it is equal."""
         raise NotImplementedError
 
     def images(self, index: int) -> "tuple[ImageLike, ...]":
-        """The images of a sample. Raises `DataError` naming the file."""
+        """Returns the images of a sample. Raises a `DataError` with the path of the file."""
         raise NotImplementedError
 
     def truth(self, index: int) -> Truth:
-        """The truth of a sample, without decoding images where that is possible."""
-        raise DataError(f"{self.name(index)} has no truth to compare with")
+        """Returns the ground truth of a sample, without decoding images if possible."""
+        raise DataError(f"{self.name(index)} has no ground truth")
 
 
 def file_identity(*paths: StrPath) -> list[Any]:
-    """The identity of a sample that is read from files: where they are, and how large."""
+    """Returns the identity of files: their paths and sizes."""
     return [[os.path.abspath(p), os.path.getsize(p) if os.path.isfile(p) else None] for p in paths]
 
 
 class Items(Source[Any]):
-    """Items that were named one by one, with images that `read` turns into such; None: they are."""
+    """Source of a list of items; `read` converts an item to images, None: items are images."""
 
     def __init__(
         self,
@@ -123,23 +123,23 @@ class Items(Source[Any]):
 
 @dataclass(frozen=True)
 class Prepared:
-    """A sample as the network takes it, made by a picklable callable, in a worker if asked for."""
+    """A preprocessed sample, computed by a picklable callable, possibly in a worker."""
 
-    images: "tuple[Image.Image, ...]"  # as given, upright and RGB
-    inputs: "tuple[Tensor, ...]"  # what the network sees, on the CPU, without a batch axis
-    key: Hashable  # samples of equal keys may share a batch; nothing is padded to make keys equal
-    warnings: tuple[str, ...] = ()  # sentences about what looks wrong
+    images: "tuple[Image.Image, ...]"  # original images, upright and RGB
+    inputs: "tuple[Tensor, ...]"  # input of the network, on the CPU, without a batch axis
+    key: Hashable  # samples with equal keys may share a batch; there is no padding
+    warnings: tuple[str, ...] = ()  # sentences about suspected problems
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Result:
-    """What a predictor found in one sample. Arrays are numpy arrays.
+    """Prediction for one sample. Arrays are numpy arrays.
 
     Attributes:
-        images: The images as given, upright and RGB; empty after `load`.
-        seen: (width, height) of each image as the network saw it.
-        seconds: Time of the prediction, reading of files excluded.
-        warnings: Sentences about what looks wrong with the sample or the result.
+        images: Original images, upright and RGB; empty after `load`.
+        seen: (width, height) of each image at the network's input size.
+        seconds: Time of the prediction without reading files.
+        warnings: Sentences about suspected problems of the sample or the result.
     """
 
     task: ClassVar[str]
@@ -152,12 +152,12 @@ class Result:
     def draw(
         self, path: StrPath | None = None, *, title: str | None = None, **options: Any
     ) -> "Image.Image":
-        """A picture of the result; also written to `path`, whose suffix selects the format.
+        """Draws the result; also writes it to `path`, whose suffix selects the format.
 
         Args:
-            path: File to write, all or nothing.
+            path: File to write atomically.
             title: Text above the picture; None: a summary of the result.
-            **options: Those of `quadtree_attention.tasks.<task>.draw.draw`.
+            **options: Options of `quadtree_attention.tasks.<task>.draw.draw`.
 
         Raises:
             OptionError: The file cannot be written, or the result has no images.
@@ -171,20 +171,20 @@ class Result:
         return picture
 
     def save(self, path: StrPath) -> None:
-        """Writes the result, all or nothing; `load` reads it again.
+        """Writes the result atomically, in a format that `load` reads.
 
         Raises:
-            OptionError: The suffix is none of the task's formats, or the file cannot be written.
+            OptionError: The suffix is not a format of the task, or the file cannot be written.
         """
         codec = get_task(self.task).load("codec")()
         write_whole(path, codec.encode({Path(path).stem: self}, checked_suffix(path, codec)))
 
     @classmethod
     def load(cls, path: StrPath) -> Self:
-        """The result in a file, of this package or of another program that writes the format.
+        """Reads a result from a file, of this package or of another program.
 
         Raises:
-            DataError: The file cannot be read, or holds no result, or several.
+            DataError: The file cannot be read, or does not contain exactly one result.
         """
         found = get_task(cls.task).load("codec")().decode(Path(path))
         if len(found) != 1:
@@ -192,16 +192,16 @@ class Result:
         return next(iter(found.values()))
 
     def to_dict(self) -> dict[str, Any]:
-        """The result as plain data, for JSON."""
+        """Returns the result as plain data for JSON."""
         raise NotImplementedError
 
     def to_text(self) -> str:
-        """The result in lines of text, as the command prints it."""
+        """Returns the result as text, as printed by the command."""
         raise NotImplementedError
 
 
 def share_lines(shares: Mapping[str, float]) -> list[str]:
-    """Lines of a table: shares (0 to 1) in percent, bars that grow by eighths, and names."""
+    """Lines of a table of shares (0 to 1): percentages, bars and names."""
     lines = []
     for name, share in shares.items():
         whole, eighths = divmod(round(share * BAR_WIDTH * 8), 8)
@@ -216,7 +216,7 @@ def table(rows: Mapping[str, Any]) -> str:
 
 
 def checked_suffix(path: StrPath, codec: "Codec[Any]") -> str:
-    """The suffix of a file that results are written to; else raises `OptionError`."""
+    """Returns the suffix of a results file; raises `OptionError` if it is not supported."""
     suffix = Path(path).suffix.lower()
     if suffix not in codec.suffixes:
         raise OptionError(
@@ -229,8 +229,8 @@ def checked_suffix(path: StrPath, codec: "Codec[Any]") -> str:
 class Codec(Generic[ResultT]):
     """The file formats of a task's results.
 
-    It is made with the source of the samples and the class names of the predictor, both None where
-    they are not known (`Result.save`, files of other programs).
+    It is created with the source of the samples and the class names of the predictor, both None if
+    unknown (`Result.save`, files of other programs).
     """
 
     suffixes: ClassVar[tuple[str, ...]]  # the default first
@@ -242,22 +242,22 @@ class Codec(Generic[ResultT]):
         self.source, self.classes = source, classes
 
     def encode(self, found: Mapping[str, ResultT], suffix: str) -> bytes:
-        """Results by the name of their sample; exactly one unless `together`."""
+        """Encodes results, given by sample name; exactly one unless `together`."""
         raise NotImplementedError
 
     def decode(self, path: Path) -> Mapping[str, ResultT]:
-        """The results in a file; one under any name unless `together`. Raises `DataError`."""
+        """Decodes the results of a file; one with any name unless `together`."""
         raise NotImplementedError
 
     def nothing(self) -> ResultT | None:
-        """The result of a sample that a file for all has no entry for; None: it has none."""
+        """Returns the result of a sample without an entry in a file for all; None: missing."""
         return None
 
 
 class Metric(Generic[Truth, ResultT]):
-    """Scores results against the truth: files of them, and batches in validation.
+    """Scores results against the ground truth, from files or in validation.
 
-    It is made with the source (for its classes), the class names of the predictions (None: those of
+    It is created with the source (for its classes), the class names of the predictions (None: as in
     the source) and thresholds as keyword arguments.
     """
 
@@ -271,11 +271,11 @@ class Metric(Generic[Truth, ResultT]):
         raise NotImplementedError
 
     def state(self) -> Any:
-        """What was added so far, as plain data that can be pickled."""
+        """Returns the accumulated state as plain data that can be pickled."""
         return self.rows
 
     def merge(self, states: Sequence[Any]) -> None:
-        """Replaces the state by that of several metrics together."""
+        """Replaces the state by the merged state of several metrics."""
         self.rows = [row for rows in states for row in rows]
 
     def compute(self) -> "Scores":
@@ -307,13 +307,13 @@ class Scores:
         task: Name of the task.
         mean: Scores over all samples, by name.
         rows: Scores per sample, or per class.
-        columns: How rows are printed.
+        columns: Columns of printed rows.
         facts: Counts and other facts, by name.
-        skipped: Samples that could not be used, one reason each.
+        skipped: Unusable samples, one reason each.
         missing: Names of samples without a prediction.
-        settings: What the predictions were made with; None if unknown.
-        listed: Most rows that `to_text` prints, the first ones; `to_dict` has all of them.
-        groups: First parts of names in `mean`; `to_text` prints what begins so as a row of a table.
+        settings: Settings of the predictions; None if unknown.
+        listed: Maximum number of rows printed by `to_text`; `to_dict` has all rows.
+        groups: Prefixes of names in `mean`; `to_text` prints each group as a row of a table.
     """
 
     task: str
@@ -328,7 +328,7 @@ class Scores:
     groups: Sequence[str] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """The scores as plain data; None replaces what JSON has no number for."""
+        """Returns the scores as plain data; NaN and infinities become None."""
         return finite(
             {
                 "task": self.task,
@@ -342,7 +342,7 @@ class Scores:
         )
 
     def to_text(self) -> str:
-        """The scores as a table."""
+        """Returns the scores as a table."""
         rows = list(self.rows[: self.listed]) if self.columns else []
         in_table = {column.key for column in self.columns} if rows else set()
         tables: dict[tuple[str, ...], list[dict[str, Any]]] = {}  # groups by what they have
@@ -368,7 +368,7 @@ class Scores:
 
 
 def _table(columns: Sequence[Column], rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Lines of a table with names to the left and numbers to the right."""
+    """Lines of a table with left-aligned names and right-aligned numbers."""
     cells = [[c.title for c in columns], *([c.text(row) for c in columns] for row in rows)]
     (first, *widths) = [max(map(len, column)) for column in zip(*cells, strict=True)]
     padded = (
@@ -379,7 +379,7 @@ def _table(columns: Sequence[Column], rows: Sequence[Mapping[str, Any]]) -> list
 
 
 def finite(value: Any) -> Any:
-    """Plain data with None in place of NaN and infinities, which JSON does not have."""
+    """Replaces NaN and infinities by None for JSON."""
     if isinstance(value, Mapping):
         return {key: finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

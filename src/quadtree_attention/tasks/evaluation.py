@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The two loops: `predict` runs a network over a source, `evaluate` scores what it wrote.
+"""The two loops: `predict` runs a network on a source, `evaluate` scores the written predictions.
 
-So a score can be computed again, or another one from the same predictions, without the network, and
+Scores can be recomputed from the same predictions without the network, and
 predictions of other programs are scored in the same way.
 """
 
@@ -33,16 +33,16 @@ def predict(
     workers: int = 0,
     progress: bool | None = None,
 ) -> Iterator[Outcome]:
-    """Yields the index and the result, or the error, of every sample that the store lacks.
+    """Yields the index and the result, or the error, of every sample missing in the store.
 
     Several processes may share a store.
 
     Args:
-        predictor: What to run.
+        predictor: The predictor.
         source: The samples.
-        store: Where results are written as well.
-        batch: Samples that go through the network together; None: as the predictor has it.
-        workers: Processes that read and prepare images; 0: this one.
+        store: Store that results are also written to.
+        batch: Batch size; None: default of the predictor.
+        workers: Processes that read and prepare images; 0: main process.
         progress: Show a progress bar; None: in a terminal.
     """
     checks.at_least(1, batch=batch)
@@ -80,28 +80,28 @@ def evaluate(
     force: bool = False,
     **options: Any,
 ) -> Scores:
-    """Scores a predictor, or predictions on disk, against the truth of a data set.
+    """Scores a predictor, or predictions on disk, against the ground truth of a data set.
 
     Args:
         task: "classify", "match", "stereo", "detect" or "segment".
-        weights: What `from_pretrained` of the task takes; None: the packaged weights.
+        weights: Argument of the task's `from_pretrained`; None: the packaged weights.
         data: Root of the data set.
-        split: Which of its splits.
-        predictions: Score these instead of running a network: what an earlier call has saved, or
-            files of another program in the task's format.
-        save: Where predictions are written, and reused if nothing changed; None:
+        split: Split of the data set.
+        predictions: Score these instead of running a network: predictions saved by an earlier
+            call, or files of another program in the task's format.
+        save: Path of the predictions, which are reused if all settings are the same; None:
             `<task>-predictions` in the current folder.
         reader: Options of the task's `open_source`, such as the layout of the data.
         thresholds: Options of the task's metric.
-        batch: Samples that go through the network together.
-        workers: Processes that read images; 0: this one.
-        strict: Raise at the first sample that cannot be used, instead of leaving it out.
-        force: Compute predictions again, and replace those of other settings.
+        batch: Batch size.
+        workers: Processes that read images; 0: main process.
+        strict: Raise at the first unusable sample instead of skipping it.
+        force: Recompute predictions, and replace predictions of other settings.
         **options: Options of `from_pretrained`.
 
     Raises:
-        OptionError: An option is not accepted, or `save` holds something else.
-        CheckpointError: The weights cannot be read, or know other classes than the data have.
+        OptionError: An option is not accepted, or `save` holds other files.
+        CheckpointError: The weights cannot be read, or their classes do not fit the data.
         DataError: The data or the predictions cannot be read.
     """
     chosen = get_task(task)
@@ -123,8 +123,8 @@ def evaluate(
         skipped += unread
     elif weights is not None or save is not None or options:
         raise OptionError(
-            "predictions are scored as they are; leave out weights, save and the options of the "
-            "predictor, or predictions"
+            "predictions are scored without a network; leave out weights, save and the options of "
+            "the predictor, or predictions"
         )
     else:
         store = Store.open(predictions, chosen, source)
@@ -142,7 +142,7 @@ def predicted(
     force: bool = False,
     suffix: str | None = None,
 ) -> tuple[Store, list[str]]:
-    """A store with predictions of all samples, and reasons why samples have none.
+    """Returns a store with predictions of all samples, and the reasons of unreadable samples.
 
     Args:
         As for `evaluate` and `Store.create`.
@@ -198,8 +198,8 @@ def score(
     if len(missing) == len(source):
         such = f", such as {missing[0]}" if missing else ""
         raise DataError(
-            f"{store.path} has predictions for none of {len(source)} {task.item}s{such}; pass what "
-            f"quadtree evaluate {task.name} has saved for these data"
+            f"{store.path} has predictions for none of {len(source)} {task.item}s{such}; pass "
+            f"predictions that quadtree evaluate {task.name} has saved for this data set"
         )
     if strict and missing:
         raise DataError(
@@ -217,7 +217,7 @@ def score(
 
 @dataclass(eq=False)
 class _Samples(Dataset[Any]):
-    """Prepared samples. A bad sample is a value, as workers' errors carry their traceback."""
+    """Dataset of prepared samples. Errors are returned, since workers add their traceback."""
 
     source: Source[Any]
     prepare: Callable[..., Prepared]
@@ -229,7 +229,7 @@ class _Samples(Dataset[Any]):
 
     def __getitem__(self, place: int) -> tuple[int, Prepared | Exception | None]:
         index = self.indices[place]
-        # Looked up again: another process may have made it meanwhile
+        # Checked again: another process may have written it in the meantime
         if self.store is not None and self.store.has(self.source.name(index)):
             return index, None
         try:
@@ -241,7 +241,7 @@ class _Samples(Dataset[Any]):
 def _progress(
     items: Iterable[Any], total: int, item: str, shown: bool | None = None
 ) -> Iterable[Any]:
-    """The items, with a progress bar in a terminal."""
+    """Yields items with a progress bar in a terminal."""
     from tqdm import tqdm
 
     disable = None if shown is None else not shown

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The base of all predictors: weights, devices, batches, memory."""
+"""Base class of all predictors: weights, devices, batches, memory."""
 
 import math
 import os
@@ -21,27 +21,27 @@ from quadtree_attention.files import StrPath, file_sha256
 from quadtree_attention.tasks.contract import Prepared, ResultT, Task
 
 DTYPES = ("float32", "bfloat16", "float16")
-BAD_SAMPLE = (DataError, ShapeError, DTypeError)  # errors of one sample, not of the whole call
+BAD_SAMPLE = (DataError, ShapeError, DTypeError)  # errors of single samples
 
 
 class Predictor(ABC, Generic[ResultT]):
-    """A network with its preprocessing, for images of any size and kind.
+    """A network with its preprocessing, for images of any size and format.
 
     Subclasses set `task`, set `preprocess` in their constructor, and define `forward` and `finish`.
 
     Args:
         network: The network, in float32.
-        card: Its card: `model`, `kwargs`, and what preprocessing needs.
-        path: File of the weights, for messages and settings.
-        device: "auto" takes a GPU if there is one.
+        card: Its card: `model`, `kwargs`, and options of the preprocessing.
+        path: Weights file, for messages and settings.
+        device: "auto" selects a GPU if available.
         dtype: None or "float32"; "bfloat16" or "float16" for automatic mixed precision.
         compile: Compile the network with `torch.compile`.
         options: Options of the task that results depend on.
 
     Attributes:
         task: The task.
-        batch: Default number of samples that go through the network together.
-        scored_with: Options that `evaluate` runs it with, unless others are given.
+        batch: Default batch size.
+        scored_with: Default options of `evaluate`.
     """
 
     task: ClassVar[Task]
@@ -83,20 +83,20 @@ class Predictor(ABC, Generic[ResultT]):
         compile: bool = False,  # noqa: A002
         **own: Any,
     ) -> Self:
-        """A predictor with weights of the package or of a file; nothing is downloaded.
+        """Creates a predictor with packaged weights or a weights file; nothing is downloaded.
 
         Args:
-            name_or_path: A `.safetensors` file with its card, as training and `quadtree convert`
-                write it, or the name of packaged weights; None: the packaged default.
-            device: "auto" takes a GPU if there is one.
+            name_or_path: A `.safetensors` file with its card, as written by training and `quadtree
+                convert`, or the name of packaged weights; None: the packaged default.
+            device: "auto" selects a GPU if available.
             dtype: None or "float32"; "bfloat16" or "float16" for automatic mixed precision.
-            size: Pixels of the longer side that the network sees; None: as trained.
+            size: Longer side of the network's input in pixels; None: as trained.
             compile: Compile the network with `torch.compile`.
             **own: Options of the task, see the class.
 
         Raises:
-            CheckpointError: The weights cannot be read, are of another task, or there are none.
-            OptionError: There is no such option, or its value is not accepted.
+            CheckpointError: The weights do not exist, cannot be read, or are of another task.
+            OptionError: An option does not exist, or its value is not accepted.
         """
         from quadtree_attention.models import registry
 
@@ -108,18 +108,18 @@ class Predictor(ABC, Generic[ResultT]):
         )
 
     def __call__(self, *images: Any) -> ResultT:
-        """The result of one sample.
+        """Returns the result of one sample.
 
         Args:
-            *images: As many as the task takes. Each is a path, the bytes of a file, a PIL image, an
+            *images: The images of the sample. Each is a path, the bytes of a file, a PIL image, an
                 array (H, W[, 3 or 4]) or a tensor (3, H, W) of uint8, uint16, or floats in [0, 1].
-                Photographs are rotated as their EXIF tag says; transparent pixels become white.
+                The EXIF orientation is applied; transparent pixels become white.
 
         Raises:
             DataError: A file cannot be read as an image.
-            ShapeError: An array or tensor is no image.
-            DTypeError: It holds other numbers.
-            OptionError: There is too little memory.
+            ShapeError: The shape of an array or tensor is not an image's.
+            DTypeError: Its dtype is not supported.
+            OptionError: The memory is too small.
         """
         return self.run([self.preprocess(*self._checked(images))])[0]
 
@@ -131,12 +131,12 @@ class Predictor(ABC, Generic[ResultT]):
         progress: bool = False,
         errors: Literal["raise", "return"] = "raise",
     ) -> Iterator[Any]:
-        """The results of many samples, in order, as they are computed.
+        """Yields the results of many samples, in order.
 
         Args:
             items: Images; tuples of images for tasks that take several.
-            batch: Samples that go through the network together, as far as their sizes agree. With 1
-                results equal those of single calls bit by bit, else up to rounding.
+            batch: Batch size, for samples of equal size. Results of batch size 1 are bit-identical
+                to single calls, others are equal up to rounding.
             progress: Show a progress bar in a terminal.
             errors: "raise", or "return" to yield the error of a sample in place of its result.
         """
@@ -157,10 +157,10 @@ class Predictor(ABC, Generic[ResultT]):
                     bar.update()
 
     def run(self, items: Sequence[Prepared]) -> list[ResultT]:
-        """The results of prepared samples; those of equal keys go through the network together.
+        """Returns the results of prepared samples; samples with equal keys share a batch.
 
         Raises:
-            OptionError: A single sample does not fit into memory.
+            OptionError: The memory is too small for a single sample.
         """
         found: dict[int, ResultT] = {}
         for key in dict.fromkeys(item.key for item in items):
@@ -171,20 +171,20 @@ class Predictor(ABC, Generic[ResultT]):
 
     @abstractmethod
     def forward(self, batch: Sequence[Prepared]) -> Sequence[Any]:
-        """Runs the network on samples of equal keys; one raw result each, on the CPU."""
+        """Runs the network on samples with equal keys; returns one raw result each, on the CPU."""
 
     @abstractmethod
     def finish(self, raw: Any, item: Prepared) -> ResultT:
-        """Makes a result of a raw one; `run` adds images, sizes, warnings and seconds."""
+        """Converts a raw result; `run` adds images, sizes, warnings and seconds."""
 
     def advice(self) -> str:
-        """What to change when memory is short."""
+        """Advice of the out-of-memory error."""
         return "pass a smaller size, or another device"
 
     def settings(self) -> dict[str, Any]:
-        """What results depend on, as plain data.
+        """Returns the settings that results depend on, as plain data.
 
-        `from_pretrained(path, dtype=..., **options)` builds the same predictor again.
+        `from_pretrained(path, dtype=..., **options)` rebuilds the predictor.
         """
         return {
             "model": self.card["model"],
@@ -195,7 +195,7 @@ class Predictor(ABC, Generic[ResultT]):
         }
 
     def stack(self, batch: Sequence[Prepared]) -> list[Tensor]:
-        """The inputs of samples of equal keys as batches (B, ...) on the device."""
+        """Returns the inputs of samples with equal keys as batches (B, ...) on the device."""
         columns = zip(*(item.inputs for item in batch), strict=True)
         return [torch.stack(column).to(self.device) for column in columns]
 
@@ -245,7 +245,7 @@ class Predictor(ABC, Generic[ResultT]):
                 )
                 for result, item in zip(results, batch, strict=True)
             ]
-        half = math.ceil(len(batch) / 2)  # out of the handler, whose traceback holds the memory
+        half = math.ceil(len(batch) / 2)  # outside of the handler, whose traceback keeps memory
         return self._run_batch(batch[:half]) + self._run_batch(batch[half:])
 
     def _precision(self) -> Any:
@@ -255,10 +255,10 @@ class Predictor(ABC, Generic[ResultT]):
 
 
 def usable_device(device: str | torch.device | None) -> torch.device:
-    """The device of that name; "auto" or None takes a GPU if there is one.
+    """Returns the device with this name; "auto" or None selects a GPU if available.
 
     Raises:
-        OptionError: It does not exist, or holds no tensors.
+        OptionError: The device does not exist or cannot be used.
     """
     auto = device is None or device == "auto"
     try:
@@ -268,12 +268,12 @@ def usable_device(device: str | torch.device | None) -> torch.device:
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         reason = str(error).splitlines()[0].split(". ")[0][:100]
         raise OptionError(
-            f"there is no device {str(device)!r} here: {reason}; pass cpu, or leave it out"
+            f"there is no device {str(device)!r} on this machine: {reason}; pass cpu, or omit it"
         ) from error
     return chosen
 
 
 def out_of_memory(error: Exception) -> bool:
-    """True if an operation failed for lack of memory; torch has a class for that on GPUs only."""
+    """True for an out-of-memory error; torch has a class for it on GPUs only."""
     known = isinstance(error, torch.OutOfMemoryError | MemoryError)
     return known or "can't allocate memory" in str(error)

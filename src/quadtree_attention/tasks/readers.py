@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What readers of all tasks share: unreadable samples, class names, npz files."""
+"""Shared code of readers: unreadable samples, class names, npz files."""
 
 import io
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,16 +24,16 @@ def summary(reasons: Sequence[str]) -> str:
 
 
 def refuse_if(strict: bool, error: Exception) -> str:
-    """The message of an error of one sample; raises it with `strict`."""
+    """Returns the message of an error of one sample; raises it with `strict`."""
     if strict:
-        raise DataError(f"{error}; mend it, or leave out --strict") from error
+        raise DataError(f"{error}; fix it, or leave out --strict") from error
     return str(error)
 
 
 def class_names(
     card: Mapping[str, Any], count: int, path: Path | None, *, first: int = 0
 ) -> list[str]:
-    """Names of the classes of a network by its card; numbers from `first` on if it has none.
+    """Returns the class names of a network from its card; numbers from `first` if it has none.
 
     Raises `CheckpointError` if the card has another number of names.
     """
@@ -43,17 +43,17 @@ def class_names(
     if not isinstance(names, list) or len(names) != count:
         got = f"{len(names)} names" if isinstance(names, list) else "no list"
         raise CheckpointError(
-            f"the card of {path} must name the {count} classes of the model, got {got}; restore "
-            "the card, or delete it to go on with numbers"
+            f"the card of {path} must have names of the {count} classes of the model, got {got}; "
+            "restore the card, or delete it to use numbers"
         )
     return [str(name) for name in names]
 
 
 def match_classes(theirs: Sequence[str], ours: Sequence[str]) -> list[int]:
-    """For every class of the data, the place of that class among those of a model.
+    """Returns the index in the model's classes of every class of the data.
 
-    Classes are matched by name, or in order where one of the two only has numbers for names.
-    Raises `CheckpointError` if the model does not know a class of the data.
+    Classes are matched by name, or in order if one of the two has numbers instead of names.
+    Raises `CheckpointError` if a class of the data is missing in the model.
     """
     if list(theirs) == list(ours):
         return list(range(len(ours)))
@@ -67,7 +67,7 @@ def match_classes(theirs: Sequence[str], ours: Sequence[str]) -> list[int]:
         return list(range(len(theirs)))
     raise CheckpointError(
         f"the data have {len(theirs)} classes, {few(theirs)}; the model has {len(ours)}, "
-        f"{few(ours)}; it does not know {few(unknown)}, or has a name twice; take weights and data "
+        f"{few(ours)}; it does not know {few(unknown)}, or has a name twice; use weights and data "
         "of the same classes"
     )
 
@@ -80,14 +80,14 @@ def _numbered(names: Sequence[str]) -> bool:
 
 @contextmanager
 def reading(path: StrPath, advice: str) -> Iterator[None]:
-    """Turns whatever fails while a file is read into a `DataError` that names it."""
+    """Turns errors while a file is read into a `DataError` with its path."""
     try:
         yield
     except DataError:
         raise
     except FileNotFoundError as error:
         raise DataError(f"there is no file {str(path)!r}; {advice}") from error
-    except Exception as error:  # damaged files fail in every possible way
+    except Exception as error:  # many kinds of errors for damaged files
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         reason = f"there is no {reason}" if isinstance(error, KeyError) else reason
         reason = getattr(error, "strerror", None) or reason
@@ -95,15 +95,15 @@ def reading(path: StrPath, advice: str) -> Iterator[None]:
 
 
 def read_npz(path: Path, required: Sequence[str], optional: Sequence[str] = ()) -> dict[str, Array]:
-    """Arrays of an npz file by name; optional ones only where they are there. No pickles are read.
+    """Reads arrays of an npz file; missing optional arrays are skipped. Pickles are not read.
 
     Raises:
-        DataError: There is no such file, it is damaged, or lacks an array.
+        DataError: The file does not exist, is damaged, or lacks an array.
     """
     with reading(path, "check the path, or write it again"):
         stored = np.load(path, allow_pickle=False)
         if not isinstance(stored, np.lib.npyio.NpzFile):
-            raise ValueError("it is no npz file")
+            raise ValueError("it is not an npz file")
         with stored:
             if missing := [name for name in required if name not in stored]:
                 raise DataError(

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Results on disk, with a note of how they were made: they are reused only if nothing changed.
+"""Results on disk with a record of their settings; they are reused only if these are the same.
 
 A store is a folder with one file per sample and `settings.json`, or, for tasks whose format holds
-all samples, one file with `NAME.settings.json` beside it. The note is written when the store is
-made, so that several processes can fill one store. While one file for all samples is not complete,
-its parts lie in `NAME.parts`; a run that was killed continues from there.
+all samples, one file and `NAME.settings.json`. The record ("note") is written when the store is
+created, so that several processes can fill one store. While a file for all samples is incomplete,
+its parts are in `NAME.parts`, from which an interrupted run continues.
 """
 
 import hashlib
@@ -27,11 +27,11 @@ Note = dict[str, Any]
 
 
 class Store:
-    """Results by the name of their sample. Use `create` to fill one, `open` to read one.
+    """Results by sample name. Use `create` to write a store, `open` to read one.
 
     Attributes:
         path: The folder or file.
-        settings: What the results were made with; None if unknown.
+        settings: Settings of the results; None if unknown.
         classes: Class names of the predictor; None if unknown or without classes.
     """
 
@@ -58,20 +58,20 @@ class Store:
         force: bool = False,
         inputs: Iterable[StrPath] = (),
     ) -> Self:
-        """A store to fill with the results of a source; results in it that fit are kept.
+        """Opens a store for writing; existing results with the same settings are kept.
 
         Args:
-            path: The folder, or the file of tasks that have one for all samples.
-            task: Of the results.
-            settings: What results depend on beside the sample, as plain data.
+            path: The folder, or the file for tasks with one file for all samples.
+            task: Task of the results.
+            settings: Settings that results depend on, as plain data.
             source: The samples.
             classes: Class names of the predictor.
-            suffix: Format of the files of a folder; None: the default of the task.
-            force: Remove results of other settings, and compute those of these samples again.
+            suffix: Format of the files in a folder; None: the default of the task.
+            force: Remove results of other settings, and recompute results of these samples.
             inputs: Files that must not be replaced.
 
         Raises:
-            OptionError: It cannot be written, or holds something else; nothing was changed.
+            OptionError: It cannot be written, or holds other files; nothing was changed.
         """
         path = Path(path)
         codec = task.load("codec")(source, classes)
@@ -116,10 +116,10 @@ class Store:
 
     @classmethod
     def open(cls, path: StrPath, task: Task, source: Source[Any] | None = None) -> Self:
-        """A store to read, of this package or of another program that writes the same formats.
+        """Opens a store for reading, of this package or of another program with the same format.
 
         Raises:
-            DataError: There is none, or it is of another task.
+            DataError: It does not exist, or is of another task.
         """
         path = Path(path)
         codec: Codec[Any] = task.load("codec")(source)
@@ -139,16 +139,16 @@ class Store:
         if note is not None:
             codec = task.load("codec")(source, note["classes"])
             return cls(path, codec, note, note.get("found", ()))
-        # A file of another program speaks of all samples
+        # A file of another program covers all samples
         names = [] if source is None else [source.name(i) for i in range(len(source))]
         return cls(path, codec, None, names)
 
     def has(self, name: str) -> bool:
-        """True if there is a result of a sample."""
+        """True if the result of a sample exists."""
         return name in self._all() if self.codec.together else self._file(name) is not None
 
     def get(self, name: str) -> Result | None:
-        """The result of a sample; None if there is none.
+        """Returns the result of a sample; None if it does not exist.
 
         Raises:
             DataError: Its file is damaged.
@@ -159,7 +159,7 @@ class Store:
         return None if path is None else next(iter(self.codec.decode(path).values()))
 
     def put(self, found: Mapping[str, Result]) -> None:
-        """Writes results, each file whole or not at all."""
+        """Writes results, every file atomically."""
         if not found:
             return
         if self.codec.together:
@@ -199,7 +199,7 @@ class Store:
         return self.path.with_name(f"{self.path.stem}.parts")
 
     def _all(self) -> dict[str, Result]:
-        """The results of one file for all samples, and of its parts."""
+        """Reads the results of one file for all samples, and of its parts."""
         if self._read is None:
             self._read = self._decoded(self.path, self._names) if self.path.is_file() else {}
             for part in sorted(self._parts.glob(f"*{self.suffix}")):
@@ -208,12 +208,12 @@ class Store:
         return self._read
 
     def _decoded(self, path: Path, names: Sequence[str]) -> dict[str, Result]:
-        """The results of a file; of samples that it has no entry for, `codec.nothing()`."""
+        """Reads the results of a file; samples without an entry get `codec.nothing()`."""
         without = {name: nothing for name in names if (nothing := self.codec.nothing()) is not None}
         return without | dict(self.codec.decode(path))
 
     def _file(self, name: str) -> Path | None:
-        """The file of a sample, in folders or flat, in any format of the task."""
+        """Returns the file of a sample, in folders or flat, in any format of the task."""
         suffixes = dict.fromkeys([self.suffix, *self.codec.suffixes])
         places = (
             self.path / f"{place}{suffix}"
@@ -223,7 +223,7 @@ class Store:
         return next((place for place in places if place.is_file()), None)
 
     def _remove(self, before: Note, names: Sequence[str]) -> None:
-        """Removes what the note lists if settings changed, else the results of these samples."""
+        """Removes all results if settings changed, else the results of these samples."""
         same = all(before[key] == getattr(self, key) for key in ("settings", "classes", "suffix"))
         if self.codec.together:
             self.path.unlink(missing_ok=True)
@@ -241,12 +241,12 @@ def _note_path(path: Path, codec: Codec[Any]) -> Path:
 
 
 def _is_of(path: Path, note: Note) -> bool:
-    """True if a note is of that file."""
+    """True if a note belongs to a file."""
     return bool(note.get("sha256") == files.file_sha256(path))
 
 
 def _read_note(path: Path, codec: Codec[Any]) -> Note | None:
-    """The note of a store; None if there is none, or none that this version can use."""
+    """Reads the note of a store; None if it does not exist or is not supported."""
     try:
         note = json.loads(_note_path(path, codec).read_bytes())
     except (OSError, ValueError, RecursionError):
@@ -258,12 +258,12 @@ def _read_note(path: Path, codec: Codec[Any]) -> Note | None:
 
 
 def _check_free(path: Path, codec: Codec[Any]) -> None:
-    """Raises `OptionError` where files are that no note of ours describes."""
+    """Raises `OptionError` for existing files that are not listed in a note."""
     note = _note_path(path, codec)
     old = f"; {note.name} is of an older version or damaged" if note.exists() else ""
     if codec.together and path.exists():
         raise OptionError(
-            f"{str(path)!r} exists, and no {note.name} beside it says how it was made{old}; write "
+            f"{str(path)!r} exists without a {note.name} that describes it{old}; write "
             "to another name"
         )
     if not codec.together and path.is_dir() and any(path.iterdir()):
@@ -274,10 +274,10 @@ def _check_free(path: Path, codec: Codec[Any]) -> None:
 
 
 def _merged(path: Path, before: Note, note: Note, there: Store, *, force: bool) -> Note:
-    """The note of a store that exists already, `there`, and is written to again.
+    """Merges the note of an existing store, `there`, with the new one.
 
     Raises:
-        OptionError: What it holds does not fit, and `force` is not given.
+        OptionError: Its results do not fit, and `force` is not given.
     """
     if before["task"] != note["task"]:
         task = before["task"]
@@ -296,8 +296,8 @@ def _merged(path: Path, before: Note, note: Note, there: Store, *, force: bool) 
         return note
     kept = before["samples"]
     other = [name for name, of in note["samples"].items() if kept.get(name, of) != of]
-    other = [name for name in other if there.has(name)]  # what failed may have been mended
-    if together:  # one file is of the samples of one source
+    other = [name for name in other if there.has(name)]  # failed samples may have been fixed
+    if together:  # one file has the samples of one source
         other += [name for name in kept if name not in note["samples"]]
     if other and not force:
         raise OptionError(
@@ -308,7 +308,7 @@ def _merged(path: Path, before: Note, note: Note, there: Store, *, force: bool) 
 
 
 def _differences(before: Note, note: Note) -> list[tuple[str, Any, Any]]:
-    """What differs between two notes: settings and their options one by one."""
+    """Yields the differences between the settings of two notes, including nested options."""
     flat = [_flat(x["settings"]) | {k: x[k] for k in ("classes", "suffix")} for x in (before, note)]
     names = dict.fromkeys([*flat[1], *flat[0]])
     pairs = ((name, flat[0].get(name), flat[1].get(name)) for name in names)

@@ -197,7 +197,7 @@ def test_weights_and_options_that_are_refused(tmp_path, weights):
 @pytest.mark.parametrize(
     ("card", "message"),
     [
-        ({"classes": ["ant", "bee"]}, "must name the 4 classes of the model, got 2 names"),
+        ({"classes": ["ant", "bee"]}, "must have names of the 4 classes of the model, got 2 names"),
         ({"classes": 4}, "4 classes of the model, got no list"),
         ({"image_size": 0}, "image_size .* must be a int above 0, got 0"),
         ({"image_size": "48"}, "got '48'"),

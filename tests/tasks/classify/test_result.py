@@ -88,7 +88,7 @@ def test_images_of_npz_files(tmp_path, weights):
     assert read(tmp_path / "out.npz")["labels"].tolist() == [0, 1, 2, 0, -1, 2]
     assert scores.facts["images"] == 5 and "has no label" in scores.skipped[0]
     assert alone(tmp_path / "out.npz").mean == scores.mean
-    with pytest.raises(OptionError, match=r"exists, and no val\.settings\.json beside it"):
+    with pytest.raises(OptionError, match=r"exists without a val\.settings\.json"):
         run(weights, tmp_path, tmp_path / "val.npz", force=True)  # the data themselves
 
 

@@ -308,7 +308,7 @@ def test_changed_files_and_other_data_are_refused(data, tmp_path):
         run(root, out)
     out.write_text("[]")  # no longer what the note is of
     assert evaluate("detect", data=root, predictions=out).settings is None
-    with pytest.raises(OptionError, match=r"no r\.settings\.json beside it says"):
+    with pytest.raises(OptionError, match=r"without a r\.settings\.json that"):
         run(root, out, force=True)
-    with pytest.raises(OptionError, match=r"instances_val\.json' exists, and no"):
+    with pytest.raises(OptionError, match=r"instances_val\.json' exists without a"):
         run(root, truth, force=True)

@@ -95,7 +95,7 @@ def test_a_card_without_names(tmp_path):
 @pytest.mark.parametrize(
     ("card", "message"),
     [
-        ({"classes": ["a"]}, "must name the 3 classes of the model, got 1 names"),
+        ({"classes": ["a"]}, "must have names of the 3 classes of the model, got 1 names"),
         ({"palette": [[1, 2, 3]]}, "a colour of three bytes for each of 3 classes"),
         ({"palette": [[1, 2], [3], []]}, "a colour of three bytes for each of 3 classes"),
         ({"base_size": "big"}, "base_size in the card of .* must be pixels or null, got 'big'"),
