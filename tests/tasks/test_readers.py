@@ -41,15 +41,13 @@ def test_classes_are_matched_by_name(ours, theirs, labels):
     ],
 )
 def test_classes_that_do_not_match(ours, theirs):
-    with pytest.raises(CheckpointError, match="take weights and data of the same classes"):
+    with pytest.raises(CheckpointError, match="use weights and data of the same classes"):
         match_classes(theirs, ours)
 
 
 @pytest.mark.parametrize("names", [["cat"], ["cat", "dog", "elk"], "cd"])
 def test_a_card_names_every_class(names):
-    with pytest.raises(
-        CheckpointError, match=r"must have names of the 2 classes of the model, got"
-    ):
+    with pytest.raises(CheckpointError, match=r"must have names of the 2 classes"):
         class_names({"classes": names}, 2, None)
     assert class_names({"classes": ["cat", "dog"]}, 2, None) == ["cat", "dog"]
     assert class_names({}, 2, None, first=1) == ["1", "2"]

@@ -153,9 +153,7 @@ def test_a_card_that_does_not_fit(folder, tmp_path):
     path = shutil.copy(folder / "boxes.safetensors", tmp_path)
     card = json.loads(card_path(folder / "boxes.safetensors").read_text())
     card_path(path).write_text(json.dumps({**card, "classes": ["one"]}))
-    with pytest.raises(
-        CheckpointError, match="must have names of the 3 classes of the model, got 1 names"
-    ):
+    with pytest.raises(CheckpointError, match="names of the 3 classes of the model, got 1 names"):
         Detector.from_pretrained(path)
 
 
