@@ -78,6 +78,7 @@ class PlainViT(nn.Module):
 
     def __init__(self, dim: int, depth: int, num_heads: int, drop_path: float) -> None:
         super().__init__()
+        self.keep = 1.0  # share of the patches that a training step has
         self.patch_embed = PatchEmbed(dim)
         self.cls_token = nn.Parameter(torch.zeros(1, 1, dim))
         self.pos_embed = nn.Parameter(0.02 * torch.randn(1, 1 + (SIDE // PATCH) ** 2, dim))
@@ -98,6 +99,8 @@ class PlainViT(nn.Module):
             places = F.interpolate(places, x.shape[-2:], mode="bicubic", antialias=True)
             places = places.permute(0, 2, 3, 1).flatten(1, 2)
         x = x.flatten(2).transpose(1, 2) + places
+        if self.training and self.keep < 1:  # patch dropout: the same patches for a whole batch
+            x = x[:, torch.randperm(x.shape[1], device=x.device)[: round(self.keep * x.shape[1])]]
         x = torch.cat([(self.cls_token + first).expand(len(x), -1, -1), x], dim=1)
         return self.norm(self.blocks(x))
 
@@ -158,10 +161,10 @@ def augmented(images: Tensor, side: int) -> Tensor:
     return (x - mean) / std
 
 
-def mixed(x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """A batch with half of its images mixed by pasting boxes, and soft labels."""
+def mixed(x: Tensor, labels: Tensor, often: float) -> tuple[Tensor, Tensor]:
+    """A batch, mixed by pasting boxes with probability `often`, and soft labels."""
     targets = F.one_hot(labels, CLASSES).float()
-    if torch.rand(()) < 0.5:
+    if torch.rand(()) >= often:
         return x, targets
     share = float(torch.distributions.Beta(1.0, 1.0).sample())
     side = x.shape[-1]
@@ -180,8 +183,48 @@ def top1(model: nn.Module, images: Tensor, labels: Tensor, side: int, batch: int
     """Share of images whose class is found, in percent."""
     right = 0
     for x, y in zip(images.split(batch), labels.split(batch), strict=True):
-        right += int((model(normalised(x, side)).argmax(-1) == y).sum())
+        with torch.autocast(x.device.type, torch.bfloat16):
+            right += int((model(normalised(x, side)).argmax(-1) == y).sum())
     return 100 * right / len(images)
+
+
+class Training:
+    """The state of a training: all that a checkpoint has."""
+
+    def __init__(self, options: argparse.Namespace, device: torch.device) -> None:
+        self.model = make_vit().to(device)
+        self.average = torch.optim.swa_utils.AveragedModel(
+            self.model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(options.average)
+        )
+        matrices = [p for p in self.model.blocks.parameters() if p.ndim == 2]
+        known = {id(p) for p in matrices}
+        others = [p for p in self.model.parameters() if id(p) not in known]
+        self.optimizers: list[torch.optim.Optimizer] = [
+            torch.optim.Muon(
+                matrices, lr=options.lr, weight_decay=0.05, adjust_lr_fn="match_rms_adamw"
+            ),
+            torch.optim.AdamW(others, lr=options.lr, weight_decay=0.0),
+        ]
+        self.stage, self.step, self.seconds = 0, 0, 0.0  # step and seconds within the stage
+        self.history: list[dict[str, Any]] = []
+
+    def save(self, path: Path) -> None:
+        new = path.with_suffix(".new")
+        state = {"model": self.model.state_dict(), "average": self.average.state_dict()}
+        state |= {"optimizers": [x.state_dict() for x in self.optimizers]}
+        state |= {key: getattr(self, key) for key in ("stage", "step", "seconds", "history")}
+        torch.save(state | {"rng": torch.get_rng_state()}, new)
+        new.replace(path)
+
+    def load(self, path: Path) -> None:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+        self.model.load_state_dict(state["model"])
+        self.average.load_state_dict(state["average"])
+        for optimizer, own in zip(self.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(own)
+        for key in ("stage", "step", "seconds", "history"):
+            setattr(self, key, state[key])
+        torch.set_rng_state(state["rng"])
 
 
 def train(options: argparse.Namespace) -> None:
@@ -189,48 +232,53 @@ def train(options: argparse.Namespace) -> None:
     device = torch.device(options.device)
     images, labels = (x.to(device) for x in read_images(options.data / "train.npz"))
     val_images, val_labels = (x.to(device) for x in read_images(options.data / "val.npz"))
-    model = make_vit().to(device)
-    average = torch.optim.swa_utils.AveragedModel(
-        model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.998)
-    )
-    decayed = [p for p in model.parameters() if p.ndim > 1]
-    plain = [p for p in model.parameters() if p.ndim <= 1]
-    groups = [{"params": decayed, "weight_decay": 0.05}, {"params": plain, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=options.lr, fused=device.type == "cuda")
-    steps_each = len(images) // options.batch
-    history: list[dict[str, Any]] = []
-    for stage, (epochs, side) in enumerate(zip(options.epochs, (SIDE // 2, SIDE), strict=True)):
-        peak = options.lr if stage == 0 else options.lr / 2
-        for epoch in range(epochs):
-            began, total = time.perf_counter(), torch.zeros((), device=device)
-            model.train()
-            order = torch.randperm(len(images), device=device)
-            for step in range(steps_each):
-                done = (epoch * steps_each + step) / (epochs * steps_each)
-                rate = peak * min(1, done / 0.05) * (0.5 + 0.5 * math.cos(math.pi * done)) + 1e-6
-                for group in optimizer.param_groups:
-                    group["lr"] = rate
-                chosen = order[step * options.batch : (step + 1) * options.batch]
-                x, targets = mixed(augmented(images[chosen], side), labels[chosen])
-                with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-                    loss = F.cross_entropy(model(x).float(), targets, label_smoothing=0.1)
-                optimizer.zero_grad()
-                loss.backward()
-                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    state, checkpoint = Training(options, device), options.out.with_suffix(".checkpoint")
+    if checkpoint.exists():
+        state.load(checkpoint)
+        print(f"continues {checkpoint} at step {state.step} of stage {state.stage}", flush=True)
+    each = len(images) // options.batch
+    stages = list(zip(options.minutes, (SIDE // 2, SIDE), options.keep, strict=True))
+    for minutes, side, keep in stages[state.stage :]:
+        peak = options.lr if state.stage == 0 else options.lr / 2
+        state.model.keep = keep
+        state.model.train()
+        total, since, saved = torch.zeros((), device=device), 0, time.monotonic()
+        while state.seconds < 60 * minutes:
+            began = time.monotonic()
+            done = state.seconds / (60 * minutes)
+            rate = peak * min(1, done / 0.05) * (0.5 + 0.5 * math.cos(math.pi * done)) + 1e-6
+            for group in (group for x in state.optimizers for group in x.param_groups):
+                group["lr"] = rate
+            chosen = torch.randint(len(images), (options.batch,)).to(device)
+            x, targets = mixed(augmented(images[chosen], side), labels[chosen], options.mix)
+            with torch.autocast(device.type, torch.bfloat16):
+                loss = F.cross_entropy(state.model(x).float(), targets, label_smoothing=0.1)
+            state.model.zero_grad()
+            loss.backward()
+            nn.utils.clip_grad_norm_(state.model.parameters(), 1.0)
+            for optimizer in state.optimizers:
                 optimizer.step()
-                average.update_parameters(model)
-                total += loss.detach()
-            if epoch % 5 == 4 or epoch == epochs - 1:
-                average.eval()
-                score = top1(average.module, val_images, val_labels, side)
-                history.append({
-                    "tokens": (side // PATCH) ** 2, "epoch": epoch + 1,
-                    "loss": round(total.item() / steps_each, 4), "top1": round(score, 2),
-                    "seconds": round(time.perf_counter() - began, 2),
+            state.average.update_parameters(state.model)
+            total, since = total + loss.detach(), since + 1
+            state.step += 1
+            state.seconds += time.monotonic() - began
+            if state.step % (4 * each) == 0 or state.seconds >= 60 * minutes:
+                state.average.eval()
+                score = top1(state.average.module, val_images, val_labels, side)
+                state.history.append({
+                    "tokens": (side // PATCH) ** 2, "epochs": round(state.step / each, 2),
+                    "loss": round(total.item() / since, 4), "top1": round(score, 2),
+                    "seconds": round(state.seconds),
                 })  # fmt: skip
-                print(json.dumps(history[-1]), flush=True)
-        options.out.with_suffix(".json").write_text(json.dumps(history, indent=1) + "\n")
-        save(average.module, options.out)
+                print(json.dumps(state.history[-1]), flush=True)
+                total, since = torch.zeros((), device=device), 0
+            if time.monotonic() > saved + 60:
+                state.save(checkpoint)
+                saved = time.monotonic()
+        state.stage, state.step, state.seconds = state.stage + 1, 0, 0.0
+        state.save(checkpoint)
+        options.out.with_suffix(".json").write_text(json.dumps(state.history, indent=1) + "\n")
+        save(state.average.module, options.out)
     print(f"written: {options.out}")
 
 
@@ -249,9 +297,14 @@ def main() -> None:
     add("--data", type=Path, required=True, help="folder with train.npz and val.npz")
     add("--out", type=Path, required=True, help="safetensors file")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    add("--epochs", type=lambda text: [int(x) for x in text.split(",")], default=[200, 40],
-        help="at 14x14 and at 28x28 tokens; default: 200,40")  # fmt: skip
-    add("--batch", type=int, default=256)
+    numbers: Any = lambda text: [float(x) for x in text.split(",")]  # noqa: E731
+    add("--minutes", type=numbers, default=[40, 40],
+        help="time at 14x14 and at 28x28 tokens; the learning rate follows it; default: 40,40")  # fmt: skip
+    add("--keep", type=numbers, default=[0.5, 0.5],
+        help="share of the patches that a step has, in each stage; default: 0.5,0.5")  # fmt: skip
+    add("--mix", type=float, default=0.2, help="share of batches with mixed images; default: 0.2")
+    add("--average", type=float, default=0.995, help="decay of the mean of the weights")
+    add("--batch", type=int, default=64)
     add("--lr", type=float, default=1e-3)
     add("--seed", type=int, default=0)
     train(parser.parse_args())
