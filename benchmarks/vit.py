@@ -299,7 +299,7 @@ def main() -> None:
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     numbers: Any = lambda text: [float(x) for x in text.split(",")]  # noqa: E731
     add("--minutes", type=numbers, default=[40, 40],
-        help="time at 14x14 and at 28x28 tokens; the learning rate follows it; default: 40,40")  # fmt: skip
+        help="time at 14x14 and at 28x28 tokens; default: 40,40")  # fmt: skip
     add("--keep", type=numbers, default=[0.5, 0.5],
         help="share of the patches that a step has, in each stage; default: 0.5,0.5")  # fmt: skip
     add("--mix", type=float, default=0.2, help="share of batches with mixed images; default: 0.2")
