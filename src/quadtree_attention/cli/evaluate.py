@@ -90,8 +90,10 @@ Examples:
   quadtree evaluate segment best.safetensors --data camvid11 --window 320 --save sliding --json
   quadtree evaluate segment --predictions sliding --data camvid11
 """
-OPTIONS = "data predictions save report size device dtype batch workers strict force json debug"
-RUNNING = ("weights", "save", "size", "device", "dtype", "batch", "workers", "force")
+OPTIONS = (
+    "data predictions save report size device dtype batch workers cluster strict force json debug"
+)
+RUNNING = ("weights", "save", "size", "device", "dtype", "batch", "workers", "cluster", "force")
 
 
 OF_PAIRS = "Shorter side at which homographies are measured; 0: original size."
@@ -141,6 +143,7 @@ def _evaluate(task: str, context: typer.Context) -> None:
         return {name: o[name] for name in names if name in o}
 
     exclusive(context, "predictions", *of([*RUNNING, *PREDICTOR]))
+    exclusive(context, "cluster", "workers")
     data = o["data"]
     if data is None and task == "classify":
         data = o["predictions"]

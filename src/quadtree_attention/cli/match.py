@@ -33,7 +33,8 @@ so if the first pass has few inliers.
 (image0 image1 [rotation0 rotation1 [K0 K1 [T_0to1]]]; quote names with spaces). Matches are written
 to --save, as STEM0__STEM1.npz. Rotations are counter-clockwise quarter turns, applied first; points
 are pixels of the rotated image. Existing results are skipped. Unreadable images are listed at the
-end, all other pairs are matched, and the exit code is 1.
+end, all other pairs are matched, and the exit code is 1. --cluster matches them on the machines of
+a Ray cluster.
 
 --colmap DB adds the matches to a COLMAP database that contains the images, as keypoints shared by
 all pairs of an image, with verified two-view geometries; existing keypoints are kept.
@@ -51,9 +52,9 @@ Examples:
 """
 PICTURE = Path("matches.png")
 ONLY_TWO = ("image0", "image1", "out", "camera0", "camera1")
-ONLY_MANY = ("images", "force", "batch", "colmap", "export")
+ONLY_MANY = ("images", "force", "batch", "cluster", "colmap", "export")
 
-OPTIONS = "weights out size threshold device dtype batch force json debug"
+OPTIONS = "weights out size threshold device dtype batch cluster force json debug"
 
 
 OWN = {
@@ -140,7 +141,12 @@ def _match_two(context: typer.Context) -> None:
 def _match_many(context: typer.Context) -> None:
     import numpy as np
 
-    from quadtree_attention.cli.predict import make_predictor, predict_pairs, report_pairs
+    from quadtree_attention.cli.predict import (
+        join_cluster,
+        make_predictor,
+        predict_pairs,
+        report_pairs,
+    )
     from quadtree_attention.tasks.match.readers import open_source
 
     o = context.params
@@ -150,6 +156,7 @@ def _match_many(context: typer.Context) -> None:
     if o["colmap"] is not None or o["export"] is not None:
         _match_for_programs(context, source.pairs)
         return
+    cluster = join_cluster(context)
     predictor = make_predictor(context, "match", ("threshold", "top", "guided"))
     rows, there = predict_pairs(
         predictor,
@@ -157,6 +164,7 @@ def _match_many(context: typer.Context) -> None:
         o["save"],
         force=o["force"],
         batch=o["batch"],
+        cluster=cluster,
         describe=lambda i: {
             "line": source.pairs[i].line,
             "image0": source.pairs[i].image0,
@@ -176,14 +184,12 @@ def _match_many(context: typer.Context) -> None:
 
 
 def _match_for_programs(context: typer.Context, pairs: "Sequence[PairLine]") -> None:
-    from quadtree_attention.cli.predict import announce_compiling
+    from quadtree_attention.cli.predict import join_cluster, make_pair_matcher
     from quadtree_attention.sfm.exchange import export_pairs
-    from quadtree_attention.sfm.matching import PairMatcher
 
     o = context.params
-    given = {name: o[name] for name in ("size", "threshold", "device", "dtype")}
-    matcher = PairMatcher.from_pretrained(o["weights"], **given)
-    announce_compiling(matcher)
+    cluster = join_cluster(context)
+    matcher = make_pair_matcher(context)
     found = export_pairs(
         pairs,
         o["save"],
@@ -192,6 +198,7 @@ def _match_for_programs(context: typer.Context, pairs: "Sequence[PairLine]") -> 
         export=o["export"],
         batch=o["batch"],
         force=o["force"],
+        cluster=cluster,
     )
     files = [str(path) for path in found.written]
     if o["json"]:

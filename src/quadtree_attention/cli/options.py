@@ -55,6 +55,7 @@ OPTIONS: dict[str, Option] = {  # by the name of the parameter
     "device": option(str, "cpu, cuda, or auto: a GPU if available.", "auto"),
     "dtype": option(str, "float32, or bfloat16, float16 (mixed precision).", "float32"),
     "batch": option(INT, "Batch size of the network.", metavar="N", show_default="by task"),
+    "cluster": option(TEXT, "Ray cluster: HOST:PORT, auto or local.", metavar="ADDRESS"),
     "workers": option(int, "Processes that read images; 0: main process.", 0),
     "data": option(FILE, "Folder of the data set.", metavar="ROOT"),
     "split": option(str, "Split of the data set.", "val"),

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -20,11 +20,15 @@ from quadtree_attention.files import check_writable, make_folder
 from quadtree_attention.images import images_inside
 from quadtree_attention.ops.attention.cpu import is_compiled
 from quadtree_attention.ops.backends import default_backend
+from quadtree_attention.tasks.cluster import Cluster
 from quadtree_attention.tasks.contract import Items, Result, Source, checked_suffix, get_task, table
 from quadtree_attention.tasks.evaluation import predict
 from quadtree_attention.tasks.predictor import Predictor
 from quadtree_attention.tasks.store import Store
 from quadtree_attention.viz.canvas import FORMATS, picture_format
+
+if TYPE_CHECKING:
+    from quadtree_attention.sfm.matching import PairMatcher
 
 STDIN = "-"
 COMMON = ("device", "dtype", "size")  # options that `from_pretrained` of all tasks takes
@@ -42,11 +46,36 @@ def make_predictor(context: typer.Context, task: str, own: Sequence[str]) -> Pre
     """Creates the predictor from the options of a command."""
     given = context.params
     chosen = {name: given[name] for name in (*COMMON, *own) if name in given}
+    if given.get("cluster") is not None:
+        chosen["device"] = "cpu"  # that of the actors is the cluster's
     predictor: Predictor[Any] = (
         get_task(task).load("predictor").from_pretrained(given["weights"], **chosen)
     )
     announce_compiling(predictor)
     return predictor
+
+
+def join_cluster(context: typer.Context) -> Cluster | None:
+    """Connects to the cluster of a command, if it was given one."""
+    given = context.params
+    if given["cluster"] is None:
+        return None
+    cluster = Cluster.connect(given["cluster"], given["device"])
+    tell(f"the cluster has room for {cluster.room()}")
+    return cluster
+
+
+def make_pair_matcher(context: typer.Context) -> "PairMatcher":
+    """Creates the matcher of reconstructions from the options of a command."""
+    from quadtree_attention.sfm.matching import PairMatcher
+
+    given = context.params
+    chosen = {name: given[name] for name in ("size", "threshold", "device", "dtype")}
+    if given["cluster"] is not None:
+        chosen["device"] = "cpu"
+    matcher = PairMatcher.from_pretrained(given["weights"], **chosen)
+    announce_compiling(matcher)
+    return matcher
 
 
 def announce_compiling(predictor: Predictor[Any]) -> None:
@@ -127,6 +156,7 @@ def predict_pairs(
     *,
     force: bool = False,
     batch: int | None = None,
+    cluster: Cluster | None = None,
     suffix: str | None = None,
     after: Callable[[int, Any], None] | None = None,
     describe: Callable[[int], Mapping[str, Any]] | None = None,
@@ -140,14 +170,15 @@ def predict_pairs(
         save: Folder of the results.
         force: Recompute existing results.
         batch: Batch size.
+        cluster: Where the network runs; None: here.
         suffix: Format of the files.
         after: Called with the index and the result of every pair.
         describe: Returns entries of the row of a pair.
         numbers: Returns further entries from a result.
     """
-    store = _store(save, predictor, source, force=force, suffix=suffix)
-    rows: list[dict[str, Any]] = []
-    for index, found in predict(predictor, source, store=store, batch=batch):
+    store = _store(save, predictor, source, force=force, suffix=suffix, cluster=cluster)
+    rows: dict[int, dict[str, Any]] = {}
+    for index, found in predict(predictor, source, store=store, batch=batch, cluster=cluster):
         row: dict[str, Any] = {"name": source.name(index)}
         row |= describe(index) if describe is not None else {}
         if isinstance(found, Result):
@@ -155,8 +186,8 @@ def predict_pairs(
                 after(index, found)
             seconds = round(found.seconds, 4)
             row |= {**numbers(found), "seconds": seconds, "warnings": list(found.warnings)}
-        rows.append(row | {"error": None if isinstance(found, Result) else str(found)})
-    return rows, len(source) - len(rows)
+        rows[index] = row | {"error": None if isinstance(found, Result) else str(found)}
+    return [rows[index] for index in sorted(rows)], len(source) - len(rows)
 
 
 def report_pairs(
@@ -192,11 +223,12 @@ def _store(
     *,
     force: bool,
     suffix: str | None = None,
+    cluster: Cluster | None = None,
 ) -> Store:
     return Store.create(
         save,
         predictor.task,
-        predictor.settings(),
+        predictor.settings() if cluster is None else cluster.settings(predictor),
         source,
         classes=getattr(predictor, "names", None),
         suffix=suffix,

@@ -32,6 +32,9 @@ longer side. It refines them, with one term of radial distortion. --camera fx,fy
 calibrated camera without distortion, which is kept fixed. Photographs of the same size and camera
 share intrinsics; with --cameras each, every photograph has its own.
 
+--cluster matches pairs on the machines of a Ray cluster (pip install
+'quadtree-attention[cluster]'), which read PHOTOS under the same path.
+
 Unreadable photographs and duplicates are left out and listed in the report. The exit code is 1 if
 there is no model.
 
@@ -41,7 +44,7 @@ Examples:
   quadtree sfm frames model --sequential 10 --focal 1450
   quadtree sfm photos model --size 1024 --device cuda --batch 8
 """
-OPTIONS = "weights size threshold device dtype batch force json debug"
+OPTIONS = "weights size threshold device dtype batch cluster force json debug"
 OWN = {
     "photos": argument(Path, "PHOTOS", "Folder of photographs.", ...),
     "out": argument(Path, "OUT", "Folder of the results.", ...),
@@ -67,9 +70,8 @@ def sfm(context: typer.Context) -> None:
     exclusive(context, "sequential", "nearest")
     exclusive(context, "camera", "focal")
 
-    from quadtree_attention.cli.predict import announce_compiling
+    from quadtree_attention.cli.predict import join_cluster, make_pair_matcher
     from quadtree_attention.sfm.database import colmap
-    from quadtree_attention.sfm.matching import PairMatcher
     from quadtree_attention.sfm.pipeline import Chosen, build_model
     from quadtree_attention.tasks.match.pose import read_camera
 
@@ -83,16 +85,15 @@ def sfm(context: typer.Context) -> None:
         focal=o["focal"],
         camera=None if o["camera"] is None else read_camera("--camera", o["camera"]),
     )
-    given = {name: o[name] for name in ("size", "threshold", "device", "dtype")}
-    matcher = PairMatcher.from_pretrained(o["weights"], **given)
-    announce_compiling(matcher)
+    cluster = join_cluster(context)
     report = build_model(
         o["photos"],
         o["out"],
-        matcher=matcher,
+        matcher=make_pair_matcher(context),
         chosen=chosen,
         batch=o["batch"],
         force=o["force"],
+        cluster=cluster,
     )
     for warning in report.warnings:
         tell(f"warning: {warning}")

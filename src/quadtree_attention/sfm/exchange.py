@@ -15,6 +15,7 @@ from quadtree_attention.sfm.matching import PairMatcher, match_pairs, seen_size
 from quadtree_attention.sfm.pairs import Pair
 from quadtree_attention.sfm.reconstruct import SPACING, verified
 from quadtree_attention.sfm.tracks import Tracks, build
+from quadtree_attention.tasks.cluster import Cluster
 from quadtree_attention.tasks.contract import Items
 from quadtree_attention.tasks.match import TASK
 from quadtree_attention.tasks.match.readers import PairLine
@@ -44,6 +45,7 @@ def export_pairs(
     batch: int | None = None,
     force: bool = False,
     progress: bool | None = None,
+    cluster: Cluster | None = None,
 ) -> Exchanged:
     """Matches pairs into a store, and writes their tracks for other programs.
 
@@ -56,6 +58,7 @@ def export_pairs(
         batch: Pairs that go through the network together.
         force: Match again, and replace matches of other settings.
         progress: Show progress bars; None: in a terminal.
+        cluster: Where pairs are matched; None: here.
 
     Raises:
         OptionError: A pair has a rotation, or `save` holds something else.
@@ -82,8 +85,9 @@ def export_pairs(
             chosen.setdefault((i, j), line)
     found = list(chosen.values())
     source = Items([line.name for line in found], [line.paths for line in found])
-    store = Store.create(save, TASK, matcher.settings(), source, force=force)
-    match_pairs(matcher, source, store, batch=batch, progress=progress)
+    settings = matcher.settings() if cluster is None else cluster.settings(matcher)
+    store = Store.create(save, TASK, settings, source, force=force)
+    match_pairs(matcher, source, store, batch=batch, progress=progress, cluster=cluster)
     longer: int = matcher.preprocess.size  # type: ignore[attr-defined]
     scales = [max(size) / max(seen_size(size, longer)) for size in sizes]
     tracks = build(verified(_stored(chosen, store), scales), [SPACING * s for s in scales])

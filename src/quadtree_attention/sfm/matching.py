@@ -7,7 +7,7 @@ second half is the same match, measured from the cell of image 1.
 """
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from quadtree_attention.images import Array, image_size, to_image
 from quadtree_attention.models.matcher import COARSE_STRIDE, LoFTR, Maps
+from quadtree_attention.tasks.cluster import Cluster, Outcome
 from quadtree_attention.tasks.contract import Prepared, Source
 from quadtree_attention.tasks.match.predictor import SIZE, Matcher
 from quadtree_attention.tasks.match.result import Matches
@@ -137,6 +138,9 @@ class _Cache:
     def __init__(self, limit: int) -> None:
         self.limit, self._held = limit, OrderedDict[Any, Maps]()
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Cache, (self.limit,)  # maps are not worth sending
+
     def clear(self) -> None:
         self._held.clear()
 
@@ -175,8 +179,9 @@ def match_pairs(
     *,
     batch: int | None = None,
     progress: bool | None = None,
+    cluster: Cluster | None = None,
 ) -> None:
-    """Matches the pairs that the store lacks.
+    """Matches the pairs that the store lacks, here or on a cluster.
 
     A batch is made of the same pairs in every run, also in one that continues another, as results
     depend on the batch in their last digits.
@@ -190,12 +195,22 @@ def match_pairs(
     chunks = [range(i, min(i + step, len(source))) for i in range(0, len(source), step)]
     left = [chunk for chunk in chunks if not all(store.has(source.name(i)) for i in chunk)]
     hidden = None if progress is None else not progress
+    matched = _matched if cluster is None else cluster.run
     with tqdm(total=sum(map(len, left)), unit="pair", leave=False, disable=hidden) as bar:
-        for chunk in left:
-            items = [matcher.preprocess(*source.images(i)) for i in chunk]
-            found = matcher.run(items)
-            store.put({source.name(i): result for i, result in zip(chunk, found, strict=True)})
-            bar.update(len(chunk))
+        for found in matched(matcher, source, left):
+            for _, result in found:
+                if isinstance(result, Exception):
+                    raise result
+            store.put({source.name(i): result for i, result in found})
+            bar.update(len(found))
+
+
+def _matched(
+    matcher: PairMatcher, source: Source[Any], chunks: Sequence[Sequence[int]]
+) -> Iterator[list[Outcome]]:
+    for chunk in chunks:
+        items = [matcher.preprocess(*source.images(i)) for i in chunk]
+        yield list(zip(chunk, matcher.run(items), strict=True))
 
 
 def anchored(matches: Matches) -> Array:

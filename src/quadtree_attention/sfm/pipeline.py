@@ -37,6 +37,7 @@ from quadtree_attention.sfm.reconstruct import (
     verified,
 )
 from quadtree_attention.sfm.tracks import build
+from quadtree_attention.tasks.cluster import Cluster
 from quadtree_attention.tasks.contract import Items, table
 from quadtree_attention.tasks.match import TASK
 from quadtree_attention.tasks.match.result import Matches
@@ -143,6 +144,7 @@ def build_model(
     batch: int | None = None,
     force: bool = False,
     progress: bool | None = None,
+    cluster: Cluster | None = None,
 ) -> Report:
     """A 3-D model of the photographs in a folder, written to another folder.
 
@@ -157,6 +159,7 @@ def build_model(
         batch: Pairs that go through the network together.
         force: Match again, and replace matches of other settings.
         progress: Show progress bars; None: in a terminal.
+        cluster: Where pairs are matched; None: here.
 
     Raises:
         DataError: There are fewer than two photographs.
@@ -178,8 +181,9 @@ def build_model(
             [f"{found.used[i].name}__{found.used[j].name}" for i, j in listed],
             [(Path(found.used[i].path), Path(found.used[j].path)) for i, j in listed],
         )
-        store = Store.create(out / "matches", TASK, matcher.settings(), source, force=force)
-        match_pairs(matcher, source, store, batch=batch, progress=progress)
+        settings = matcher.settings() if cluster is None else cluster.settings(matcher)
+        store = Store.create(out / "matches", TASK, settings, source, force=force)
+        match_pairs(matcher, source, store, batch=batch, progress=progress, cluster=cluster)
         clock.stop("matching")
         return _model(out, found, listed, store, matcher, chosen, clock, progress)
 

@@ -16,12 +16,11 @@ from torch.utils.data import DataLoader, Dataset
 from quadtree_attention import checks
 from quadtree_attention.errors import DataError, OptionError
 from quadtree_attention.files import StrPath
+from quadtree_attention.tasks.cluster import Cluster, Outcome
 from quadtree_attention.tasks.contract import Prepared, Result, Scores, Source, Task, get_task
 from quadtree_attention.tasks.predictor import BAD_SAMPLE, Predictor
 from quadtree_attention.tasks.readers import match_classes, refuse_if, summary
 from quadtree_attention.tasks.store import Store
-
-Outcome = tuple[int, Result | Exception]
 
 
 def predict(
@@ -32,6 +31,7 @@ def predict(
     batch: int | None = None,
     workers: int = 0,
     progress: bool | None = None,
+    cluster: Cluster | None = None,
 ) -> Iterator[Outcome]:
     """Yields the index and the result, or the error, of every sample missing in the store.
 
@@ -44,9 +44,14 @@ def predict(
         batch: Batch size; None: default of the predictor.
         workers: Processes that read and prepare images; 0: main process.
         progress: Show a progress bar; None: in a terminal.
+        cluster: Where the network runs; None: here. Actors read their images themselves, and
+            results come without images, in the order of completion.
     """
     checks.at_least(1, batch=batch)
     checks.at_least(0, workers=workers)
+    if cluster is not None:
+        yield from _predict_there(cluster, predictor, source, store, batch, progress)
+        return
     left = [i for i in range(len(source)) if store is None or not store.has(source.name(i))]
     samples = _Samples(source, predictor.preprocess, left, store)
     processes = min(workers, os.cpu_count() or 1)
@@ -60,6 +65,28 @@ def predict(
             store.put({source.name(i): result for i, result in found.items()})
         for i, item in there:
             yield i, found.get(i, item)
+    if store is not None:
+        store.finish()
+
+
+def _predict_there(
+    cluster: Cluster,
+    predictor: Predictor[Any],
+    source: Source[Any],
+    store: Store | None,
+    batch: int | None,
+    progress: bool | None,
+) -> Iterator[Outcome]:
+    left = [i for i in range(len(source)) if store is None or not store.has(source.name(i))]
+    step = batch or predictor.batch
+    chunks = [left[i : i + step] for i in range(0, len(left), step)]
+    with _progress(None, len(left), predictor.task.item, progress) as bar:
+        for outcomes in cluster.run(predictor, source, chunks):
+            if store is not None:
+                good = {i: found for i, found in outcomes if isinstance(found, Result)}
+                store.put({source.name(i): result for i, result in good.items()})
+            bar.update(len(outcomes))
+            yield from outcomes
     if store is not None:
         store.finish()
 
@@ -78,6 +105,7 @@ def evaluate(
     workers: int = 0,
     strict: bool = False,
     force: bool = False,
+    cluster: str | None = None,
     **options: Any,
 ) -> Scores:
     """Scores a predictor, or predictions on disk, against the ground truth of a data set.
@@ -97,6 +125,8 @@ def evaluate(
         workers: Processes that read images; 0: main process.
         strict: Raise at the first unusable sample instead of skipping it.
         force: Recompute predictions, and replace predictions of other settings.
+        cluster: Address of a Ray cluster that runs the network, see `Cluster.connect`; `device` is
+            then that of its actors. None: this machine.
         **options: Options of `from_pretrained`.
 
     Raises:
@@ -116,12 +146,23 @@ def evaluate(
     metric(source, **(thresholds or {}))  # refuses thresholds before a network runs
     if predictions is None:
         made = chosen.load("predictor")
+        connected = None
+        if cluster is not None:
+            connected = Cluster.connect(cluster, options.pop("device", "auto"))
+            options["device"] = "cpu"
         predictor = made.from_pretrained(weights, **{**made.scored_with, **options})
         store, unread = predicted(
-            predictor, source, save, batch=batch, workers=workers, strict=strict, force=force
+            predictor,
+            source,
+            save,
+            batch=batch,
+            workers=workers,
+            strict=strict,
+            force=force,
+            cluster=connected,
         )
         skipped += unread
-    elif weights is not None or save is not None or options:
+    elif weights is not None or save is not None or cluster is not None or options:
         raise OptionError(
             "predictions are scored without a network; leave out weights, save and the options of "
             "the predictor, or predictions"
@@ -141,6 +182,7 @@ def predicted(
     strict: bool = False,
     force: bool = False,
     suffix: str | None = None,
+    cluster: Cluster | None = None,
 ) -> tuple[Store, list[str]]:
     """Returns a store with predictions of all samples, and the reasons of unreadable samples.
 
@@ -156,10 +198,11 @@ def predicted(
     if save is None:
         codec = task.load("codec")
         save = f"{task.name}-predictions{codec.suffixes[0] if codec.together else ''}"
-    store = Store.create(
-        save, task, predictor.settings(), source, classes=classes, suffix=suffix, force=force
+    settings = predictor.settings() if cluster is None else cluster.settings(predictor)
+    store = Store.create(save, task, settings, source, classes=classes, suffix=suffix, force=force)
+    outcomes = predict(
+        predictor, source, store=store, batch=batch, workers=workers, cluster=cluster
     )
-    outcomes = predict(predictor, source, store=store, batch=batch, workers=workers)
     unread = [refuse_if(strict, found) for _, found in outcomes if isinstance(found, Exception)]
     if unread and len(unread) == len(source):
         raise DataError(
@@ -238,9 +281,7 @@ class _Samples(Dataset[Any]):
             return index, error
 
 
-def _progress(
-    items: Iterable[Any], total: int, item: str, shown: bool | None = None
-) -> Iterable[Any]:
+def _progress(items: Iterable[Any] | None, total: int, item: str, shown: bool | None = None) -> Any:
     """Yields items with a progress bar in a terminal."""
     from tqdm import tqdm
 

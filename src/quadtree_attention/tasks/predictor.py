@@ -194,6 +194,12 @@ class Predictor(ABC, Generic[ResultT]):
             "options": self.options,
         }
 
+    def to(self, device: str | torch.device) -> Self:
+        """Moves the network to another device; returns self."""
+        self.device = usable_device(device)
+        self.network.to(self.device)
+        return self
+
     def stack(self, batch: Sequence[Prepared]) -> list[Tensor]:
         """Returns the inputs of samples with equal keys as batches (B, ...) on the device."""
         columns = zip(*(item.inputs for item in batch), strict=True)

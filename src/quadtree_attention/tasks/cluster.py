@@ -1,0 +1,291 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prediction on a Ray cluster: actors that hold a network each, for the loops of one machine.
+
+The program that connects, the driver, sends the predictor and the source to every actor, and
+receives results, which it alone writes. An actor is given a group of batches at a time; if it is
+lost with its process or its machine, its batches are given to another one. Ray places actors and
+starts new ones where a machine is added.
+"""
+
+import os
+import socket
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from quadtree_attention import __version__, checks
+from quadtree_attention.errors import OptionError
+from quadtree_attention.tasks.contract import Prepared, Result, Source
+from quadtree_attention.tasks.predictor import BAD_SAMPLE, Predictor
+
+Outcome = tuple[int, Result | Exception]
+Chunk = Sequence[int]  # samples that go through the network together
+
+DEVICES = ("auto", "cpu", "cuda")
+AHEAD = 2  # groups that an actor has: one that it computes, and the next
+SHARES = 4  # groups per actor, at least, if there are enough batches
+LARGEST = 8  # samples of a group, so that a lost actor costs little
+RETRIES = 3  # of a group whose actor was lost
+CONNECTING, PATIENCE = 5.0, 300.0  # seconds until the address answers, and an actor runs
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """A connection to a Ray cluster; see `connect`.
+
+    Attributes:
+        device: Device of the actors, "cpu" or "cuda".
+        threads: CPU threads of each.
+    """
+
+    device: str
+    threads: int
+
+    @classmethod
+    def connect(cls, address: str, device: str = "auto") -> "Cluster":
+        """Connects this process to a cluster; a connection that exists is used.
+
+        Args:
+            address: "HOST:PORT" of the head node; "auto": the cluster of this machine; "local":
+                start one here.
+            device: Device of the actors; "auto": GPUs if the cluster has any.
+
+        Raises:
+            OptionError: There is no cluster at this address, or it lacks the device.
+            MissingDependencyError: Ray is not installed.
+        """
+        checks.one_of(DEVICES, device=device)
+        _connect(address)
+        nodes = _resources()
+        if device == "auto":
+            device = "cuda" if any(node.get("GPU") for node in nodes) else "cpu"
+        most = int(max((node.get("CPU", 0) for node in nodes), default=0))
+        if not most or (device == "cuda" and not any(node.get("GPU") for node in nodes)):
+            lacking = "CPU" if device == "cpu" or not most else "GPU"
+            raise OptionError(
+                f"the Ray cluster at {address} has no {lacking} for actors; start its nodes with "
+                f"ray start --num-{lacking.lower()}s N"
+            )
+        return cls(device, max(1, min(torch.get_num_threads(), most)))
+
+    def settings(self, predictor: Predictor[Any]) -> dict[str, Any]:
+        """The settings that results depend on: those of the predictor, with the actors' device."""
+        return {**predictor.settings(), "device": self.device}
+
+    def run(
+        self, predictor: Predictor[Any], source: Source[Any], chunks: Sequence[Chunk]
+    ) -> Iterator[list[Outcome]]:
+        """Yields the results, without images, or errors of chunks, in the order of completion.
+
+        Args:
+            predictor: The predictor, on any device.
+            source: The samples, whose files all machines can read under the same path.
+            chunks: Samples of each batch.
+
+        Raises:
+            OptionError: No actor could be started, or batches were lost several times.
+        """
+        yield from _Run(self, predictor, source, chunks)
+
+    def room(self) -> str:
+        """The number of actors in words, and what each has."""
+        each = "a GPU" if self.device == "cuda" else f"{self.threads} CPU threads"
+        each = each.removesuffix("s") if self.threads == 1 else each
+        count = self.places()
+        return f"{count} actor{'s' * (count != 1)} with {each} each"
+
+    def places(self) -> int:
+        """How many actors the cluster has room for."""
+        name, share = ("GPU", 1) if self.device == "cuda" else ("CPU", self.threads)
+        return sum(int(node.get(name, 0) // share) for node in _resources())
+
+
+@dataclass(frozen=True)
+class _Task:
+    """What an actor was given; no group: to start."""
+
+    actor: Any
+    group: Sequence[Chunk] = ()
+    lost: int = 0  # actors with this group
+
+
+class _Run:
+    """The actors of one call of `Cluster.run`."""
+
+    def __init__(
+        self, cluster: Cluster, predictor: Any, source: Source[Any], chunks: Sequence[Chunk]
+    ) -> None:
+        ray = _ray()
+        self.cluster = cluster
+        self.waiting = deque((group, 0) for group in _groups(chunks, cluster.places()))
+        self.running: dict[Any, _Task] = {}  # by the reference of its result
+        self.actors = dict[Any, bool]()  # whether each runs
+        self.unstarted = 0  # actors that were lost before they ran, in succession
+        resources = {"num_cpus": cluster.threads}
+        if cluster.device == "cuda":
+            resources = {"num_cpus": 1, "num_gpus": 1}
+        self.create = ray.remote(**resources, max_restarts=0, max_task_retries=0)(_Worker).remote
+        held = ray.put((predictor, source))
+        self.arguments = ([held], cluster.device, cluster.threads, os.getcwd(), __version__)
+
+    def __iter__(self) -> Iterator[list[Outcome]]:
+        ray = _ray()
+        try:
+            while self.waiting or any(task.group for task in self.running.values()):
+                self._start_actors()
+                patience = None if any(self.actors.values()) else PATIENCE
+                done, _ = ray.wait(list(self.running), timeout=patience)
+                if not done:
+                    raise OptionError(
+                        f"the Ray cluster started no actor within {PATIENCE:.0f} seconds: its "
+                        "CPUs or GPUs are in use, or its nodes are gone; what is done is kept"
+                    )
+                actor = self.running[done[0]].actor
+                try:
+                    found = ray.get(done[0])
+                except ray.exceptions.RayTaskError as error:
+                    raise error.cause from None
+                except ray.exceptions.RayError as error:
+                    self._lose(actor, error)
+                    continue
+                del self.running[done[0]]
+                self.unstarted, self.actors[actor] = 0, True
+                self._feed(actor)
+                yield from found
+        finally:
+            for actor in self.actors:
+                ray.kill(actor)
+
+    def _start_actors(self) -> None:
+        """Creates actors, as many as there are places and groups for."""
+        groups = len(self.waiting) + sum(1 for task in self.running.values() if task.group)
+        while len(self.actors) < max(1, min(self.cluster.places(), groups)):
+            actor = self.create(*self.arguments)
+            self.actors[actor] = False
+            self.running[actor.start.remote()] = _Task(actor)
+
+    def _feed(self, actor: Any) -> None:
+        has = sum(task.actor == actor for task in self.running.values())
+        for _ in range(min(AHEAD - has, len(self.waiting))):
+            group, lost = self.waiting.popleft()
+            self.running[actor.run.remote(group)] = _Task(actor, group, lost)
+
+    def _lose(self, actor: Any, error: Exception) -> None:
+        """Takes back the groups of an actor that is gone."""
+        started = self.actors.pop(actor)
+        _ray().kill(actor)
+        theirs = [ref for ref, task in self.running.items() if task.actor == actor]
+        first, *others = map(self.running.pop, theirs)  # which alone was being computed
+        times = first.lost + 1 if started else self.unstarted + 1
+        if times > RETRIES:
+            reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+            raise OptionError(
+                f"{times} actors of the Ray cluster ended "
+                f"{'at the same samples' if started else 'while they started'}, the last because: "
+                f"{reason}; pass a smaller --size or --batch if their memory is too small; what is "
+                "done is kept"
+            ) from error
+        self.unstarted += not started
+        self.waiting.extendleft((task.group, task.lost) for task in others)
+        if started:
+            self.waiting.appendleft((first.group, times))
+
+
+class _Worker:
+    """An actor: a predictor on its device."""
+
+    def __init__(self, held: Any, device: str, threads: int, folder: str, version: str) -> None:
+        if os.path.isdir(folder):  # paths of the driver may be relative
+            os.chdir(folder)
+        torch.set_num_threads(threads)
+        self.held, self.device, self.version = held, device, version
+
+    def start(self) -> list[list[Outcome]]:
+        if self.version != __version__:
+            raise OptionError(
+                f"node {socket.gethostname()} has quadtree-attention {__version__}, the driver "
+                f"{self.version}; install the same version on all nodes"
+            )
+        (held,) = _ray().get(self.held)
+        self.predictor, self.source = held
+        self.predictor.to(self.device)
+        return []
+
+    def run(self, group: Sequence[Chunk]) -> list[list[Outcome]]:
+        return [self._predict(chunk) for chunk in group]
+
+    def _predict(self, chunk: Chunk) -> list[Outcome]:
+        items: dict[int, Prepared | Exception] = {}
+        for index in chunk:
+            try:
+                items[index] = self.predictor.preprocess(*self.source.images(index))
+            except BAD_SAMPLE as error:
+                items[index] = error
+        good = {i: item for i, item in items.items() if isinstance(item, Prepared)}
+        found = dict(zip(good, self.predictor.run(list(good.values())), strict=True))
+        results = {i: replace(result, images=()) for i, result in found.items()}
+        return [(i, results.get(i, item)) for i, item in items.items()]
+
+
+def _groups(chunks: Sequence[Chunk], actors: int) -> list[Sequence[Chunk]]:
+    """Consecutive chunks, which often share images that an actor has the features of."""
+    if not chunks:
+        return []
+    most = max(1, LARGEST // len(chunks[0]))
+    step = min(most, max(1, len(chunks) // (SHARES * max(1, actors))))
+    return [chunks[i : i + step] for i in range(0, len(chunks), step)]
+
+
+def _ray() -> Any:
+    with checks.needs("cluster", "--cluster"):
+        import ray
+    return ray
+
+
+def _connect(address: str) -> None:
+    ray = _ray()
+    if ray.is_initialized():
+        there = ray.get_runtime_context().gcs_address
+        if address not in ("auto", "local", there):
+            raise OptionError(
+                f"this process is connected to the Ray cluster at {there}, got {address}; call "
+                "ray.shutdown() first"
+            )
+        return
+    if address not in ("auto", "local"):
+        _check_answers(address)
+    # Otherwise actors without a GPU could see all GPUs of their machine; Ray warns of this
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    own = {"include_dashboard": False} if address == "local" else {}
+    try:
+        ray.init(address, log_to_driver=False, logging_level="ERROR", **own)
+    except Exception as error:  # of several kinds, also RuntimeError
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise OptionError(
+            f"cannot join the Ray cluster at {address}: {reason[:200]}; run ray start "
+            "--address=HOST:PORT on this machine first, or check the address"
+        ) from error
+
+
+def _check_answers(address: str) -> None:
+    """Raises `OptionError` at once where Ray would try for a minute."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or "/" in address:
+        raise OptionError(
+            f"the address of a Ray cluster is HOST:PORT, auto or local, got {address!r}; pass that "
+            "of ray start --head, such as 10.0.0.1:6379"
+        )
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECTING).close()
+    except (OSError, OverflowError) as error:
+        raise OptionError(
+            f"there is no Ray cluster at {address}: {error}; start one with ray start --head"
+        ) from error
+
+
+def _resources() -> list[dict[str, float]]:
+    """Resources of the machines that are there."""
+    return [node["Resources"] for node in _ray().nodes() if node["Alive"]]
