@@ -1,11 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """accelerate(): variant C in networks with dense attention, and their own attention again."""
 
+import copy
+import io
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+
 import pytest
 import timm
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.overrides import _get_current_function_mode_stack
 
 from quadtree_attention import OptionError, accelerate, models
 from quadtree_attention.models.accelerate import accelerated_layers
@@ -124,6 +130,14 @@ def matcher():
     return transformer.eval(), (*maps, torch.rand(1, 9, 14) > 0.2, torch.rand(1, 11, 6) > 0.2), {}
 
 
+def torchvision_vit():
+    from torchvision.models import VisionTransformer
+
+    model = VisionTransformer(64, 8, 2, 2, 32, 64, num_classes=5).eval()
+    nn.init.normal_(model.heads.head.weight)  # zeros otherwise
+    return model, (torch.randn(2, 3, 64, 64),), {}
+
+
 def stereo():
     network = models.create("sttr_quadtree_small", attention="full")
     images = torch.rand(2, 1, 3, 48, 96)
@@ -139,6 +153,7 @@ CASES = {
     "frames": lambda: (Frames().eval(), (torch.randn(3, 3, 20, 36),), {}),
     "encoder of nn": lambda: sequence_of(
         nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 4, 64, batch_first=True), 1)),
+    "torchvision": torchvision_vit,
     "points": lambda: (Points().eval(), (points(),), {}),
     "matcher": matcher,
     "stereo": stereo,
@@ -290,6 +305,10 @@ def test_gradients_reach_the_weights():
         (vit, {"skip": "*"}, "no attention that can be accelerated"),
         (vit, {"grid": (3, -1)}, "grid must be the size"),
         (vit, {"min_tokens": -1}, "min_tokens must be at least 0"),
+        (vit, {"topk": float("nan")}, "topk must be at least 1"),
+        (vit, {"topk": (8, 4), "num_levels": 2}, "1 for num_levels=2"),
+        (vit, {"topk": {"blocks.0.attn": (8,)}, "num_levels": 3}, "2 for num_levels=3"),
+        (vit, {"backend": "cuda"}, "backend must be one of auto"),
         (lambda: torch.compile(vit()), {}, "torch.compile"),
     ],
 )
@@ -300,6 +319,129 @@ def test_mistakes_leave_the_model_unchanged(make, options, match):
     for module in model.modules():
         assert "forward" not in vars(module) or hasattr(module, "_orig_mod")
         assert not module._forward_hooks and not module._forward_pre_hooks
+
+
+@torch.no_grad()
+def test_an_error_in_the_middle_of_a_forward_pass_leaves_the_acceleration_working():
+    model, x = vit(), torch.randn(1, 3, 80, 96)
+    dense = model(x)
+    with accelerate(model, **FEW):
+        few = model(x)
+        with pytest.raises(RuntimeError, match="size of tensor"):
+            model.blocks[0].attn(torch.randn(1, 31, 192), attn_mask=torch.zeros(7, 7))
+        assert not _get_current_function_mode_stack()
+        assert torch.equal(model(x), few)
+    assert torch.equal(model(x), dense)
+
+
+@torch.no_grad()
+def test_a_wrapped_forward_comes_back():
+    """Libraries that offload or time layers replace `forward` of instances."""
+    model, x = vit(), torch.randn(1, 3, 80, 96)
+    attention, calls = model.blocks[0].attn, []
+    inner = attention.forward
+
+    def wrapped(*args, **options):
+        calls.append(len(args))
+        return inner(*args, **options)
+
+    attention.forward = wrapped
+    with accelerate(model, **FEW) as accelerated:
+        model(x)
+        assert "quadtree" in str(accelerated["blocks.0.attn"].calls)
+    assert calls and attention.forward is wrapped
+    assert "forward" not in vars(model.blocks[1].attn)
+
+
+@torch.no_grad()
+def test_threads_see_their_own_grids():
+    model = vit()
+    images = [torch.randn(1, 3, 16 * rows, 16 * columns) for rows, columns in ((5, 6), (8, 7))]
+    with accelerate(model, **FEW):
+        expected = [model(x) for x in images]
+        with ThreadPoolExecutor(4) as pool:
+            for i, out in enumerate(pool.map(model, images * 20)):
+                assert torch.equal(out, expected[i % 2])
+
+
+@torch.no_grad()
+def test_accelerated_models_are_copied_and_pickled():
+    model, x = vit(), torch.randn(1, 3, 80, 96)
+    dense = model(x)
+    accelerated = accelerate(model, **FEW)
+    few = model(x)
+    file = io.BytesIO()
+    torch.save((model, accelerated), file)
+    file.seek(0)
+    for other, own in (copy.deepcopy((model, accelerated)), torch.load(file, weights_only=False)):
+        assert torch.equal(other(x), few)
+        other.blocks[0].attn.qkv.weight.zero_()  # its own weights
+        assert not torch.equal(other(x), few)
+        own.restore()
+        assert not accelerated_layers(other)
+    assert torch.equal(model(x), few) and accelerated_layers(model)
+    accelerated.restore()
+    assert torch.equal(model(x), dense)
+
+
+@torch.no_grad()
+def test_compiled_after_it_was_accelerated():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.patch = nn.Conv2d(3, 16, 4, 4)
+            self.attn = Points.SelfBlock(16, 2)
+
+        def forward(self, x):
+            return self.attn(self.patch(x).flatten(2).transpose(1, 2), 0)
+
+    model, x = Model().eval(), torch.randn(1, 3, 40, 36)
+    dense = model(x)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    with accelerate(model, **FEW) as accelerated:
+        few = model(x)
+        torch.testing.assert_close(compiled(x), few)
+        assert "quadtree: 10x9" in accelerated.to_text()
+    torch.testing.assert_close(compiled(x), dense)
+    assert not torch.allclose(few, dense)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision(dtype):
+    model, x = vit().to(dtype), torch.randn(1, 3, 80, 96, dtype=dtype)
+    dense = model(x)
+    with accelerate(model, **ALL):
+        torch.testing.assert_close(model(x), dense, rtol=0.02, atol=0.02)
+    assert torch.equal(model(x), dense)
+    model, x = model.float(), x.float()
+    for accelerated in (False, True):
+        with (
+            accelerate(model, **ALL) if accelerated else nullcontext(),
+            torch.autocast("cpu", dtype),
+        ):
+            out = model(x)
+            assert out.dtype == dtype
+            torch.testing.assert_close(out, dense, rtol=0.02, atol=0.02)
+
+
+@torch.no_grad()
+def test_maps_that_are_too_small_for_the_levels_stay_dense():
+    model, x = vit(), torch.randn(1, 3, 80, 96)
+    dense = model(x)
+    with accelerate(model, topk=(4,) * 5, min_tokens=1, use_plan=False) as accelerated:
+        assert torch.equal(model(x), dense)
+    assert "dense: 6 levels are too many for 5x6 + 1" in accelerated.to_text()
+
+
+@torch.no_grad()
+def test_pooled_keys_are_no_patches():
+    """PVTv2 pools keys by convolutions with their kernel size as stride."""
+    model = timm.create_model("pvt_v2_b0", num_classes=5).eval()
+    with accelerate(model, **FEW) as accelerated:
+        model(torch.randn(1, 3, 224, 240))  # 14x15 tokens, pooled to 7x7, before 7x8 tokens
+    last = [accelerated[name] for name in accelerated if name.startswith("stages.3")]
+    assert last and all("no grid is known" in str(layer.calls) for layer in last)
 
 
 def test_accelerated_twice():

@@ -33,6 +33,7 @@ from quadtree_attention.models.parts.dense_layers import (
 from quadtree_attention.models.parts.points import SortedPoints
 from quadtree_attention.models.parts.row_attention import RowAttention
 from quadtree_attention.nn.baselines import FullAttention
+from quadtree_attention.ops.backends import BACKENDS
 
 MIN_TOKENS = 1024
 TOPK = 16
@@ -104,8 +105,11 @@ class Acceleration(Mapping[str, DenseLayer]):
         return f"Acceleration of {type(self.model).__name__}:\n{self.to_text()}"
 
     def _replace(self, module: nn.Module, forward: Callable[..., Any]) -> None:
+        undo: Callable[[], None] = partial(delattr, module, "forward")
+        if "forward" in module.__dict__:  # another library has wrapped this instance
+            undo = partial(setattr, module, "forward", module.__dict__["forward"])
         module.forward = forward
-        self._undo.append(partial(module.__dict__.pop, "forward"))
+        self._undo.append(undo)
 
     def _clear(self, *_: Any) -> None:
         for layer in self.values():
@@ -175,6 +179,7 @@ def accelerate(
     """
     checks.at_least(0, min_tokens=min_tokens, prefix=prefix)
     checks.at_least(1, num_levels=num_levels)
+    checks.one_of(["auto", *(one.name for one in BACKENDS)], backend=backend)
     _refuse(model)
     options = {
         "num_levels": num_levels, "exact_queries": exact_queries, "lookahead": lookahead,
@@ -182,7 +187,7 @@ def accelerate(
     }  # fmt: skip
     places = GridOfImages(prefix)
     if grid is not None and not callable(grid):
-        places.grids = _grids(grid)
+        places.given = _grids(grid)
     make = partial(DenseLayer, min_tokens=min_tokens, by_plan=use_plan, options=options)
     patterns = [skip] if isinstance(skip, str) else list(skip)
     found, skipped = _attention_layers(model)
@@ -194,7 +199,7 @@ def accelerate(
     for name in [name for name in found if any(fnmatchcase(name, p) for p in patterns)]:
         del found[name]
         skipped[name] = "skip names it"
-    kept = _topk_of(topk, found)
+    kept = _topk_of(topk, found, num_levels)
     layers: dict[str, DenseLayer] = {}
     for name, one in found.items():
         find: FindPlaces = places
@@ -312,30 +317,39 @@ def _names(code: CodeType) -> Iterator[str]:
             yield from _names(constant)
 
 
-def _topk_of(topk: Any, names: Mapping[str, Any]) -> dict[str, int | tuple[int, ...] | None]:
+def _topk_of(
+    topk: Any, names: Mapping[str, Any], num_levels: int | None
+) -> dict[str, int | tuple[int, ...] | None]:
     """Checked K by layer."""
     if not isinstance(topk, Mapping):
-        return dict.fromkeys(names, checked_topk(topk))
+        return dict.fromkeys(names, checked_topk(topk, num_levels))
     for name in topk:
         checks.known(name, names, "an attention layer")
-    return {name: checked_topk(topk.get(name)) for name in names}
+    return {name: checked_topk(topk.get(name), num_levels) for name in names}
 
 
-def checked_topk(topk: Any) -> int | tuple[int, ...] | None:
-    """K of a layer of an accelerated model, checked.
+def checked_topk(topk: Any, num_levels: int | None) -> int | tuple[int, ...] | None:
+    """K of a layer of an accelerated model with `num_levels`, checked.
 
     Raises:
         OptionError: It is not None, a number of at least 1, or such numbers.
     """
     if topk is None:
         return None
-    values = [topk] if isinstance(topk, int) else list(topk)
+    values = list(topk) if isinstance(topk, Sequence) else [topk]
     if not values or any(isinstance(k, bool) or not isinstance(k, int) or k < 1 for k in values):
         raise OptionError(
             f"topk must be at least 1, one number or one per level that selects, got {topk!r}; "
             "16 is usual"
         )
-    return topk if isinstance(topk, int) else tuple(values)
+    if isinstance(topk, int):
+        return topk
+    if num_levels not in (None, len(values) + 1):
+        raise OptionError(
+            f"topk must be one number or one per level that selects, {num_levels - 1} for "
+            f"{num_levels=}, got {topk!r}"
+        )
+    return tuple(values)
 
 
 def _install(
@@ -347,18 +361,14 @@ def _install(
     undo, model = result._undo, result.model
     undo.append(model.register_forward_pre_hook(result._clear).remove)
     if callable(grid):
-
-        def see_arguments(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            places.grids = _grids(grid(*args, **kwargs))
-
-        undo.append(model.register_forward_pre_hook(see_arguments, with_kwargs=True).remove)
+        hook = partial(_see_arguments, places, grid)
+        undo.append(model.register_forward_pre_hook(hook, with_kwargs=True).remove)
     elif grid is None:
-        for module in model.modules():
-            if _is_patch_embedding(module):
-                undo.append(module.register_forward_hook(places.see_patches).remove)
+        for module in _patch_embeddings(model, found):
+            undo.append(module.register_forward_hook(places.see_patches).remove)
     for name, (module, kind) in found.items():
         layer = result[name]
-        forward: Callable[..., Any] = module.forward
+        forward = _forward_of(module)
         if isinstance(layer.find, GridOfMaps):
             hook = module.register_forward_pre_hook(layer.find.see_maps, with_kwargs=True)
             undo.append(hook.remove)
@@ -372,19 +382,40 @@ def _install(
             result._replace(module, Intercepted(layer, forward))
     for module in model.modules():
         if _sorts(module):
-            result._replace(module, SortedPoints(module.forward))
+            result._replace(module, SortedPoints(_forward_of(module)))
 
 
 def _nothing(*_: Any) -> None:
     pass
 
 
-def _is_patch_embedding(module: nn.Module) -> bool:
-    return (
-        isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d)
-        and module.kernel_size == module.stride
-        and max(module.stride) > 1
-    )
+def _forward_of(module: nn.Module) -> Callable[..., Any]:
+    """`module.forward`, such that a module that was replaced can be copied and pickled."""
+    own: Callable[..., Any] | None = module.__dict__.get("forward")
+    return partial(type(module).forward, module) if own is None else own
+
+
+def _see_arguments(
+    places: GridOfImages,
+    grid: Callable[..., Any],
+    _module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> None:
+    places.see(_grids(grid(*args, **kwargs)))
+
+
+def _patch_embeddings(model: nn.Module, found: Mapping[str, _Found]) -> Iterator[nn.Module]:
+    """Convolutions with their kernel size as stride; not those that pool keys inside attention."""
+    inside = tuple(f"{name}." for name in found if name)
+    for name, module in model.named_modules():
+        if (
+            isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d)
+            and module.kernel_size == module.stride
+            and max(module.stride) > 1
+            and not name.startswith(inside)
+        ):
+            yield module
 
 
 def _grids(grid: Any) -> tuple[tuple[int, ...], ...]:

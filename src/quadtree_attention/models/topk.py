@@ -49,7 +49,7 @@ def set_topk(model: nn.Module, topk: Mapping[str, int | Sequence[int] | None]) -
         checks.known(name, layers, "a quadtree layer")
         try:
             if isinstance(layers[name], DenseLayer):
-                checked[name] = checked_topk(value)
+                checked[name] = checked_topk(value, layers[name].options["num_levels"])
             else:
                 checked[name] = check_topk(cast(Any, value), layers[name].num_levels)
         except OptionError as error:

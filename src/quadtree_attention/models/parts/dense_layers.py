@@ -6,6 +6,7 @@ A layer of an accelerated model runs its own `forward` while `Interception` sees
 other call runs as it is, and the layer notes why.
 """
 
+import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
@@ -17,8 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from quadtree_attention.errors import OptionError
 from quadtree_attention.ops import plan, quadtree_sdpa
 from quadtree_attention.ops.attention.flat.functional import default_levels
+from quadtree_attention.ops.attention.problem import check_depth
 
 Grids = tuple[tuple[int, ...], ...]
 MOST_PREFIX = 16  # tokens without a place before those of a grid, where their number is not given
@@ -112,6 +115,10 @@ class DenseLayer:
         levels = self.levels(places, topk)
         if levels == 1:
             return None, "one level, which is dense attention"
+        try:
+            check_depth(levels, *places.grids, *places.key_grids)
+        except OptionError:
+            return None, f"{levels} levels are too many for {_size(places)}"
         if (self.by_plan if by_plan is None else by_plan) and _dense_is_faster(
             _as_one(places.grids), _as_one(places.key_grids), call.shape[0], call.shape[1],
             call.shape[3], call.value_shape[3], levels, topk, call.dtype, call.device.type,
@@ -307,37 +314,67 @@ class InterceptedCross(Intercepted):
 # ---- places --------------------------------------------------------------------------------------
 
 
+class Seen:
+    """Something that a forward pass has seen, apart for every thread.
+
+    A thread that has seen nothing takes what another thread saw last: the backward pass may run the
+    layers of a checkpoint again in a thread of its own.
+    """
+
+    def __init__(self, value: Any) -> None:
+        self._threads = threading.local()
+        self._last = value
+
+    def get(self) -> Any:
+        return getattr(self._threads, "value", self._last)
+
+    def set(self, value: Any) -> None:
+        self._threads.value = self._last = value
+
+    def __reduce__(self) -> Any:
+        return type(self), (self._last,)
+
+
 class GridOfImages:
     """Places of tokens of images: of the grid that the patch embedding made, or of a given one.
 
     Attributes:
-        grids: Sizes of the grids of one sequence; empty until they are known.
+        given: Sizes of the grids of one sequence, the same in every forward pass; empty: what is
+            seen.
         prefix: Tokens without a place in front of every grid; None: found from the tokens.
     """
 
     def __init__(self, prefix: int | None) -> None:
-        self.grids: Grids = ()
+        self.given: Grids = ()
         self.prefix = prefix
+        self._seen = Seen(())
+
+    @property
+    def grids(self) -> Grids:
+        return self.given or self._seen.get()
+
+    def see(self, grids: Grids) -> None:
+        self._seen.set(grids)
 
     def see_patches(self, _module: nn.Module, _args: Any, out: Tensor) -> None:
         """Hook of the patch embedding's convolution."""
-        self.grids = (tuple(out.shape[2:]),)
+        self.see((tuple(out.shape[2:]),))
 
     def __call__(self, call: Call) -> Places | str:
-        tokens = call.shape[2]
-        if not self.grids:
+        tokens, grids = call.shape[2], self.grids
+        if not grids:
             return "no grid is known; pass grid=(height, width)"
         if tokens != call.key_shape[2]:
             return f"{tokens} queries of other tokens than the {call.key_shape[2]} keys"
-        cells = sum(prod(grid) for grid in self.grids)
+        cells = sum(prod(grid) for grid in grids)
         most = MOST_PREFIX if self.prefix is None else self.prefix
         if 0 <= tokens - cells <= most and self.prefix in (None, tokens - cells):
-            return Places(self.grids, self.grids, tokens - cells)
-        if len(self.grids) == 1:  # several frames, each with its own prefix
+            return Places(grids, grids, tokens - cells)
+        if len(grids) == 1:  # several frames, each with its own prefix
             for prefix in range(most + 1) if self.prefix is None else [self.prefix]:
                 if tokens % (cells + prefix) == 0:
-                    return _frames(self.grids[0], prefix, tokens // (cells + prefix), call.device)
-        return f"{tokens} tokens do not fit {_shown(self.grids)}; pass grid and prefix"
+                    return _frames(grids[0], prefix, tokens // (cells + prefix), call.device)
+        return f"{tokens} tokens do not fit {_shown(grids)}; pass grid and prefix"
 
 
 def _frames(grid: tuple[int, ...], prefix: int, count: int, device: torch.device) -> Places:
@@ -361,8 +398,7 @@ class GridOfMaps:
 
     def __init__(self, by_row: bool) -> None:
         self.by_row = by_row
-        self.grids: Grids = ()
-        self.key_grids: Grids = ()
+        self._seen = Seen(((), ()))
 
     def see_maps(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Hook before the layer: `forward(x, context=None)` of maps (B, *grid, C)."""
@@ -372,10 +408,10 @@ class GridOfMaps:
         sizes = [
             tuple(x.shape[first:-1]) for x in (maps[0], maps[0] if context is None else context)
         ]
-        self.grids, self.key_grids = (sizes[0],), (sizes[1],)
+        self._seen.set(((sizes[0],), (sizes[1],)))
 
     def __call__(self, call: Call) -> Places | str:
-        return Places(self.grids, self.key_grids)
+        return Places(*self._seen.get())
 
 
 def _as_one(grids: Grids) -> tuple[int, ...]:
