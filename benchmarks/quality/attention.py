@@ -6,11 +6,13 @@ image is visible, chosen at random; a score is spread evenly over the finest cel
 holds. `within` is the share at most r finest cells away along x and y, as a mean over queries and
 heads of a pair, then over pairs. Errors are standard errors over pairs: queries of a pair are not
 independent. `share` is the part of the message that a level gives: its learned weight in variant B,
-in variant A what its cells that are not kept (and all of the finest) carry.
+in variant A what its cells that are not kept (and all of the finest) carry. The row "uniform" is
+equal scores for all cells.
 """
 
 import sys
 from argparse import ArgumentParser, Namespace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +40,9 @@ HELD_OUT = 20_260_102  # seed of the scenes
 RADII = (1, 2, 4)  # finest cells
 SCENE = {"baseline": (0.05, 0.8), "rotation": (0.0, 20.0), "roll": (0.0, 35.0)}
 PROCEDURAL, PHOTOS, TEXTURE = 32, 96, 256  # textures without photographs, with; pixels of a side
+LAYERS = "coarse_transformer.*"  # of the whole images, not of windows around matches
 FULL, ALL = "full attention", "message"
+UNIFORM = ("any", "uniform")  # layer and level of equal scores for all cells, to compare with
 
 
 def plan(options: Namespace) -> list[list[Work]]:
@@ -47,7 +51,7 @@ def plan(options: Namespace) -> list[list[Work]]:
     found = []
     for name, path in options.weights or [("quadtree", None)]:
         matcher = Matcher.from_pretrained(path, device="cpu")
-        with record(matcher.network) as seen:
+        with record(matcher.network, layers=LAYERS) as seen:
             layers = [n for n, layer in seen.items() if layer.cross]
             levels = {n: seen[n].num_levels if seen[n].kind == "quadtree" else 0 for n in layers}
         measured: dict[Any, Any] = {}
@@ -56,6 +60,8 @@ def plan(options: Namespace) -> list[list[Work]]:
             for level in shown:
                 case = {"weights": name, "layer": layer, "level": level}
                 found.append(Work(case, "cpu", {"matcher": matcher, "measured": measured}))
+        case = {"weights": name, "layer": UNIFORM[0], "level": UNIFORM[1]}
+        found.append(Work(case, "cpu", {"matcher": matcher, "measured": measured}))
     return [found]
 
 
@@ -100,14 +106,14 @@ def _measure(matcher: Matcher, options: Namespace, measured: dict[Any, Any]) -> 
         view0 = view_from_flow(pair["flow0to1"], pair["visible0"])
         view1 = view_from_flow(pair["flow1to0"], pair["visible1"])
         truth, _ = true_matches(view0, view1, COARSE_STRIDE)
-        some = torch.randperm(len(truth.cell0), generator=chosen)[: options.queries]
+        some = torch.randperm(len(truth), generator=chosen)[: options.queries]
         if not len(some):
             continue
         total += len(some)
-        with record(matcher.network) as seen:
+        with record(matcher.network, layers=LAYERS) as seen:
             matcher.network({f"image{i}": grey(pair[f"image{i}"]) for i in range(2)})
         print(f"{total} queries", file=sys.stderr, flush=True)
-        _add(seen, truth.cell0[some], truth.cell1[some], measured)
+        _add(seen, truth.cells0[some], truth.cells1[some], measured)
     if not total:
         raise OptionError("no scene has visible partners; render larger ones")
     measured["queries"] = total
@@ -115,6 +121,9 @@ def _measure(matcher: Matcher, options: Namespace, measured: dict[Any, Any]) -> 
 
 def _add(seen: Record, at: Tensor, partner: Tensor, measured: dict[Any, Any]) -> None:
     """Appends the values of a pair."""
+    sizes = next(layer for layer in seen.values() if layer.cross)[0].key_grid
+    equal = torch.full((len(at), 1, *sizes), 1 / prod(sizes))
+    measured.setdefault(UNIFORM, []).append(_values(equal, 1.0, partner))
     for name, layer in seen.items():
         if not layer.cross:
             continue

@@ -83,6 +83,12 @@ def pairs(rows: Sequence[Row]) -> list[Row]:
             for row in rows for pair in row["details"]["pairs"]]  # fmt: skip
 
 
+def mass(row: Row) -> str:
+    """Mass that K was calibrated for."""
+    value = row["case"]["mass"]
+    return "fixed K" if value is None else f"{value:g}"
+
+
 def seconds_per_pair(row: Row) -> float:
     return row["values"]["median_ms"] / 1e3 / row["case"]["pairs"]
 
@@ -101,6 +107,7 @@ VALUES: dict[str, Callable[..., Any]] = {  # of words after the name, if there a
     "published": published,
     "within": within,
     "pairs": pairs,
+    "mass": mass,
     "seconds_per_pair": seconds_per_pair,
 }
 WORDS: dict[str, Callable[[Any], str]] = {  # formats of text, which is aligned to the left
@@ -120,6 +127,8 @@ NUMBERS: dict[str, Callable[[Any], str]] = {
     ".0f": "{:.0f}".format,
     ".1f": "{:.1f}".format,
     ".2f": "{:.2f}".format,
+    ".3f": "{:.3f}".format,
+    "means": lambda values: ", ".join(f"{value:.1f}" for value in values),
 }
 
 

@@ -128,9 +128,61 @@ def test_a_stereo_network_of_ones_own_beside_sgbm(tmp_path):
     assert str(tmp_path) not in json.dumps(result)
 
 
+@pytest.mark.usefixtures("only_reference")
+def test_attention_near_the_true_partner(tmp_path, capsys, monkeypatch):
+    """Weights whose cross attention is known: keys of zeros make it equal for all cells."""
+    card = {"model": "loftr_quadtree_small", "kwargs": tiny.NETWORKS["match"][1]}
+    network = models.create(card["model"], **card["kwargs"])
+    for layer in network.coarse_transformer.layers:
+        torch.nn.init.zeros_(layer.attn.k_proj.weight)
+    models.save_weights(tmp_path / "even.safetensors", network.state_dict(), card)
+    out = tmp_path / "out.json"
+    options = "--pairs 2 --queries 8 --image 64x96 --threads 1"
+    places = ["--weights", f"even={tmp_path / 'even.safetensors'}", "--out", out]
+    assert command(f"quality attention {options}", *places) == 0
+    assert "within 4 cells" in capsys.readouterr().out
+    rows = {(r["case"]["layer"], r["case"]["level"]): r["values"] for r in read(out)["rows"]}
+    uniform = rows.pop(("any", "uniform"))
+    assert uniform["pairs"] == 2 and uniform["queries"] == 16
+    levels = {level for _, level in rows}
+    assert levels == {"0", "1", "2", "message", "full attention"}
+    layer = next(name for name, _ in rows)
+    shares = [rows[layer, str(level)]["share"] for level in range(3)]
+    assert sum(shares) == pytest.approx(1, abs=1e-5)
+    for level in ("0", "full attention"):  # which look at all cells
+        for radius, value in uniform["within"].items():
+            assert rows[layer, level]["within"][radius] == pytest.approx(value, abs=1e-5)
+    near = [rows[layer, "message"]["within"][radius] for radius in ("1", "2", "4")]
+    assert 0 < near[0] < near[1] < near[2] <= 1
+
+
+def test_calibrated_networks_are_scored_and_timed(tmp_path, capsys):
+    """The packaged networks on small images: fixed K first, then K of a mass."""
+    for name in ("2001_2003", "2005_2006"):
+        write_pairs(tmp_path / "stereo" / f"MIDDLEBURY_{name}", ["a"])
+    found = tmp_path / "calibration--here.json"
+    options = "--tasks stereo --masses 0.6 --samples 1 --threads 1"
+    assert command(f"quality calibration {options}", "--data", tmp_path, "--out", found) == 0
+    told = capsys.readouterr().out
+    assert "fixed K" in told and "0.6" in told and "EPE px" in told
+    fixed, calibrated = read(found)["rows"]
+    assert (fixed["case"]["mass"], calibrated["case"]["mass"]) == (None, 0.6)
+    assert fixed["details"]["topk"].keys() == calibrated["details"]["topk"].keys()
+    assert fixed["values"]["k"] != calibrated["values"]["k"]
+    assert fixed["values"]["score"] != calibrated["values"]["score"]
+    options = "--seconds-per-row 0.01 --threads 1"
+    assert command(f"speed calibration {options}", "--results", found, "--out", tmp_path / "s") == 0
+    assert "fixed K" in capsys.readouterr().out
+    times = [row["values"]["median_ms"] for row in read(tmp_path / "s")["rows"]]
+    assert len(times) == 2 and min(times) > 0
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ("attention --textures nowhere", "--textures: there is no folder nowhere"),
+        ("calibration --data nowhere", "--data: there is no folder nowhere/free_multiview"),
+        ("calibration --masses 0.9,x", "--masses: numbers with commas, got '0.9,x'"),
         ("matching --data nowhere", "--data: there is no folder nowhere/scannet_sample"),
         ("matching --sets mars", "unknown 'mars'; known: scannet, graf"),
         ("matching --methods orb", "unknown 'orb'; known: matcher, sift"),
