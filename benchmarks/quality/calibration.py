@@ -97,8 +97,8 @@ def measure_row(work: Work, options: Namespace) -> dict[str, Any]:
         pairs = len(source)
     per_level = zip(*topk.values(), strict=True)
     return {
-        "k": [statistics.mean(level) for level in per_level],
-        "cells": statistics.mean(cells),
+        "k": [float(statistics.mean(level)) for level in per_level],
+        "cells": float(statistics.mean(cells)),
         "pairs": pairs,
         "score": score,
         "details": {"topk": topk},

@@ -2,6 +2,7 @@
 
 import json
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,11 +10,13 @@ import torch
 from axe_playwright_python.sync_playwright import Axe
 
 from quadtree_attention import OptionError, QuadtreeAttention, models, record
+from quadtree_attention.inspect.explorer import balanced, quantised
 from quadtree_attention.models.parts.row_attention import RowAttention
+from quadtree_attention.tasks import Matcher
+from tests.conftest import ROOT
 
 QUERIES = 50
 EQUAL = 0.98  # share of kept cells
-CLOSE = 0.25  # of scores, in logits, that 8 bits may mix up
 
 
 def noise(*shape, seed=0):
@@ -68,58 +71,117 @@ def matcher_page(tmp_path_factory):
     return path
 
 
-@pytest.mark.parametrize(("make", "variant"), [(of_maps, "B"), (of_maps, "A"), (of_rows, "B")])
+@torch.no_grad()
+def of_packaged(_):
+    """The packaged matcher on two photographs."""
+    folder = ROOT / "examples" / "images"
+    matcher = Matcher.from_pretrained(size=320, guided="never")
+    with record(matcher.network, layers="*.3.attn") as seen:
+        found = matcher(folder / "street0.jpg", folder / "street1.jpg")
+    return seen, found.images
+
+
+MAKERS = [(of_maps, "B"), (of_maps, "A"), (of_rows, "B"), (of_packaged, "B")]
+
+
+@pytest.mark.parametrize(("make", "variant"), MAKERS)
 @torch.no_grad()
 def test_cells_are_those_of_the_layer(opened, tmp_path, make, variant):
     seen, images = make(variant)
     seen.show(images).save(tmp_path / "a.html")
-    layer = seen[""]
+    ((name, layer),) = seen.items()
     own, other = layer.topk, tuple(k + 3 for k in layer.topk)
     chosen = random.Random(0)
     equal = total = 0
     with opened(tmp_path / "a.html") as page:
         samples = page.evaluate("JSON.parse(document.getElementById('about').textContent)")
         samples = samples["layers"][0]["samples"]
-        height, width = images[0].shape[:2]
+        sizes = page.evaluate("explorer.images().map(i => [i.naturalHeight, i.naturalWidth])")
         for i in range(QUERIES):
             topk = own if i % 2 else other
-            head = chosen.randrange(2)
-            sample = chosen.choice(samples)
+            head = chosen.randrange(layer[0].heads)
+            number = chosen.randrange(len(samples))
+            sample = samples[number]
+            height, width = sizes[sample["query"]]
             rows, columns = sample["grid"]
             y, x = chosen.randrange(rows), chosen.randrange(columns)
             top, bottom = sample["band"]
             place = [(x + 0.5) / columns * width - 0.5]
             place.append((top + (y + 0.5) / rows * (bottom - top)) * height - 0.5)
-            state = {"x": place[0], "y": place[1], "head": head, "topk": {"": topk}}
+            state = {"x": place[0], "y": place[1], "image": sample["query"]}
+            state |= {"head": head, "topk": {name: topk}}
             kept = page.evaluate("s => { explorer.set(s); return explorer.kept(); }", state)
-            row = int(np.mean(sample["band"]) * len(layer) / 2) if sample["flat"] else 0
+            row = int(np.mean(sample["band"]) * len(layer) / 2) if sample["flat"] else number
             at = (x,) if sample["flat"] else (y, x)
-            look = layer[row].look(at, head, topk)
+            exact = layer[row].look(at, head, topk)
+            coded = as_stored(layer[row]).look(at, head, topk)
+            same = True  # children of other parents are not candidates at all
             for level, cells in enumerate(kept):
                 found = {tuple(cell[1:] if sample["flat"] else cell) for cell in cells}
-                wanted = set(map(tuple, look[level].cells[look[level].kept].tolist()))
-                assert len(found) == len(wanted) or level > 0
+                wanted = set(map(tuple, exact[level].cells[exact[level].kept].tolist()))
                 equal += len(found & wanted)
                 total += len(wanted)
-                if found != wanted:  # children of other parents are not candidates at all
-                    _assert_close(look[level], found, wanted)
-                    break
+                if same and found != wanted:
+                    assert_close(exact[level], coded[level], found, wanted)
+                    same = False
     assert equal >= EQUAL * total
 
 
-def _assert_close(look, found, wanted):
-    """Cells that were mixed up have scores next to each other."""
-    logits = {
-        tuple(cell): score
-        for cell, score in zip(look.cells.tolist(), look.scores.log().tolist(), strict=True)
-    }
-    least = min(logits[cell] for cell in wanted)
-    assert all(abs(logits[cell] - least) < CLOSE for cell in found ^ wanted)
+def as_stored(one):
+    """Attention with the queries and keys that the page holds."""
+    maps = [x[0].flatten(0, -3).movedim(1, 0).double() for x in (one.q, one.k)]
+    restored = []
+    for x, like in zip(balanced(*maps), (one.q, one.k), strict=True):
+        codes, steps = quantised(x)
+        restored.append((codes * steps[:, None, None]).movedim(0, 1).float().view_as(like))
+    return replace(one, q=restored[0], k=restored[1])
+
+
+def assert_close(exact, coded, found, wanted):
+    """Scores of exchanged cells differ by at most the error of quantisation at both."""
+    logs, changed = (
+        {tuple(cell): score for cell, score in zip(
+            look.cells.tolist(), look.scores.double().log().tolist(), strict=True)}
+        for look in (exact, coded)
+    )  # fmt: skip
+    error = max(abs(logs[cell] - changed[cell]) for cell in logs)
+    lost, gained = wanted - found, found - wanted
+    assert max(logs[c] for c in lost) - min(logs[c] for c in gained) <= 2 * error + 1e-6
+
+
+def test_the_picture_of_all_levels(opened, tmp_path):
+    """Bright where the finest level compares, darker where only the coarsest one does."""
+    seen, images = of_maps("B")
+    seen.show(images).save(tmp_path / "a.html")
+    with opened(tmp_path / "a.html") as page:
+        alphas = page.evaluate(
+            """() => {
+              const { attention, maps } = explorer.shown();
+              const depth = attention.depth(maps);
+              return [Array.from(depth), Array.from(maps[2].looked), Array.from(maps[1].looked)];
+            }"""
+        )
+    depth, finest, middle = map(np.array, alphas)
+    assert set(np.unique(depth).round(3)) == {0.333, 0.667, 1.0}
+    assert np.array_equal(depth == 1, finest > 0)
+    above = middle.reshape(16, 21).repeat(2, 0).repeat(2, 1)[:31, :41].ravel() > 0
+    assert np.array_equal(depth > 0.6, above)
+
+
+def test_the_page_starts_with_the_sharpest_head(tmp_path):
+    torch.manual_seed(0)
+    layer = QuadtreeAttention(32, 4, num_levels=3, topk=4)
+    layer.q_proj.weight.data[16:24] *= 6  # head 2
+    with record(layer) as seen:
+        layer(smooth(1, 32, 16, 24))
+    page = seen.show(photographs(1))
+    assert '"head":2' in page.html and 'id="about"' in page.html
 
 
 def test_controls(opened, matcher_page):
     with opened(matcher_page) as page:
         state = lambda: page.evaluate("explorer.state")  # noqa: E731
+        page.select_option("#head", "-1")
         canvas = page.locator("#query")
         box = canvas.bounding_box()
         first = page.locator("#readout").inner_text()
@@ -213,7 +275,7 @@ def test_frames_are_fast(opened, matcher_page):
 def test_without_javascript(opened, matcher_page):
     with opened(matcher_page, script=False) as page:
         assert page.locator("#still img").is_visible()
-        assert "never looked at" in page.locator(".lead").inner_text()
+        assert "not compared" in page.locator(".lead").inner_text()
         assert page.locator("#still img").evaluate("i => i.naturalWidth") > 500
 
 

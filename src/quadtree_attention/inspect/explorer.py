@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recorded attention as a page in the browser, which shows what each query kept at any K.
+"""Recorded attention as an HTML page that shows what every query keeps, at any K.
 
 The page holds queries and keys of 8 bits and computes scores from them. Softmax does not change if
 a vector is taken from all keys, nor if queries and keys are transformed so that products stay the
@@ -21,7 +21,13 @@ from quadtree_attention import checks
 from quadtree_attention.errors import OptionError
 from quadtree_attention.images import Array, ImageLike
 from quadtree_attention.inspect.attention import Attention
-from quadtree_attention.inspect.still import check_point, default_layers, draw_record, images_of
+from quadtree_attention.inspect.still import (
+    check_point,
+    default_layers,
+    draw_record,
+    images_of,
+    query_of,
+)
 from quadtree_attention.viz.page import Page, data_uri, make_page
 from quadtree_attention.viz.palette import CONFIDENCE
 
@@ -105,11 +111,12 @@ def make_explorer(
         table = np.concatenate([*found, np.asarray(matches[2])[:, None]], axis=1)
         packed = {"at": block.add(table.astype(np.float32)), "count": table.size}
     first = next(iter(records.values()))
-    still = draw_record(first, given, point, layers=[described[-1]["name"]] if len(
-        records) == 1 else None)  # fmt: skip
+    own = [about["name"] for about in described if about["id"] in first]
+    name, head = _sharpest([first[name] for name in own], given, point)
+    still = draw_record(first, given, point, layers=[name], head=head)
     still = still.resize((STILL, max(1, round(still.height * STILL / still.width))))
-    start = {"layer": described[-1]["id"] if len(records) == 1 else described[0]["id"]}
-    start |= dict(zip("xy", (np.array(point) * scales[0]).tolist(), strict=True)) | {"image": 0}
+    start = {"layer": name, "head": head, "image": 0}
+    start |= dict(zip("xy", (np.array(point) * scales[0]).tolist(), strict=True))
     about = {
         "images": [{"name": n, "source": data_uri(i)} for n, i in zip(names, shown, strict=True)],
         "ramp": CONFIDENCE.tolist(),
@@ -119,7 +126,7 @@ def make_explorer(
     }
     return make_page(
         "explorer", "explorer.html", ["explorer.css"], MODULES,
-        _words(described, given, names, data_uri(still), credits),
+        _words(described, name, given, names, data_uri(still), credits),
         about, b"".join(block.parts),
     )  # fmt: skip
 
@@ -149,6 +156,26 @@ def _start(
         min(max(0.0, float(p)), n - 1.0) for p, n in zip(matches[0][best], image.size, strict=True)
     )
     return x, y
+
+
+def _sharpest(
+    layers: Sequence["Layer"], images: Sequence[Image.Image], at: tuple[float, float]
+) -> tuple[str, int]:
+    """Layer and head with the most concentrated scores of a query; cross attention before self.
+
+    The measure is the sum of squared scores of all keys, times the number of keys.
+    """
+    crossing = [layer for layer in layers if layer.cross] or layers
+    found = []
+    for layer in crossing:
+        one, cell, _ = query_of(layer, images, at)
+        number = int(np.ravel_multi_index(cell, one.grid))
+        scores = one.dense(torch.tensor([number]))[0].flatten(1)  # (N, S)
+        sharpness = scores.square().sum(dim=1) * scores.shape[1]
+        head = int(sharpness.argmax())
+        found.append((float(sharpness[head]), layer.name, head))
+    _, name, head = max(found)
+    return name, head
 
 
 def _rows_that_fit(layers: Sequence["Layer"], images: int) -> int:
@@ -225,8 +252,7 @@ def _sample(
         "band": list(band),
     }
     for name, x in (("q", q), ("k", k)):
-        steps = x.abs().amax(dim=(1, 2)).clamp(min=1e-12) / LARGEST  # (N,)
-        codes = (x / steps[:, None, None]).round().to(torch.int8)
+        codes, steps = quantised(x)
         place = block.add(codes.mT.contiguous().numpy())  # heads, channels, cells
         about[name] = {
             "at": place,
@@ -257,6 +283,12 @@ def balanced(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     return q @ turn_q, k @ turn_k
 
 
+def quantised(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes (N, S, D) of 8 bits and the step (N,) of each head."""
+    steps = x.abs().amax(dim=(1, 2)).clamp(min=1e-12) / LARGEST
+    return (x / steps[:, None, None]).round().to(torch.int8), steps
+
+
 def _at_columns(disparity: Array, sample: Mapping[str, Any], scale: float) -> Array:
     """Disparity at the cells of a row, in pixels of the image in the page; NaN where occluded."""
     height, width = disparity.shape
@@ -268,22 +300,24 @@ def _at_columns(disparity: Array, sample: Mapping[str, Any], scale: float) -> Ar
 
 def _words(
     layers: Sequence[Mapping[str, Any]],
+    begin: str,
     images: Sequence[Image.Image],
     names: Sequence[str],
     still: str,
     credits: str,  # noqa: A002
 ) -> dict[str, str]:
     """HTML for the fields of the template."""
-    quadtree = [layer for layer in layers if layer["kind"] == "quadtree" and layer["levels"] > 1]
-    one = quadtree[-1] if quadtree else layers[-1]
+    one = next(layer for layer in layers if layer["name"] == begin)
     cells = int(np.prod(one["samples"][0]["keyGrid"]))
-    lead = f"Point at a place in the first picture: its scores for {cells:,} cells are shown."
-    if quadtree:
+    lead = f"Point at a place in the first picture to see its scores for {cells:,} cells."
+    if one["kind"] == "quadtree" and one["levels"] > 1:
+        side = 2 ** (one["levels"] - 1)
+        coarse = int(np.prod([-(-n // side) for n in one["samples"][0]["keyGrid"]]))
         lead = (
-            f"Point at a place in the first picture. The network does not compare it with all "
-            f"{cells:,} cells of the {'other' if one['cross'] else 'same'} picture: it starts with "
-            f"a few coarse cells, keeps the best {one['topk'][0]}, looks at their children only, "
-            "and so on. What stays dark was never looked at."
+            f"Point at a place in the first picture. Full attention compares it with all {cells:,} "
+            f"cells of the {'other' if one['cross'] else 'same'} picture. Quadtree attention "
+            f"compares it with {coarse:,} coarse cells, keeps the best {one['topk'][0]}, compares "
+            "it with their children only, and so on. Dark cells were not compared."
         )
     flat = any(sample["flat"] for layer in layers for sample in layer["samples"])
     rows = "".join(
@@ -297,14 +331,14 @@ def _words(
     heads = "".join(f"<th scope=col>{h}</th>" for h in ("Layer", "Maps", "Heads", "Levels", "K",
         "Level weights, coarse to fine"))  # fmt: skip
     return {
-        "title": "Where attention looks: " + html.escape(", ".join(names)),
-        "heading": "Where attention looks",
+        "title": "Quadtree attention of " + html.escape(", ".join(names)),
+        "heading": "What quadtree attention compares",
         "lead": lead,
         "still": still,
         "still_alt": "One query, and its scores at every level of the quadtree",
-        "still_caption": "One query of the first image, the cells it looked at and kept on every "
-        "level, and full attention of the same queries and keys. With JavaScript, this page lets "
-        "you choose the query.",
+        "still_caption": "One query of the first image: the cells that were compared and kept at "
+        "every level, and full attention of the same queries and keys. With JavaScript, this page "
+        "shows any other query.",
         "of_rows": "" if flat else " hidden",
         "holds": f"<table><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table>",
         "credits": f'<p class="credits">{credits}</p>' if credits else "",

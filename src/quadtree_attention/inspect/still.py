@@ -142,16 +142,10 @@ def _row(
     """Title and panels of a layer."""
     if not len(layer):
         raise OptionError(f"{layer.name} was not called while record(model) was open; call it")
-    rows = rows_of(layer, max(1, len(images)))
-    share = at[1] / images[0].height
-    row = min(rows - 1, int(share * rows))
-    one = sample_of(layer, sample, rows, row)
+    one, cell, band = query_of(layer, images, at, sample)
     if head is not None and not 0 <= head < one.heads:
         raise OptionError(f"head must be from 0 to {one.heads - 1}, got {head}; leave it out")
-    places = (at[1] / images[0].height, at[0] / images[0].width)[2 - len(one.grid) :]
-    cell = tuple(min(n - 1, int(place * n)) for place, n in zip(places, one.grid, strict=True))
     target = images[-1] if layer.cross else images[0]
-    band = None if len(one.grid) == 2 else (row + 0.5) / rows
     panels = [("query", _query_panel(images[0], one, cell, band))]
     if one.kind == "quadtree":
         for level, (scores, looked, kept) in enumerate(one.maps(cell, head)):
@@ -174,6 +168,18 @@ def _row(
     what = "mean of heads" if head is None else f"head {head}"
     title = f"{layer.name}   {'cross' if layer.cross else 'self'} attention   {what}"
     return title + (f"   K = {', '.join(map(str, one.topk))}" if one.topk else ""), panels
+
+
+def query_of(
+    layer: "Layer", images: Sequence[Image.Image], at: tuple[float, float], sample: int = 0
+) -> tuple[Attention, tuple[int, ...], float | None]:
+    """Attention of the sample at a point, its finest cell, and the height of its row, in [0, 1]."""
+    rows = rows_of(layer, max(1, len(images)))
+    row = min(rows - 1, int(at[1] / images[0].height * rows))
+    one = sample_of(layer, sample, rows, row)
+    places = (at[1] / images[0].height, at[0] / images[0].width)[2 - len(one.grid) :]
+    cell = tuple(min(n - 1, int(place * n)) for place, n in zip(places, one.grid, strict=True))
+    return one, cell, None if len(one.grid) == 2 else (row + 0.5) / rows
 
 
 def _query_panel(

@@ -16,7 +16,7 @@ const $ = (id) => document.getElementById(id);
 const about = JSON.parse($("about").textContent);
 const colours = ramp(about.ramp);
 const layers = new Map(about.layers.map((layer) => [layer.id, layer]));
-const state = { ...about.start, head: ALL, level: ALL, topk: {}, beside: "", held: false };
+const state = { level: ALL, topk: {}, beside: "", held: false, ...about.start };
 const frames = []; // milliseconds that the last frames took to draw
 let bytes = null;
 let matches = null;
@@ -135,13 +135,16 @@ function boxOf(view, level, cell, columns, grid) {
   return [top + rowAt * (bottom - top), columnAt, rowSize * (bottom - top), columnSize];
 }
 
+/** Return a map whose cells are bright where at least one head compared them. */
+const shownOnce = (map) => ({ ...map, looked: map.looked.map((share) => (share > 0 ? 1 : 0)) });
+
 function drawKeys(panel, view, level) {
   const { maps, attention, sample, layer } = view;
   const last = maps.length - 1;
   const all = level === ALL || level > last;
   const at = all ? last : level;
   const [high, wide] = attention.side(at);
-  const map = all ? { ...maps[last], scores: view.message } : maps[at];
+  const map = all ? { ...maps[last], scores: view.message, looked: attention.depth(maps) } : shownOnce(maps[at]);
   const full = [sample.keyGrid[0] / high, sample.keyGrid[1] / wide];
   panel.fit(images[sample.keys]);
   panel.heat(map, full, colours, bandOf(sample));
@@ -180,7 +183,7 @@ function besideView(view) {
   const finest = view.maps.at(-1);
   const map = { ...finest, scores, message: scores, looked: new Float32Array(scores.length).fill(1), kept: finest.kept };
   const layer = { ...view.layer, levels: 1, kind: "softmax", label: "full attention" };
-  const attention = { side: () => [1, 1] };
+  const attention = { side: () => [1, 1], depth: () => map.looked };
   return { ...view, layer, attention, maps: [map], message: scores };
 }
 
@@ -224,8 +227,8 @@ function wordsOf(view, level) {
   const map = view.maps[level];
   const share = map.message.reduce((a, b) => a + b, 0);
   const looked = count(map.looked);
-  const parts = [`looked at ${looked} of ${map.scores.length}`];
-  if (level < view.maps.length - 1) parts.push(`kept ${count(map.kept)}`);
+  const parts = [`${looked} of ${map.scores.length} compared`];
+  if (level < view.maps.length - 1) parts.push(`${count(map.kept)} kept`);
   if (view.layer.levels > 1) parts.push(`${percent(share)} of the message`);
   return parts.join(", ");
 }
@@ -234,7 +237,8 @@ function write(view, beside) {
   const { layer, attention, maps, dense, heads } = view;
   const head = heads.length > 1 ? `mean of ${heads.length} heads` : `head ${heads[0] + 1}`;
   const name = (i) => about.images[i].name;
-  const title = (one) => `${one.layer.label}: keys of ${name(one.sample.keys)}`;
+  const capital = (words) => words.charAt(0).toUpperCase() + words.slice(1);
+  const title = (one) => `${capital(one.layer.label)}: keys in ${name(one.sample.keys)}`;
   $("query-title").textContent = `Query in ${name(state.image)}`;
   $("keys-title").textContent = title(view);
   if (beside) $("second-title").textContent = title(beside);
@@ -245,17 +249,18 @@ function write(view, beside) {
   if (layer.kind === "quadtree" && layer.levels > 1) {
     const mass = attention.mass(dense, maps, maps.length - 2);
     sentences.push(
-      `Scores were computed for ${spent} cells where full attention computes ${finest.scores.length}; ` +
-        `the cells kept last hold ${percent(mass)} of full attention.`,
+      `It was compared with ${spent} cells; full attention compares ${finest.scores.length}. ` +
+        `The cells kept at level ${maps.length - 2} hold ${percent(mass)} of full attention.`,
     );
   }
-  if (match?.shift !== undefined) sentences.push(`Its match is ${match.shift.toFixed(1)} pixels to the left.`);
+  if (match?.shift !== undefined) sentences.push(`Disparity: ${match.shift.toFixed(1)} pixels.`);
   else if (match) {
     sentences.push(
-      `Its match: ${Math.round(match.x)}, ${Math.round(match.y)} in ${name(match.image)}, ` +
+      `Match: ${Math.round(match.x)}, ${Math.round(match.y)} in ${name(match.image)}, ` +
         `confidence ${match.confidence.toFixed(2)}.`,
     );
-  } else if (matches || view.sample.disparity) sentences.push("It led to no match.");
+  } else if (view.sample.disparity) sentences.push("Occluded.");
+  else if (matches) sentences.push("No match.");
   $("readout").textContent = sentences.join(" ");
 }
 
@@ -303,7 +308,7 @@ function buildLevels(layer) {
     });
     title.textContent = level === ALL ? "All levels" : `Level ${level}: ${rows === 1 ? "" : `${rows} × `}${columns} cells`;
     const words = document.createElement("span");
-    words.textContent = level === ALL ? "where the message comes from" : "";
+    words.textContent = level === ALL ? "shares of the message" : "";
     button.append(canvas, title, words);
     button.addEventListener("click", () => set({ level }));
     thumbs.push({ level, panel: new Panel(canvas), words, button });
@@ -571,6 +576,9 @@ globalThis.explorer = {
   state,
   frames,
   set,
+  /** Return what the last frame showed: attention, maps, query, samples. */
+  shown: () => shown,
+  images: () => images,
   /** Return the kept cells [y, x] per level that the last frame showed. */
   kept() {
     draw();

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Attention of one sample, from its queries and keys: what a query looked at and kept, at any K.
+// Attention of one sample from its queries and keys: candidates, scores and kept cells, at any K.
 
 /** Return the means of a map over visible cells per level, coarse to fine. */
 function pyramid(map, levels, width) {
@@ -92,7 +92,7 @@ export class Attention {
   }
 
   /**
-   * Return what a query looked at on every level with one head.
+   * Return the candidates of a query at every level, for one head.
    *
    * Each level has `cells`, `scores` and `kept`, of the same length; cells are numbers on the key
    * grid of the level, row by row.
@@ -148,7 +148,7 @@ export class Attention {
     return { cells, handed };
   }
 
-  /** Return maps per level, means over heads: scores, and shares of heads that looked and kept. */
+  /** Return maps per level, means over heads: scores, and shares of heads that compared and kept. */
   maps(y, x, heads, topk) {
     const found = this.keys.map((keys) => ({
       rows: keys.rows,
@@ -195,6 +195,22 @@ export class Attention {
       }
     });
     return total;
+  }
+
+  /** Return, for each finest cell, the share of levels down to the finest one that compared it. */
+  depth(maps) {
+    const finest = maps.at(-1);
+    const found = new Float32Array(finest.scores.length);
+    maps.forEach((map, level) => {
+      const [high, wide] = this.side(level);
+      for (let y = 0; y < finest.rows; y++) {
+        for (let x = 0; x < finest.columns; x++) {
+          const cell = Math.floor(y / high) * map.columns + Math.floor(x / wide);
+          if (map.looked[cell] > 0) found[y * finest.columns + x] = (level + 1) / maps.length;
+        }
+      }
+    });
+    return found;
   }
 
   /** Return the scores of a query for all keys of the finest map: full attention. */

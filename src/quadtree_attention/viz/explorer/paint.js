@@ -2,6 +2,7 @@
 // Drawing: an image, cells over it in the colours of their scores, outlines and marks.
 
 const LEAST_MARK = 7;
+const DARK = 8; // of cells that were not compared
 
 /** A canvas with an image on it, sharp on the screen it is shown on. */
 export class Panel {
@@ -39,7 +40,7 @@ export class Panel {
   /**
    * Draw the image in grey and the cells of a map over it.
    *
-   * @param {object} map rows, columns, scores, looked.
+   * @param {object} map rows, columns, scores, and looked: the brightness of a cell; 0 is dark.
    * @param {number[]} full Rows and columns of the map if all its cells were whole.
    * @param {Uint8Array} colours 256 colours, RGB.
    * @param {number[]} band Top and bottom of the map, as shares of the image.
@@ -54,10 +55,10 @@ export class Panel {
     const pixels = pen.createImageData(map.columns, map.rows);
     map.scores.forEach((score, i) => {
       const share = Math.sqrt(Math.max(0, score) / top); // small scores stay visible
-      const looked = map.looked[i] > 0;
+      const bright = map.looked[i];
       const from = 3 * Math.min(255, Math.round(255 * share));
-      for (let c = 0; c < 3; c++) pixels.data[4 * i + c] = looked ? colours[from + c] : 8;
-      pixels.data[4 * i + 3] = looked ? 70 + 165 * share : 190;
+      for (let c = 0; c < 3; c++) pixels.data[4 * i + c] = bright * colours[from + c] + (1 - bright) * DARK;
+      pixels.data[4 * i + 3] = bright * (70 + 165 * share) + (1 - bright) * 190;
     });
     pen.putImageData(pixels, 0, 0);
     this.pen.imageSmoothingEnabled = false;
