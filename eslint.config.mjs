@@ -3,7 +3,7 @@
 const browser = [
   ...["document", "globalThis", "location", "history", "navigator", "performance", "Image", "Option", "URL"],
   ...["URLSearchParams", "Blob", "Response", "DecompressionStream", "atob", "clearTimeout", "setTimeout"],
-  "requestAnimationFrame",
+  "requestAnimationFrame", "window",
 ];
 
 export default [

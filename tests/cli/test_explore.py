@@ -48,7 +48,9 @@ def test_explore_two_images(all_weights):
 
 
 def test_explore_one_image(all_weights):
-    run("explore", "a.png", *weights(all_weights, "match"), "--out", "a.html", "--at", "3,5")
+    options = ("--out", "a.html", "--at", "3,5", "--credits", "(c) <me>")
+    run("explore", "a.png", *weights(all_weights, "match"), *options)
+    assert "(c) &lt;me&gt;" in Path("a.html").read_text("utf-8")
     held = about("a.html")
     assert [layer["cross"] for layer in held["layers"]] == [False]
     assert held["start"]["x"] == 3 and held["start"]["y"] == 5

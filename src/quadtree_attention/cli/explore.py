@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`quadtree explore`: writes an HTML page with the selections of every query of a network."""
 
+import html
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ HELP = """Write an interactive HTML page with the selection of every query, at e
 The page is one file, opened from disk, without a server or network. It shows the self attention of
 a network on image A, and with B also its cross attention; for the stereo network, attention along
 rows of a rectified pair. K, head, layer and level are chosen in the page, and two layers, or full
-attention of the same queries and keys, can be compared side by side.
+attention of the same queries and keys, can be compared side by side. It starts with the layer and
+the head whose scores are most concentrated.
 
 The default network is the packaged matcher, or with --task stereo the packaged stereo network.
 Weights of classifiers, detectors and segmenters show the self attention of their backbone.
@@ -47,6 +49,7 @@ OWN = {
     **NETWORKS,
     "out": option(Path, "Page to write, .html.", PAGE, metavar="FILE"),
     "at": option(TEXT, "Initial query.", metavar="X,Y", show_default="a confident match"),
+    "credits": option(TEXT, "Text below the page, such as the licence of images.", metavar="TEXT"),
 }
 
 
@@ -75,6 +78,7 @@ def explore(context: typer.Context) -> None:
         layers=patterns(o["layers"], seen.records),
         at=at,
         names=[Path(name).name for name in inputs],
+        credits=html.escape(o["credits"] or ""),
         **seen.found,
     )
     page.save(o["out"])

@@ -220,6 +220,7 @@ function redraw() {
 
 // --- Words -----------------------------------------------------------------------------------
 
+const whole = (number) => number.toLocaleString("en");
 const percent = (share) => `${(100 * share).toFixed(share < 0.095 ? 1 : 0)} %`;
 const count = (values) => values.reduce((sum, value) => sum + (value > 0 ? 1 : 0), 0);
 
@@ -227,7 +228,7 @@ function wordsOf(view, level) {
   const map = view.maps[level];
   const share = map.message.reduce((a, b) => a + b, 0);
   const looked = count(map.looked);
-  const parts = [`${looked} of ${map.scores.length} compared`];
+  const parts = [`${whole(looked)} of ${whole(map.scores.length)} compared`];
   if (level < view.maps.length - 1) parts.push(`${count(map.kept)} kept`);
   if (view.layer.levels > 1) parts.push(`${percent(share)} of the message`);
   return parts.join(", ");
@@ -249,7 +250,7 @@ function write(view, beside) {
   if (layer.kind === "quadtree" && layer.levels > 1) {
     const mass = attention.mass(dense, maps, maps.length - 2);
     sentences.push(
-      `It was compared with ${spent} cells; full attention compares ${finest.scores.length}. ` +
+      `It was compared with ${whole(spent)} cells; full attention compares ${whole(finest.scores.length)}. ` +
         `The cells kept at level ${maps.length - 2} hold ${percent(mass)} of full attention.`,
     );
   }
