@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draws the screenshots of the docs: python -m tests.inspect.screenshots docs/explore.html docs/images
+"""Draws the screenshots of the docs, with Chromium.
 
-Needs Chromium and playwright.
+python -m tests.inspect.screenshots docs/explore.html docs/images
 """
 
 import io
@@ -28,7 +28,8 @@ def main(page_file: str, folder: str) -> None:
                     color_scheme=scheme, device_scale_factor=ratio,
                 )  # fmt: skip
                 page.goto(Path(page_file).resolve().as_uri())
-                page.wait_for_function("() => globalThis.explorer?.frames.length > 1")
+                page.wait_for_function("() => globalThis.explorer?.frames.length > 0")
+                page.wait_for_timeout(300)  # thumbnails have their size
                 picture = Image.open(io.BytesIO(page.screenshot())).convert("RGB")
                 path = Path(folder) / f"explore-{name}-{scheme}.jpg"
                 picture.save(path, quality=85, optimize=True, progressive=True)

@@ -236,7 +236,7 @@ function wordsOf(view, level) {
 
 function write(view, beside) {
   const { layer, attention, maps, dense, heads } = view;
-  const head = heads.length > 1 ? `mean of ${heads.length} heads` : `head ${heads[0] + 1}`;
+  const head = heads.length > 1 ? `mean of ${heads.length} heads` : `head ${heads[0]}`;
   const name = (i) => about.images[i].name;
   const capital = (words) => words.charAt(0).toUpperCase() + words.slice(1);
   const title = (one) => `${capital(one.layer.label)}: keys in ${name(one.sample.keys)}`;
@@ -275,9 +275,9 @@ function fill(select, entries, value) {
 function buildControls() {
   const layer = layers.get(state.layer);
   fill($("layer"), about.layers.map(({ id, label }) => [id, label]), state.layer);
-  const heads = Array.from({ length: layer.heads }, (_, i) => [i, `${i + 1} of ${layer.heads}`]);
+  const heads = Array.from({ length: layer.heads }, (_, i) => [i, `head ${i}`]);
   if (state.head >= layer.heads) state.head = ALL;
-  fill($("head"), [[ALL, `mean of ${layer.heads}`], ...heads], state.head);
+  fill($("head"), [[ALL, `mean of ${layer.heads} heads`], ...heads], state.head);
   const others = about.layers.filter(({ id }) => id !== state.layer).map(({ id, label }) => [id, label]);
   const full = layer.kind === "quadtree" ? [[FULL, "full attention, same queries and keys"]] : [];
   fill($("beside"), [["", "nothing"], ...full, ...others], state.beside);
@@ -459,7 +459,7 @@ function hash() {
     image: state.image,
     x: state.x.toFixed(1),
     y: state.y.toFixed(1),
-    head: state.head === ALL ? "mean" : state.head + 1,
+    head: state.head === ALL ? "mean" : state.head,
     level: state.level === ALL ? "all" : state.level,
   });
   if (state.topk[state.layer]) values.set("k", state.topk[state.layer].join(","));
@@ -478,7 +478,7 @@ function restored() {
   for (const key of ["x", "y"]) if (Number.isFinite(number(key))) found[key] = number(key);
   if (number("image") in images) found.image = number("image");
   if (values.get("head") === "mean") found.head = ALL;
-  else if (number("head") >= 1 && number("head") <= layer.heads) found.head = Math.floor(number("head")) - 1;
+  else if (number("head") >= 0 && number("head") < layer.heads) found.head = Math.floor(number("head"));
   if (values.get("level") === "all") found.level = ALL;
   else if (number("level") >= 0 && number("level") < layer.levels) found.level = Math.floor(number("level"));
   const topk = (values.get("k") ?? "").split(",").map(Number);
