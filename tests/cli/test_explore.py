@@ -117,6 +117,17 @@ def test_calibrate(all_weights):
     assert "two images" in refused("calibrate", *options)
 
 
+def test_calibrate_stereo(all_weights):
+    os.mkdir("pairs")
+    os.rename("a.png", "pairs/x_left.png")
+    os.rename("b.png", "pairs/x_right.png")
+    options = (*weights(all_weights, "stereo"), "--images", "pairs", "--mass", "0.5", "--json")
+    told = json.loads(run("calibrate", *options).stdout)
+    assert told["images"] == 1 and any("cross_attn" in name for name in told["layers"])
+    os.rename("pairs/x_right.png", "b.png")
+    assert "no pairs" in refused("calibrate", *options)
+
+
 @pytest.mark.parametrize("task", ["classify", "detect", "segment"])
 def test_calibrate_others(all_weights, task):
     os.mkdir("photos")
