@@ -12,6 +12,7 @@ from PIL import Image
 from benchmarks import vit
 from benchmarks.quality.matching import RATIO, nearest
 from benchmarks.quality.stereo import fill_holes
+from benchmarks.speed import calibration
 from quadtree_attention import models
 from tests.benchmarks.conftest import command, read, refused
 from tests.conftest import ROOT
@@ -129,7 +130,7 @@ def test_a_stereo_network_of_ones_own_beside_sgbm(tmp_path):
 
 
 @pytest.mark.usefixtures("only_reference")
-def test_attention_near_the_true_partner(tmp_path, capsys, monkeypatch):
+def test_attention_near_the_true_partner(tmp_path, capsys):
     """Weights whose cross attention is known: keys of zeros make it equal for all cells."""
     card = {"model": "loftr_quadtree_small", "kwargs": tiny.NETWORKS["match"][1]}
     network = models.create(card["model"], **card["kwargs"])
@@ -156,8 +157,9 @@ def test_attention_near_the_true_partner(tmp_path, capsys, monkeypatch):
     assert 0 < near[0] < near[1] < near[2] <= 1
 
 
-def test_calibrated_networks_are_scored_and_timed(tmp_path, capsys):
-    """The packaged networks on small images: fixed K first, then K of a mass."""
+def test_calibrated_networks_are_scored_and_timed(tmp_path, capsys, monkeypatch):
+    """The packaged network on small images: fixed K first, then K of a mass."""
+    monkeypatch.setitem(calibration.IMAGES, "stereo", (96, 64))
     for name in ("2001_2003", "2005_2006"):
         write_pairs(tmp_path / "stereo" / f"MIDDLEBURY_{name}", ["a"])
     found = tmp_path / "calibration--here.json"
