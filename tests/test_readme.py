@@ -2,37 +2,16 @@
 """What the documents show is what happens."""
 
 import doctest
-import os
 import re
 import subprocess
 import sys
 
 import pytest
 
-from quadtree_attention import use_backend
 from quadtree_attention.cli.options import RENAMED
 from tests.conftest import ROOT
-from tests.support import tiny
 
 README = (ROOT / "README.md").read_text()
-
-
-def test_python_blocks_run(capsys, tmp_path, monkeypatch):
-    """Tiny weights stand in where none are packaged."""
-    monkeypatch.chdir(tmp_path)
-    for name in ("a.jpg", "b.jpg", "left.png", "right.png", "cat.jpg", "street.jpg"):
-        tiny.picture(0, (96, 64)).save(name)
-    for task, name in (("classify", "b2"), ("detect", "detector"), ("segment", "segmenter")):
-        tiny.write_weights(task, tmp_path / f"{name}.safetensors")
-    namespace: dict[str, object] = {}
-    blocks = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
-    assert sum("tasks import" in block for block in blocks) == 5
-    with use_backend("reference"):
-        for block in blocks:
-            exec(block, namespace)
-    assert "torch.Size([1, 60, 80, 8, 32])" in capsys.readouterr().out
-    assert namespace["depth"].shape == (64, 96)
-    assert {"matches.png", "labels.png"} <= set(os.listdir())
 
 
 def test_recipes_and_options_of_the_documents_exist():

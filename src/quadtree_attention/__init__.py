@@ -69,7 +69,7 @@ __all__ = [
     "use_backend",
 ]
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _HOMES = {  # the others live in ops
     "QuadtreeAttention": "nn",

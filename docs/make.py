@@ -1,0 +1,317 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The site: hooks of MkDocs that write pages from the code, and checks of the result.
+
+mkdocs serve                      # builds the site and serves it on port 8000
+python docs/make.py               # builds it strictly into site/, and checks it
+python docs/make.py --external    # and requests every external link
+"""
+
+import argparse
+import html
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote
+from urllib.request import Request, urlopen
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCS = ROOT / "docs"
+COPIED = {  # pages that are files outside docs/
+    "changelog.md": "CHANGELOG.md",
+    "conduct.md": "CODE_OF_CONDUCT.md",
+    "contributing.md": "CONTRIBUTING.md",
+    "mathematics.md": "src/quadtree_attention/ops/README.md",
+    "measuring.md": "benchmarks/README.md",
+    "security.md": "SECURITY.md",
+    "weights.md": "src/quadtree_attention/weights/README.md",
+}
+MODULES = {  # API pages, in this order; a name is on the first page whose module exports it
+    "": "Operators and layers",
+    "tasks": "Tasks",
+    "models": "Networks",
+    "nn": "Baseline attentions",
+    "inspect": "Recording",
+    "synthetic": "Synthetic scenes",
+    "sfm": "Reconstruction",
+    "integrations.kornia": "kornia",
+    "errors": "Errors",
+}
+LINK = re.compile(r"(\]\()([^)\s:#]+)(#[^)\s]*)?(\))")  # of files, not of URLs or of this page
+HEAD = "---\nsearch: {boost: 2}\n---\n\n"
+
+
+# Pages of the API ----------------------------------------------------------------------------
+
+
+def api() -> dict[str, list[str]]:
+    """The public names of every API page, by module."""
+    package, seen, found = "quadtree_attention", {"__version__"}, {}
+    for name in MODULES:
+        module = import_module(f"{package}.{name}" if name else package)
+        public = getattr(module, "__all__", None) or [
+            key
+            for key, value in vars(module).items()
+            if isinstance(value, type) and value.__module__ == module.__name__
+        ]
+        exceptions = {key for key in public if key.endswith("Error")} if name != "errors" else set()
+        found[name] = sorted(set(public) - seen - exceptions, key=str.lower)
+        seen |= set(found[name])
+    return found
+
+
+def api_pages() -> Iterator[tuple[str, str]]:
+    table = ["| page | contents |", "| --- | --- |"]
+    for name, public in api().items():
+        module = f"quadtree_attention.{name}".rstrip(".")
+        page = f"api/{(name or 'ops').replace('.', '-')}.md"
+        links = ", ".join(f"[`{x}`]({Path(page).name}#{module}.{x})" for x in public)
+        table.append(f"| [{MODULES[name]}]({Path(page).name}) | {links} |")
+        blocks = "\n\n".join(f"::: {module}.{x}" for x in public)
+        summary = (import_module(module).__doc__ or "").partition("\n\n")[0]
+        yield page, f"{HEAD}# {MODULES[name]}\n\n`{module}`: {summary}\n\n{blocks}\n"
+    yield "api/index.md", "# API reference\n\n" + "\n".join(table) + "\n"
+
+
+# The page of the commands --------------------------------------------------------------------
+
+
+def commands() -> str:
+    """The page of the command line, from the parameters of the program."""
+    import typer
+
+    from quadtree_attention.cli.main import app
+
+    root = typer.main.get_command(app)
+    lines = [
+        "# Command line",
+        "",
+        "`quadtree COMMAND --help` prints the same. Exit codes: 0, success; 1, some inputs failed "
+        "and are listed; 2, wrong options or unusable files; 130, interrupted.",
+        "",
+    ]
+    names = sorted(root.commands)
+    lines += ["| command | |", "| --- | --- |"]
+    for name in names:
+        lines.append(f"| [`{name}`](#{name}) | {_first(root.commands[name])} |")
+    for name in names:
+        lines += ["", f"## {name}", "", *_command(f"quadtree {name}", root.commands[name])]
+    return HEAD + "\n".join(lines) + "\n"
+
+
+def _command(path: str, command: Any) -> Iterator[str]:
+    context = command.make_context(path.split()[-1], [], resilient_parsing=True)
+    text = (command.help or "").replace("\b", "")
+    for block in re.split(r"\n\s*\n", text.strip("\n")):
+        if block.strip().startswith("Examples:"):
+            examples = "\n".join(line.strip() for line in block.strip().splitlines()[1:])
+            yield from ("```bash", examples, "```", "")
+        else:
+            yield from (_escaped(" ".join(block.split())), "")
+    if getattr(command, "commands", None):
+        for name, inner in sorted(command.commands.items()):
+            yield from (f"### {path.split()[-1]} {name}", "", *_command(f"{path} {name}", inner))
+        return
+    yield from ("| option | meaning | default |", "| --- | --- | --- |")
+    for parameter in command.get_params(context):
+        if (row := _row(parameter, context)) is not None:
+            yield row
+
+
+def _row(parameter: Any, context: Any) -> str | None:
+    record = parameter.get_help_record(context)
+    if parameter.param_type_name == "argument":
+        shown, text = (parameter.metavar or parameter.name.upper()), getattr(parameter, "help", "")
+        return f"| `{shown}` | {_escaped(text or '')} | |"
+    if record is None or "--help" in parameter.opts:
+        return None
+    flags, text = record
+    text, _, default = text.partition("[default: ")
+    default = _escaped(default.rstrip("] ").strip("()"))
+    return f"| `{flags}` | {_escaped(' '.join(text.split()))} | {default} |"
+
+
+def _first(command: Any) -> str:
+    text = (command.help or "").strip().split("\n\n")[0]
+    return _escaped(" ".join(text.split()))
+
+
+def _escaped(text: str) -> str:
+    return re.sub(r"([|<*_\[\]])", r"\\\1", text)
+
+
+# Hooks of MkDocs -----------------------------------------------------------------------------
+
+
+def on_files(files: Any, config: Any) -> Any:
+    from mkdocs.structure.files import File
+
+    def add(uri: str, **content: Any) -> None:
+        if files.get_file_from_path(uri) is None:
+            files.append(File.generated(config, uri, **content))
+
+    for uri, source in COPIED.items():
+        add(uri, content=(ROOT / source).read_text())
+    for uri, text in api_pages():
+        add(uri, content=text)
+    add("commands.md", content=commands())
+    for path in linked():
+        add(_uri(path), abs_src_path=str(path))
+    return files
+
+
+def on_nav(nav: Any, config: Any, files: Any) -> Any:
+    return nav
+
+
+def on_config(config: Any) -> Any:
+    """The navigation of the API has one page per module."""
+    pages = ["api/index.md", *(f"api/{(x or 'ops').replace('.', '-')}.md" for x in MODULES)]
+    for entry in config.nav:
+        if entry.get("API") == "api/":
+            entry["API"] = pages
+    return config
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
+    """Links of files outside docs/ lead to their pages, or to copies of the files."""
+    uri = page.file.src_uri
+    source = ROOT / COPIED[uri] if uri in COPIED else DOCS / uri
+
+    def new(match: re.Match[str]) -> str:
+        path = (source.parent / unquote(match[2])).resolve()
+        if not path.is_relative_to(ROOT) or not path.exists():
+            return match[0]
+        target = os.path.relpath(_uri(path), Path(uri).parent)
+        return f"{match[1]}{target}{match[3] or ''}{match[4]}"
+
+    return outside_code(lambda text: LINK.sub(new, text), markdown)
+
+
+def on_page_content(content: str, page: Any, config: Any, files: Any) -> str:
+    """Formulas as MathML, which browsers show without a script."""
+    from latex2mathml.converter import convert
+
+    def block(match: re.Match[str]) -> str:
+        return convert(html.unescape(match[1]).strip(), display="block")
+
+    def inline(match: re.Match[str]) -> str:
+        return convert(html.unescape(match[1]).strip())
+
+    content = re.sub(r'<div class="arithmatex">\\\[(.*?)\\\]</div>', block, content, flags=re.S)
+    return re.sub(r'<span class="arithmatex">\\\((.*?)\\\)</span>', inline, content, flags=re.S)
+
+
+def outside_code(change: Any, markdown: str) -> str:
+    """Applies a function to the parts of a page that are no fenced code."""
+    parts = re.split(r"(^```.*?^```$)", markdown, flags=re.S | re.M)
+    return "".join(text if i % 2 else change(text) for i, text in enumerate(parts))
+
+
+def linked() -> set[Path]:
+    """Files of the repository that pages link to, and that are no pages."""
+    sources = [*DOCS.rglob("*.md"), *(ROOT / source for source in COPIED.values())]
+    found = set()
+    for source in sources:
+        for match in LINK.finditer(source.read_text()):
+            path = (source.parent / unquote(match[2])).resolve()
+            if path.is_file() and path.is_relative_to(ROOT) and path.suffix != ".md":
+                found.add(path)
+    return {path for path in found if not path.is_relative_to(DOCS) or path.suffix == ".html"}
+
+
+def _uri(path: Path) -> str:
+    """Where a file of the repository is in the site."""
+    for uri, source in COPIED.items():
+        if path == ROOT / source:
+            return uri
+    if path.is_relative_to(DOCS):
+        return path.relative_to(DOCS).as_posix()
+    return f"files/{path.relative_to(ROOT).as_posix()}"
+
+
+# Checks --------------------------------------------------------------------------------------
+
+
+class Page(HTMLParser):
+    """Links and anchors of an HTML page."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.links: list[str] = []
+        self.anchors: set[str] = {""}
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        for key, value in attrs:
+            if key in ("id", "name") and value:
+                self.anchors.add(value)
+            if key in ("href", "src") and value:
+                self.links.append(value)
+
+
+def broken(site: Path) -> list[str]:
+    """Links of the built site without a target, and files that it loads from other hosts."""
+    pages = {path: Page(path.read_text()) for path in site.rglob("*.html")}
+    pages = {path: page for path, page in pages.items() if path.name not in ("404.html",)}
+    found = []
+    for path, page in pages.items():
+        for link in page.links:
+            if re.match(r"[a-z]+:", link):
+                continue
+            target, _, anchor = link.partition("#")
+            file = (path.parent / unquote(target.partition("?")[0])).resolve() if target else path
+            file = file / "index.html" if file.is_dir() else file
+            missing = not file.exists()
+            if missing or (anchor and file in pages and unquote(anchor) not in pages[file].anchors):
+                found.append(f"{path.relative_to(site)}: {link}")
+        loaded = re.findall(
+            r'<(?:script|img|link rel="stylesheet")[^>]+(?:src|href)="(https?:[^"]+)',
+            path.read_text(),
+        )
+        found += [f"{path.relative_to(site)} loads {link}" for link in loaded]
+    return found
+
+
+def external(site: Path) -> list[str]:
+    """External links of the built site that cannot be opened."""
+    links = {
+        link.partition("#")[0]
+        for path in site.rglob("*.html")
+        for link in Page(path.read_text()).links
+        if link.startswith(("http:", "https:"))
+    }
+    found = []
+    for link in sorted(links):
+        try:
+            with urlopen(Request(link, headers={"User-Agent": "Mozilla/5.0"}), timeout=20):
+                pass
+        except OSError as error:
+            found.append(f"{link}: {error}")
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--external", action="store_true", help="request external links, too")
+    parser.add_argument("--site", type=Path, default=ROOT / "site", help="folder of the site")
+    options = parser.parse_args()
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "-d"]
+    result = subprocess.run([*command, str(options.site.resolve())], cwd=ROOT)
+    if result.returncode:
+        return result.returncode
+    problems = broken(options.site.resolve())
+    if options.external:
+        problems += external(options.site)
+    print(*problems, sep="\n")
+    print(f"{options.site}: {len(problems)} broken links")
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
