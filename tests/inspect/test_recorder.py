@@ -290,3 +290,16 @@ def test_still_pictures(tmp_path):
         seen.draw(images, (10, 40), head=9)
     with pytest.raises(OptionError, match="recorded layer"):
         seen.draw(images, (10, 40), layers=["x"])
+
+
+@torch.no_grad()
+def test_cells_smaller_than_a_pixel_are_drawn():
+    """Rows of a wide image: 1,000 cells in a panel of 300 pixels."""
+    torch.manual_seed(0)
+    layer = RowAttention(16, 2, num_levels=3, topk=3)
+    with record(layer) as seen:
+        layer(torch.randn(2, 4, 1000, 16), torch.randn(2, 4, 1000, 16))
+    images = [np.full((64, 2000, 3), 128, np.uint8)] * 2
+    pictures = [np.asarray(seen.draw(images, (x, 40), head=0)) for x in (0, 1003, 1999)]
+    assert not np.array_equal(pictures[0], pictures[1])
+    assert not np.array_equal(pictures[1], pictures[2])

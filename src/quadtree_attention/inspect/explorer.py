@@ -308,18 +308,19 @@ def _words(
 ) -> dict[str, str]:
     """HTML for the fields of the template."""
     one = next(layer for layer in layers if layer["name"] == begin)
+    flat = any(sample["flat"] for layer in layers for sample in layer["samples"])
     cells = int(np.prod(one["samples"][0]["keyGrid"]))
     lead = f"Point at a place in the first picture to see its scores for {cells:,} cells."
     if one["kind"] == "quadtree" and one["levels"] > 1:
         side = 2 ** (one["levels"] - 1)
+        place = f"{'its row in ' * flat}the {'other' if one['cross'] else 'same'} picture"
         coarse = int(np.prod([-(-n // side) for n in one["samples"][0]["keyGrid"]]))
         lead = (
             f"Point at a place in the first picture. Full attention compares it with all {cells:,} "
-            f"cells of the {'other' if one['cross'] else 'same'} picture. Quadtree attention "
-            f"compares it with {coarse:,} coarse cells, keeps the best {one['topk'][0]}, compares "
-            "it with their children only, and so on. Dark cells were not compared."
+            f"cells of {place}. Quadtree attention compares it with {coarse:,} coarse cells, "
+            f"keeps the best {one['topk'][0]}, compares it with their children only, and so on. "
+            "Dark cells were not compared."
         )
-    flat = any(sample["flat"] for layer in layers for sample in layer["samples"])
     rows = "".join(
         f"<tr><td>{html.escape(layer['label'])}</td><td>{len(layer['samples'])} "
         f"of {' &times; '.join(str(n) for n in layer['samples'][0]['keyGrid'] if n > 1)} cells</td>"

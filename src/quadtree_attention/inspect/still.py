@@ -196,9 +196,7 @@ def _query_panel(
         ]
         if band is not None:
             edges.insert(0, _band_edges(band, picture.height))
-        (top, bottom), (left, right) = edges
-        width, height = picture.size
-        box = [left * width, top * height, right * width - 1, bottom * height - 1]
+        box = _box(edges, picture)
         pen.rectangle([box[0] - 1, box[1] - 1, box[2] + 1, box[3] + 1], outline=(0, 0, 0))
         pen.rectangle(box, outline=QUERY)
     return picture
@@ -252,14 +250,18 @@ def _spread(
 
 def _outline(picture: Image.Image, kept: Array, band: float | None, full: Sequence[float]) -> None:
     pen = ImageDraw.Draw(picture)
-    width, height = picture.size
     for cell in np.argwhere(kept > 0):
         edges = [(i / n, min(1.0, (i + 1) / n)) for i, n in zip(cell, full, strict=True)]
         if band is not None:
-            edges.insert(0, _band_edges(band, height))
-        (top, bottom), (left, right) = edges
-        box = [left * width, top * height, right * width - 1, bottom * height - 1]
-        pen.rectangle(box, outline=QUERY)
+            edges.insert(0, _band_edges(band, picture.height))
+        pen.rectangle(_box(edges, picture), outline=QUERY)
+
+
+def _box(edges: Sequence[tuple[float, float]], picture: Image.Image) -> list[float]:
+    """Corners of a cell in pixels; cells below a pixel get one."""
+    (top, bottom), (left, right) = edges
+    x, y = left * picture.width, top * picture.height
+    return [x, y, max(x, right * picture.width - 1), max(y, bottom * picture.height - 1)]
 
 
 def _shrunk(image: Image.Image) -> Image.Image:

@@ -77,7 +77,7 @@ def make_page(
         **fields,
         "styles": "\n".join((source / name).read_text("utf-8") for name in styles),
         "script": "\n".join(_inlined((source / name).read_text("utf-8")) for name in modules),
-        "about": json.dumps(about, separators=(",", ":"), allow_nan=False).replace("</", "<\\/"),
+        "about": json.dumps(about, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c"),
         "data": base64.b64encode(gzip.compress(data, 9, mtime=0)).decode(),
     }
     text = (source / template).read_text("utf-8")
