@@ -10,9 +10,10 @@ import torch
 from axe_playwright_python.sync_playwright import Axe
 
 from quadtree_attention import OptionError, QuadtreeAttention, models, record
-from quadtree_attention.inspect.explorer import balanced, quantised
+from quadtree_attention.inspect.explorer import MODULES, balanced, quantised
 from quadtree_attention.models.parts.row_attention import RowAttention
 from quadtree_attention.tasks import Matcher
+from quadtree_attention.viz.page import inlined
 from tests.conftest import ROOT
 
 QUERIES = 50
@@ -265,11 +266,24 @@ def test_sizes_and_accessibility(opened, matcher_page, scheme, width):
         assert not serious, json.dumps(found)[:2000]
 
 
-def test_frames_are_fast(opened, matcher_page):
-    with opened(matcher_page) as page:
+def test_the_example_of_the_docs(opened):
+    """Of this version's sources, small enough, soon there, and fast while the pointer moves."""
+    example = ROOT / "docs" / "explore.html"
+    text = example.read_text("utf-8")
+    assert len(text.encode()) <= 6_000_000
+    sources = ROOT / "src" / "quadtree_attention" / "viz" / "explorer"
+    assert (sources / "explorer.css").read_text("utf-8") in text
+    for module in MODULES:
+        assert inlined((sources / module).read_text("utf-8")) in text
+    with opened(example, viewport={"width": 1280, "height": 900}) as page:
+        (painted,) = page.evaluate(
+            "performance.getEntriesByName('first-contentful-paint').map(e => e.startTime)"
+        )
+        assert painted < 1000  # milliseconds
         box = page.locator("#query").bounding_box()
+        page.evaluate("explorer.frames.length = 0")
         for i in range(60):
-            page.mouse.move(box["x"] + 4 * i, box["y"] + 3 * i)
+            page.mouse.move(box["x"] + 20 + 4 * i, box["y"] + 30 + 3 * i)
         frames = page.evaluate("explorer.frames")
         assert len(frames) > 20 and sorted(frames)[len(frames) // 2] < 33  # milliseconds
 

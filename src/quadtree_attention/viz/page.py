@@ -76,7 +76,7 @@ def make_page(
     parts = {
         **fields,
         "styles": "\n".join((source / name).read_text("utf-8") for name in styles),
-        "script": "\n".join(_inlined((source / name).read_text("utf-8")) for name in modules),
+        "script": "\n".join(inlined((source / name).read_text("utf-8")) for name in modules),
         "about": json.dumps(about, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c"),
         "data": base64.b64encode(gzip.compress(data, 9, mtime=0)).decode(),
     }
@@ -84,7 +84,7 @@ def make_page(
     return Page(re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], text))
 
 
-def _inlined(module: str) -> str:
+def inlined(module: str) -> str:
     """Removes imports and exports of a module, for a single script of all modules."""
     lines = (line.removeprefix("export ") for line in module.splitlines())
     return "\n".join(line for line in lines if not line.startswith("import "))
