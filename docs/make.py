@@ -8,6 +8,7 @@ python docs/make.py --external    # and requests every external link
 
 import argparse
 import html
+import inspect
 import os
 import re
 import subprocess
@@ -15,6 +16,7 @@ import sys
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
@@ -42,7 +44,30 @@ MODULES = {  # API pages, in this order; a name is on the first page whose modul
     "integrations.kornia": "kornia",
     "errors": "Errors",
 }
+PHRASES = {  # what a test refuses, and what to write
+    r"rivals?": "baseline",
+    r"moods? of": "host noise",
+    r"comes? to nothing": "has no effect",
+    r"taken for (its|their)": "equals",
+    r"look(s)? like earlier": "per call signature",
+    r"points that show the same": "corresponding points",
+    r"how far to the left": "the horizontal shift",
+    r"how near everything": "disparity",
+    r"(is|are) not to be had": "raises",
+    r"nobody (needs|asked|can|listens|sees)": "not needed",
+    r"speaks? (with|for)": "contributes",
+    r"pass such": "the accepted range",
+    r"must be from \S+ to below": "must be in [a, b)",
+    r"the farther of the nearest": "the farther of the two nearest",
+    r"what became of": "the result of",
+    r"surest": "highest score",
+    r"in its own good time|as it pleases|of its own accord": "state when",
+    r"give the pose of": "recovers N of M poses",
+    r"knows? nothing of": "is independent of",
+}
+TEXTS = ("*.md", "*.py", "*.yaml", "*.toml", "*.js", "*.html", "*.cff")
 LINK = re.compile(r"(\]\()([^)\s:#]+)(#[^)\s]*)?(\))")  # of files, not of URLs or of this page
+EXAMPLE = re.compile(r"^ *Example:\n", flags=re.M)
 HEAD = "---\nsearch: {boost: 2}\n---\n\n"
 
 
@@ -72,10 +97,32 @@ def api_pages() -> Iterator[tuple[str, str]]:
         page = f"api/{(name or 'ops').replace('.', '-')}.md"
         links = ", ".join(f"[`{x}`]({Path(page).name}#{module}.{x})" for x in public)
         table.append(f"| [{MODULES[name]}]({Path(page).name}) | {links} |")
-        blocks = "\n\n".join(f"::: {module}.{x}" for x in public)
+        blocks = "\n\n".join(f"::: {module}.{x}\n\n{example(name, x)}" for x in public)
         summary = (import_module(module).__doc__ or "").partition("\n\n")[0]
         yield page, f"{HEAD}# {MODULES[name]}\n\n`{module}`: {summary}\n\n{blocks}\n"
     yield "api/index.md", "# API reference\n\n" + "\n".join(table) + "\n"
+
+
+def example(module: str, name: str) -> str:
+    """An example of a public name whose own docstring has none: one of the code beside it."""
+    value = getattr(import_module(f"quadtree_attention.{module}".rstrip(".")), name)
+    if not callable(value) or EXAMPLE.search(value.__doc__ or "") or name.endswith("Error"):
+        return ""
+    home = sys.modules[value.__module__]
+    others = [home.__name__, f"{home.__package__}.predictor", home.__package__]
+    modules = [import_module(other) for other in others if find_spec(other)]
+    beside = [text for one in modules for text in (one.__doc__, *(x.__doc__ for x in defined(one)))]
+    texts = [text for text in beside if text and EXAMPLE.search(text)]
+    best = sorted(texts, key=lambda text: not re.search(rf"\b{name}\b", EXAMPLE.split(text)[-1]))
+    if not best:
+        return ""
+    code = inspect.cleandoc("x\n" + EXAMPLE.split(best[0])[-1]).removeprefix("x").strip("\n")
+    return "```python\n" + re.sub(r"  # doctest:.*", "", code) + "\n```\n"
+
+
+def defined(module: Any) -> list[Any]:
+    """Functions and classes of a module, imported ones excluded."""
+    return [x for x in vars(module).values() if getattr(x, "__module__", "") == module.__name__]
 
 
 # The page of the commands --------------------------------------------------------------------
@@ -296,6 +343,21 @@ def external(site: Path) -> list[str]:
     return found
 
 
+def phrases() -> list[str]:
+    """Lines of the repository with a phrase that the word list refuses."""
+    listed = ["git", "ls-files", *TEXTS]
+    files = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    refused = {re.compile(rf"\b({old})\b", re.I): new for old, new in PHRASES.items()}
+    return [
+        f"{name}:{number}: {match[0]!r}; write: {new}"
+        for name in files.split()
+        if name not in ("CONTRIBUTING.md", "docs/make.py") and (ROOT / name).is_file()
+        for number, line in enumerate((ROOT / name).read_text().splitlines(), start=1)
+        for old, new in refused.items()
+        if (match := old.search(line))
+    ]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--external", action="store_true", help="request external links, too")
@@ -305,11 +367,11 @@ def main() -> int:
     result = subprocess.run([*command, str(options.site.resolve())], cwd=ROOT)
     if result.returncode:
         return result.returncode
-    problems = broken(options.site.resolve())
+    problems = broken(options.site.resolve()) + phrases()
     if options.external:
         problems += external(options.site)
     print(*problems, sep="\n")
-    print(f"{options.site}: {len(problems)} broken links")
+    print(f"{options.site}: {len(problems)} broken links and refused phrases")
     return 1 if problems else 0
 
 

@@ -4,7 +4,7 @@
     python examples/partition.py                       # writes partition.png
     python examples/partition.py --point 337 311 --topk 6 --out where.png
 
-Queries and keys are the hand-made features of attend.py. Every cell speaks with its mean key and
+Queries and keys are the hand-made features of attend.py. Every cell contributes its mean key and
 value, weighted by its tokens; together they cover the image once.
 """
 

@@ -15,7 +15,7 @@ from tests.support.commands import command
 
 pytest.importorskip("pytorch_lightning", reason="training needs the extra 'train'")
 
-import quadtree_attention.nn.baselines as rivals
+import quadtree_attention.nn.baselines as baselines
 from quadtree_attention.nn import QuadtreeAttention
 from quadtree_attention.tasks.training.recipe import read_recipe
 from quadtree_attention.tasks.training.run import run_command
@@ -24,13 +24,13 @@ RECIPES = sorted((ROOT / "recipes").glob("*/*.yaml"))
 TINY20 = ROOT / "recipes" / "classify" / "tiny20.yaml"
 PUBLISHED = {"b0": 72.0, "b1": 80.0, "b2": 82.7, "b3": 83.7, "b4": 84.0}
 ATTENTIONS = {  # of every variant of tiny20: class, and what is particular about it
-    "sr": (rivals.SpatialReductionAttention, {"lepe": False}),
-    "sr-lepe": (rivals.SpatialReductionAttention, {"lepe": True}),
-    "window": (rivals.WindowAttention, {"lepe": False}),
-    "window-lepe": (rivals.WindowAttention, {"lepe": True}),
-    "focal": (rivals.FocalAttention, {"lepe": False}),
-    "focal-lepe": (rivals.FocalAttention, {"lepe": True}),
-    "linear": (rivals.LinearAttention, {"lepe": False}),
+    "sr": (baselines.SpatialReductionAttention, {"lepe": False}),
+    "sr-lepe": (baselines.SpatialReductionAttention, {"lepe": True}),
+    "window": (baselines.WindowAttention, {"lepe": False}),
+    "window-lepe": (baselines.WindowAttention, {"lepe": True}),
+    "focal": (baselines.FocalAttention, {"lepe": False}),
+    "focal-lepe": (baselines.FocalAttention, {"lepe": True}),
+    "linear": (baselines.LinearAttention, {"lepe": False}),
     "quadtree-a": (QuadtreeAttention, {"variant": "A", "topk": (8, 8, 8), "lepe": False}),
     "quadtree-b": (QuadtreeAttention, {"variant": "B", "topk": (8, 8, 8), "lepe": True}),
     "quadtree-b-no-lepe": (QuadtreeAttention, {"variant": "B", "topk": (8, 8, 8), "lepe": False}),

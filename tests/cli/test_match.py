@@ -84,7 +84,7 @@ def test_no_matches(run):
         (["--save", "m.txt"], "results are written as .npz, got 'm.txt'"),
         (["--save", "none/m.npz"], "there is no directory 'none' to write to"),
         (["--size", "8"], "size must be at least 16, got 8"),
-        (["--threshold", "1"], "threshold must be from 0 to below 1, got 1.0"),
+        (["--threshold", "1"], "threshold must be in [0, 1), got 1.0"),
         (["--max", "0"], "max must be at least 1, got 0"),
         (["--K0", "1,1,1,1"], "the pose needs both cameras, got no --K1; give both or none"),
         (["--K0", "1,1,1", "--K1", "1,1,1,1"], "--K0 must be fx,fy,cx,cy in pixels, nine numbers"),

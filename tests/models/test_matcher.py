@@ -439,7 +439,7 @@ def test_maps_can_be_made_one_by_one():
         assert len(found["confidence"]) > 10
         assert all(torch.equal(found[name], expected[name]) for name in expected)
     assert not torch.equal(model(data)["keypoints1"], found["keypoints1"])
-    with pytest.raises(ShapeError, match="same batch size, got 1 and 2; pass such"):
+    with pytest.raises(ShapeError, match="same batch size, got 1 and 2; convert one"):
         model.pair(model.maps(image(32, 32)), model.maps(image(32, 32, batch=2)))
     raises(ShapeError, r"image must be \(batch, 1, y, x\)", model.maps, torch.rand(1, 3, 9, 9))
 

@@ -105,7 +105,7 @@ def test_bad_key_stays_in_its_batch_entry_and_head(bad):
 
 
 def test_bad_value_reaches_only_queries_that_see_it():
-    """Far from the kept cells nobody sees a bad value: pyramids that do not pool it tell."""
+    """Far from the kept cells a bad value has no effect: pyramids that do not pool it tell."""
     qs, ks, vs = ([torch.randn(1, *g, 1, 4) for g in ((2, 3), (4, 6))] for _ in range(3))
     vs[1][0, 1, 4] = torch.nan
     out, selection = quadtree_attention_pyramid(qs, ks, vs, topk=2, return_selection=True)

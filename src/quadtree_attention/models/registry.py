@@ -214,6 +214,10 @@ def load(name_or_path: StrPath, *, task: str | None = None, **overrides: Any) ->
     Raises:
         CheckpointError: The file cannot be read, is of another task, or does not fit its network.
         OptionError: The network has no such option.
+
+    Example:
+        >>> load("loftr_quadtree_small", topk=4).coarse_transformer.layers[0].attn.topk
+        (4, 4)
     """
     return load_with_card(name_or_path, task=task, **overrides)[1]
 

@@ -171,8 +171,7 @@ def _pair(name: str, value: int | tuple[int, int]) -> tuple[int, int]:
     both = (value, value) if isinstance(value, int) else tuple(value)
     if len(both) != 2 or min(both) < 1:
         raise OptionError(
-            f"{name} must be pixels, or a height and a width, at least 1, got {name}={value}; "
-            "pass such"
+            f"{name} must be pixels, or a height and a width, at least 1, got {name}={value}"
         )
     return both
 

@@ -116,7 +116,7 @@ class Plan:
         nbytes: How large that is.
         launches: In their order.
         kernels: Of the launches, which have no more than handles of them: Triton unloads a kernel
-            that nobody holds.
+            without a reference.
     """
 
     outputs: list[Made]
@@ -240,8 +240,8 @@ def replayed(
         inputs: All tensors that it reads. Of these and of the results, kernels get parts only where
             they have a single axis.
         options: Whatever else it depends on.
-        only_launches: Whether it runs nothing else on the device without telling, which nobody can
-            check; asked once of all calls that look the same.
+        only_launches: Whether it runs nothing else on the device without recording it, which
+            cannot be checked; asked once of all calls that look the same.
     """
     if not SWITCHED_ON or launches.is_recording() or _has_hooks():
         return call()

@@ -61,7 +61,7 @@ OURS = frozenset(
 
 @dataclass(frozen=True, eq=False)
 class Report:
-    """What became of a folder of photographs.
+    """The result of a reconstruction.
 
     Attributes:
         out: The folder of the results.

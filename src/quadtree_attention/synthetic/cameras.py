@@ -187,6 +187,13 @@ def warp(image: Tensor, flow: Tensor) -> Tensor:
 
     Raises:
         ShapeError: The shapes do not fit.
+
+    Example:
+        >>> image = torch.rand(1, 3, 24, 32)
+        >>> camera = torch.tensor([[30.0, 0, 16], [0, 30, 12], [0, 0, 1]])[None]
+        >>> flow = depth_to_flow(torch.ones(1, 24, 32), camera, camera, torch.eye(4)[None])
+        >>> bool((warp(image, flow) - image).abs().max() < 1e-3)  # the camera did not move
+        True
     """
     fits = image.ndim == 4 and flow.ndim == 4 and flow.shape[-1] == 2
     if not fits or image.shape[0] != flow.shape[0]:

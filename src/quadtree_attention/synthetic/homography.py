@@ -55,6 +55,12 @@ def homography_pairs(
 
     Raises:
         OptionError: A size, seed or index is not accepted.
+
+    Example:
+        >>> from quadtree_attention.synthetic import ProceduralTextures, homography_pairs
+        >>> pair = homography_pairs(ProceduralTextures(8, size=32), range(2), size=(24, 33))
+        >>> pair.image0.shape, pair.H_0to1.shape
+        (torch.Size([2, 3, 24, 33]), torch.Size([2, 3, 3]))
     """
     options = HomographyOptions() if options is None else options
     size1 = size if size1 is None else size1

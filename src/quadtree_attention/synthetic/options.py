@@ -1,5 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What synthetic pairs look like and how hard they are."""
+"""What synthetic pairs look like and how hard they are.
+
+Example:
+    >>> SceneOptions(objects=(2, 4), depth=(2.0, 4.0)).samples
+    2
+"""
 
 import math
 from dataclasses import dataclass

@@ -45,6 +45,10 @@ def distort(
     Raises:
         ShapeError: The image is of another shape.
         OptionError: An option is out of range.
+
+    Example:
+        >>> distort(torch.rand(2, 3, 24, 32), [0, 1], strength=0.5).shape
+        torch.Size([2, 3, 24, 32])
     """
     check_number("strength", strength, 0, 2)
     check_number("jpeg", jpeg, 0, 1)

@@ -25,6 +25,10 @@ class ProceduralTextures(Textures):
         size: Pixels on a side.
         seed: Another seed gives other textures.
         device: Where they are made and stay.
+
+    Example:
+        >>> ProceduralTextures(4, size=32, seed=1).count
+        4
     """
 
     def __init__(

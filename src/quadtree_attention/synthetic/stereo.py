@@ -53,6 +53,12 @@ def stereo_pairs(
 
     Raises:
         OptionError: A size, seed or index is not accepted.
+
+    Example:
+        >>> from quadtree_attention.synthetic import ProceduralTextures, stereo_pairs
+        >>> pair = stereo_pairs(ProceduralTextures(8, size=32), range(2), size=(24, 33))
+        >>> pair.image0.shape, pair.disparity0.shape
+        (torch.Size([2, 3, 24, 33]), torch.Size([2, 24, 33]))
     """
     options = StereoOptions() if options is None else options
     check_size("size", size)

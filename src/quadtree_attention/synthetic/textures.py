@@ -74,6 +74,10 @@ class Textures:
 
     Args:
         images: (T, 3, S, S) uint8.
+
+    Example:
+        >>> Textures(torch.zeros(4, 3, 32, 32, dtype=torch.uint8)).count
+        4
     """
 
     def __init__(self, images: Tensor) -> None:

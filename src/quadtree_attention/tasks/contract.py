@@ -314,6 +314,10 @@ class Scores:
         settings: Settings of the predictions; None if unknown.
         listed: Maximum number of rows printed by `to_text`; `to_dict` has all rows.
         groups: Prefixes of names in `mean`; `to_text` prints each group as a row of a table.
+
+    Example:
+        scores = evaluate("stereo", data="middlebury")
+        print(scores.mean["epe_all"], len(scores.rows), scores.missing)
     """
 
     task: str

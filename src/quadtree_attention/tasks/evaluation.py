@@ -133,6 +133,10 @@ def evaluate(
         OptionError: An option is not accepted, or `save` holds other files.
         CheckpointError: The weights cannot be read, or their classes do not fit the data.
         DataError: The data or the predictions cannot be read.
+
+    Example:
+        scores = evaluate("match", data="pairs.txt", reader={"images": "photos"})
+        print(scores.mean["pose_poselib_auc10"], scores.to_text())
     """
     chosen = get_task(task)
     opened, metric = chosen.load("open_source"), chosen.load("metric")

@@ -52,7 +52,7 @@ def test_what_the_model_finds(folder, image):
     assert np.allclose(found.boxes, expected["boxes"], atol=1e-4)
     assert np.allclose(found.scores, expected["scores"], atol=1e-6)
     assert found.names == tuple(NAMES[label - 1] for label in expected["labels"])
-    assert (np.diff(found.scores) <= 0).all()  # surest first
+    assert (np.diff(found.scores) <= 0).all()  # highest score first
     assert found.boxes[:, 2].max() <= 70 and found.boxes[:, 3].max() <= 45  # pixels as given
     assert found.masks is None and found.images == (image,) and found.seconds > 0
     assert found.seen == ((64, 41),)  # the longer side is the limit

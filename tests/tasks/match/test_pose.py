@@ -83,8 +83,8 @@ def test_cameras_as_text(tmp_path):
     ):
         assert read_camera("--K0", given).tolist() == K0.tolist()
     for given, words in (
-        ("none.txt", "got 'none.txt', which is neither; pass such"),
-        ("", "which is neither; pass such"),
+        ("none.txt", "got 'none.txt', which is neither"),
+        ("", "which is neither"),
         ("1,2,3", "got 3 numbers"),
         ("nan,510,320,240", "K0 must be a camera matrix"),
         ("500 0 0 0 510 0 320 240 1", r"--K0 must end in 0, 0, 1, got \[320.0, 240.0, 1.0\]"),

@@ -147,7 +147,7 @@ def test_weights_that_are_broken(tmp_path):
     ("options", "told"),
     [
         ({"size": 8}, "size must be at least 16, got 8"),
-        ({"threshold": 1.0}, "threshold must be from 0 to below 1, got 1"),
+        ({"threshold": 1.0}, r"threshold must be in \[0, 1\), got 1"),
         ({"top": 0}, "top must be at least 1, got 0"),
     ],
 )

@@ -250,7 +250,7 @@ def test_broken_files(root, kind):
     ("options", "told"),
     [
         ({"root": None}, r"ScanNet needs the folder .* pass --data\.root"),
-        ({"min_overlap": 1}, "min_overlap must be from 0 to below max_overlap"),
+        ({"min_overlap": 1}, "0 <= min_overlap < max_overlap <= 1"),
         ({"min_overlap": 0.5, "max_overlap": 0.5}, r"got min_overlap=0\.5 and max_overlap=0\.5"),
         ({"scenes": 0}, "scenes must be at least 1, got 0"),
         ({"pairs_per_scene": 0}, "pairs_per_scene must be at least 1, got 0"),

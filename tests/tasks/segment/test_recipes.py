@@ -4,7 +4,7 @@
 import pytest
 import torch
 
-import quadtree_attention.nn.baselines as rivals
+import quadtree_attention.nn.baselines as baselines
 from quadtree_attention import models
 from quadtree_attention.nn import QuadtreeAttention
 from quadtree_attention.tasks.training.recipe import read_recipe
@@ -14,10 +14,10 @@ from tests.support.training import train
 FOLDER = ROOT / "recipes" / "segment"
 PUBLISHED = {"b0": 39.9, "b1": 44.7, "b2": 48.7, "b3": 50.0, "b4": 50.6}
 ATTENTIONS = {  # of every camvid11 recipe: class, and whether it has LePE
-    "sr": (rivals.SpatialReductionAttention, False),
-    "sr-lepe": (rivals.SpatialReductionAttention, True),
-    "window": (rivals.WindowAttention, False),
-    "window-lepe": (rivals.WindowAttention, True),
+    "sr": (baselines.SpatialReductionAttention, False),
+    "sr-lepe": (baselines.SpatialReductionAttention, True),
+    "window": (baselines.WindowAttention, False),
+    "window-lepe": (baselines.WindowAttention, True),
     "quadtree-b": (QuadtreeAttention, True),
     "quadtree-b-no-lepe": (QuadtreeAttention, False),
 }

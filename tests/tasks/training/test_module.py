@@ -89,7 +89,7 @@ def test_build_keeps_what_the_card_needs():
         ({"head_lr": 0}, "head_lr must be above 0, got 0"),
         ({"decay": 0}, "decay must be above 0, got 0"),
         ({"warmup_start": 2}, r"warmup_start must be in \[0, 1\], got 2"),
-        ({"decay_epochs": (3, 2)}, r"decay_epochs must be above 0 and rise, got \[3, 2\]"),
+        ({"decay_epochs": (3, 2)}, r"decay_epochs must be above 0 and increase, got \[3, 2\]"),
     ],
 )
 def test_hyper_parameters_out_of_range(options, told):

@@ -156,8 +156,8 @@ def _sizes(mask: Tensor) -> list[tuple[int, int]]:
     fits = torch.equal(mask, rows[:, :, None] & columns[:, None])
     if not fits:
         raise OptionError(
-            "mask must hide rows below and columns to the right only, which is all that the rivals "
-            "of quadtree attention can leave out, got one that hides other cells; pad there, or "
+            "mask must hide rows below and columns to the right only, which is all that the "
+            "baseline attentions support, got one that hides other cells; pad there, or "
             "use quadtree attention, which takes any mask"
         )
     return [(height, width) for height, width in counts.tolist()]

@@ -27,7 +27,7 @@ class Level(NamedTuple):
             at the finest level, in the accumulation dtype above it.
         selection: (B, N, T, K) tree-ordered numbers of the kept key cells, ascending; -1 where
             fewer than K cells were visible. None at the finest level.
-        scores: (B, N, T, K) attention of the kept cells; None where nobody needs it.
+        scores: (B, N, T, K) attention of the kept cells; None if not requested.
     """
 
     total: Tensor

@@ -252,6 +252,11 @@ def quadtree_attention_pyramid(
 
     Returns:
         As `quadtree_attention`.
+
+    Example:
+        >>> maps = [torch.randn(1, 8, 10, 2, 16), torch.randn(1, 15, 20, 2, 16)]
+        >>> quadtree_attention_pyramid(maps, maps, maps, topk=4).shape
+        torch.Size([1, 15, 20, 2, 16])
     """
     check_levels_of_maps(qs, ks, vs)
     qs, ks, vs = (_cast_for_autocast(*levels) for levels in (qs, ks, vs))

@@ -255,7 +255,7 @@ def _why_dense(problem: Problem, quadtree: Cost, dense: Cost, speed: Speed) -> s
 
 
 def _caveat(problem: Problem, quadtree: Cost, dense: Cost, speed: Speed) -> str:
-    """What speaks for dense attention where quadtree attention is faster."""
+    """The case for dense attention where quadtree attention is faster."""
     if _winner(quadtree.seconds, dense.seconds) == "dense":
         return ""
     if _winner(quadtree.eager_seconds, dense.eager_seconds) == "dense":

@@ -124,7 +124,7 @@ class _Sinkhorn(torch.autograd.Function):
 
         left, right = kernels.sinkhorn(scores, bin_score, iterations)
         ctx.save_for_backward(scores, bin_score, *left, *right)
-        # copies, so that nobody holds the potentials of all iterations by holding the last
+        # copies, so that a reference to the last does not keep the potentials of all iterations
         return left.cells[-1].clone(), right.cells[-1].clone(), right.bin[-1, :, None].clone()
 
     @staticmethod

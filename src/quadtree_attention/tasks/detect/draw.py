@@ -21,7 +21,7 @@ PADDING = 3  # pixels around the text of a tag
 
 
 def draw(found: Detections, *, title: str | None = None) -> Image.Image:
-    """The image, small ones enlarged, with all detections, the surest on top.
+    """The image, small ones enlarged, with all detections, the highest scores on top.
 
     Classes have different colours, or objects if all are of one class. Each tag is beside its box
     and inside the picture; one that would cover others is left out.

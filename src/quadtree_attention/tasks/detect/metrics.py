@@ -18,7 +18,7 @@ from quadtree_attention.tasks.readers import match_classes, summary
 
 Entry = dict[str, Any]  # an object of a file of results
 Precisions = dict[str, float | None]
-MOST = 100  # detections of an image that count, the surest ones, as COCO has it
+MOST = 100  # detections of an image that count, those with the highest scores, as in COCO
 COLUMNS = [Column("name", "class", None), Column("objects", "objects", None), Column("box", "AP")]
 LISTED = 10  # classes in the table, those of the lowest precision
 

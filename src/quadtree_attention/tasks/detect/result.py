@@ -21,7 +21,7 @@ from quadtree_attention.tasks.readers import match_classes, reading
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Detections(Result):
-    """Objects of one image, surest first.
+    """Objects of one image, highest score first.
 
     Attributes:
         boxes: (N, 4) corners x0, y0, x1, y1 in pixels of the image as given.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pictures of matches: two images, and lines between points that show the same."""
+"""Pictures of matches: two images, and lines between corresponding points."""
 
 import math
 

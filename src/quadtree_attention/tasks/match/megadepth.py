@@ -57,7 +57,7 @@ class MegaDepthData(posed.PosedData):
         super().__init__(**common)
         if size < COARSE_STRIDE or size % COARSE_STRIDE:
             raise OptionError(
-                f"size must be a multiple of {COARSE_STRIDE}, got {size}; pass such, as 840"
+                f"size must be a multiple of {COARSE_STRIDE}, got {size}; pass for example 840"
             )
         self.size = size
 

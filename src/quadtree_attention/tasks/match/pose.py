@@ -217,7 +217,7 @@ def camera_matrix(K: Camera, name: str = "K") -> Array:
     if not fits or matrix[0, 0] <= 0 or matrix[1, 1] <= 0:
         raise ShapeError(
             f"{name} must be a camera matrix (3, 3), [[fx, 0, cx], [0, fy, cy], [0, 0, 1]], or "
-            f"fx, fy, cx, cy, in pixels, got {np.array2string(given, separator=', ')}; pass such"
+            f"fx, fy, cx, cy, in pixels, got {np.array2string(given, separator=', ')}"
         )
     if (last := matrix[2].tolist()) != [0, 0, 1]:
         raise ShapeError(f"{name} must end in 0, 0, 1, got {last}; pass it row by row")
@@ -236,11 +236,9 @@ def read_camera(name: str, given: str) -> Array:
         text = Path(given).read_text(encoding="utf-8") if os.path.isfile(given) else given
         numbers = [float(word) for word in re.split(r"[\s,;]+", text.strip("[]() \t\r\n,;"))]
     except (OSError, ValueError) as error:
-        raise OptionError(
-            f"{name} must be {accepted}, got {given!r}, which is neither; pass such"
-        ) from error
+        raise OptionError(f"{name} must be {accepted}, got {given!r}, which is neither") from error
     if len(numbers) not in (4, 9):
-        raise OptionError(f"{name} must be {accepted}, got {len(numbers)} numbers; pass such")
+        raise OptionError(f"{name} must be {accepted}, got {len(numbers)} numbers")
     return camera_matrix(numbers, name)
 
 

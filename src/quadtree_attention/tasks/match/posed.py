@@ -114,8 +114,8 @@ class PosedData(TaskData):
         at_least(0, val_scenes=val_scenes)
         if not 0 <= min_overlap < max_overlap <= 1:
             raise OptionError(
-                "min_overlap must be from 0 to below max_overlap, and that at most 1, got "
-                f"{min_overlap=} and {max_overlap=}; pass such"
+                "overlaps must satisfy 0 <= min_overlap < max_overlap <= 1, got "
+                f"{min_overlap=} and {max_overlap=}"
             )
         self.root, self.pairs_per_scene, self.scenes = Path(root), pairs_per_scene, scenes
         self.overlap = min_overlap, max_overlap

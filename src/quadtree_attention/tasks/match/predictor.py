@@ -62,6 +62,13 @@ class Matcher(Predictor[Matches]):
 
     Raises:
         OptionError: An option has a value that is not accepted.
+
+    Example:
+        >>> import numpy as np
+        >>> image = np.random.default_rng(0).integers(0, 256, (48, 64), dtype=np.uint8)
+        >>> matches = Matcher.from_pretrained(size=64)(image, image)
+        >>> matches.keypoints0.shape == (len(matches.confidence), 2)
+        True
     """
 
     task = TASK
@@ -80,7 +87,7 @@ class Matcher(Predictor[Matches]):
         checks.at_least(SMALLEST, size=size)
         checks.at_least(1, top=top)
         if threshold is not None and not 0 <= threshold < 1:
-            raise OptionError(f"threshold must be from 0 to below 1, got {threshold}; pass such")
+            raise OptionError(f"threshold must be in [0, 1), got {threshold}")
         checks.one_of(GUIDED, guided=guided)
         own: dict[str, Any] = {"threshold": threshold, "top": top, "guided": guided}
         super().__init__(network, card, size=size, **own, **common)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pictures of disparity: the left image, and beside it how near everything is, in colours."""
+"""Pictures of disparity: the left image, and its disparity in colours."""
 
 import numpy as np
 from PIL import Image

@@ -145,7 +145,7 @@ class TaskModule(pl.LightningModule):
         between(0, 1, warmup_start=h.get("warmup_start"))
         decays = list(h.get("decay_epochs", ()))
         if decays != sorted(decays) or any(epoch <= 0 for epoch in decays):
-            raise OptionError(f"decay_epochs must be above 0 and rise, got {decays}; pass such")
+            raise OptionError(f"decay_epochs must be above 0 and increase, got {decays}")
         task = self.task.name
         if model in SPECS and SPECS[model].task != task:
             raise OptionError(

@@ -93,7 +93,7 @@ def flat_forward(
     """The query families `first` ... `last - 1`, counted over batch and heads.
 
     Args:
-        out, lse: Outputs, the state after this level; empty if nobody asked.
+        out, lse: Outputs, the state after this level; empty if not requested.
         selection, positions: Outputs, the kept cells and where they are among the candidates.
         scores: Output, the softmax over all candidates of this level, of those that are kept.
     """

@@ -23,7 +23,7 @@ class Layout(NamedTuple):
 
     Attributes:
         floats: Sizes of: message of level 0, log-sum-exp of level 0, scores of every level but the
-            finest. The message is empty with one level, scores are where nobody needs them.
+            finest. The message is empty with one level, scores are if not needed.
         places: Sizes of the selections of every level but the finest, int32.
         pooled: Sizes of the averaged levels of q, k and v in their own dtype, fine -> coarse; with
             what is left over last. Nothing of maps that are given at all levels.
@@ -116,7 +116,7 @@ class Kept(NamedTuple):
     Attributes:
         message: Unweighted message of level 0, float32 (B, N, T_0, Dv); empty with one level.
         lse: Log-sum-exp of level 0, float32 (B, N, T_0).
-        scores: (B, N, T_l, K_l) float32 of every level but the finest; empty where nobody needs
+        scores: (B, N, T_l, K_l) float32 of every level but the finest; empty if not needed
             them.
         places: Selections (B, N, T_l, K_l) int32 of every level but the finest.
         pooled: The averaged levels of q, k and v, fine -> coarse, with what is left over last.

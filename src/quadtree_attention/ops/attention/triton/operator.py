@@ -117,7 +117,7 @@ def _replayed(
     others: Sequence[list[Tensor]],
     options: tuple[Hashable, ...],
 ) -> list[Tensor]:
-    """What `run` gives, by launches that were noted if it comes to nothing else."""
+    """The results of `run`, by cached launches if it runs nothing else on the device."""
     from quadtree_attention.ops import replay
 
     def only_launches() -> bool:

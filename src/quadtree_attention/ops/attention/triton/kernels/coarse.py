@@ -120,7 +120,7 @@ def coarse_fwd_kernel(
         b_max = b_new_max
     o_row = (i_bn * cells + o_t)[:, None]
     b_lse = b_max + tl.log(b_sum)  # -inf if nothing was shown
-    if TOPK == 0:  # nobody will put spans together
+    if TOPK == 0:  # spans are not joined later
         b_lse = tl.where(b_sum == 0, 0.0, b_lse)
     tl.store(p_lse + i_span.to(tl.int64) * rows + o_row, b_lse, mask=m_t[:, None])
     b_message *= safe_reciprocal(b_sum)

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The site builds without a warning, has no broken link, and works from disk."""
+
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT
+
+
+def load(name):
+    spec = importlib.util.spec_from_file_location(f"docs_{name}", ROOT / "docs" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+make, pictures = load("make"), load("pictures")
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("built") / "site"
+    command = [sys.executable, "docs/make.py", "--site", folder]
+    environment = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+def test_site_has_every_command_and_public_name(site):
+    from quadtree_attention.cli.main import COMMANDS
+
+    commands = make.Page((site / "commands.html").read_text()).anchors
+    assert {module.__name__.rpartition(".")[2] for module in COMMANDS} <= commands
+    for name, public in make.api().items():
+        module = f"quadtree_attention.{name}".rstrip(".")
+        page = (site / "api" / f"{(name or 'ops').replace('.', '-')}.html").read_text()
+        assert {f"{module}.{x}" for x in public} <= make.Page(page).anchors
+
+
+def test_formulas_are_mathml(site):
+    page = (site / "how-it-works.html").read_text()
+    assert page.count('display="block"') >= 4
+    assert "arithmatex" not in page
+
+
+def test_every_public_name_has_an_example():
+    """In its docstring, or in the code beside it."""
+    for name, public in make.api().items():
+        module = import_module(f"quadtree_attention.{name}".rstrip("."))
+        for key in public:
+            value = getattr(module, key)
+            if callable(value) and not key.endswith("Error"):
+                found = make.EXAMPLE.search(value.__doc__ or "") or make.example(name, key)
+                assert found, f"{module.__name__}.{key} has no example"
+
+
+def test_broken_links_are_found(tmp_path):
+    (tmp_path / "a.html").write_text(
+        "<h1 id=here></h1><a href='#here'></a><a href='#gone'></a><a href='b.html#x'></a>"
+        "<a href='c.html'></a><a href='https://example.org'></a>"
+        '<script src="https://example.org/x.js"></script>'
+    )
+    (tmp_path / "b.html").write_text("<p id=y></p><img src='a.html'>")
+    assert make.broken(tmp_path) == [
+        "a.html: #gone",
+        "a.html: b.html#x",
+        "a.html: c.html",
+        "a.html loads https://example.org/x.js",
+    ]
+
+
+def test_no_refused_phrases():
+    assert make.phrases() == []
+
+
+def test_refused_phrases_are_found(tmp_path, monkeypatch):
+    subprocess.run(["git", "init", "--quiet", tmp_path], check=True)
+    (tmp_path / "a.md").write_text("One.\nMust be from 0 to below 1; pass such.\n")
+    (tmp_path / "b.md").write_text("A baseline.\n")
+    subprocess.run(["git", "-C", tmp_path, "add", "."], check=True)
+    monkeypatch.setattr(make, "ROOT", tmp_path)
+    found = make.phrases()
+    assert [line.partition(" ")[0] for line in found] == ["a.md:2:", "a.md:2:"]
+
+
+@pytest.mark.parametrize("name", pictures.CHARTS)
+def test_charts_show_the_results(name):
+    """`python docs/pictures.py` draws the committed pictures again."""
+    assert pictures.CHARTS[name]() == (ROOT / "docs/images" / f"{name}.svg").read_bytes()
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="there is no Chromium to look with")
+def test_search_works_from_disk(site):
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(
+            executable_path=shutil.which("chromium"), args=["--no-sandbox"]
+        )
+        page = browser.new_page()
+        asked = []
+        page.on("request", lambda request: asked.append(request.url))
+        page.goto((site / "index.html").as_uri())
+        page.fill("[data-md-component=search-query]", "calibrate_topk")
+        page.wait_for_selector(".md-search-result__item a", timeout=20_000)
+        found = page.locator(".md-search-result__item a").first.get_attribute("href")
+        browser.close()
+    assert "#" in found or found.endswith(".html")
+    assert all(url.startswith(("file:", "data:")) for url in asked)
+
+
+def test_search_index_covers_the_pages(site):
+    index = json.loads((site / "search" / "search_index.json").read_text())
+    found = {Path(entry["location"].partition("#")[0]).name for entry in index["docs"]}
+    assert {"install.html", "tour.html", "commands.html", "matching.html", "ops.html"} <= found
