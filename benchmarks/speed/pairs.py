@@ -3,7 +3,8 @@
 
 Both read photographs and match the same pairs at the same size; starting up and writing files are
 not counted. `sfm` begins with an empty cache. The CNN's part is that of `match --pairs`, which runs
-it on both photographs of every pair.
+it on both photographs of every pair. `--guided never` shows what guided matching costs on pairs
+that it leaves as they are.
 """
 
 from argparse import ArgumentParser, Namespace
@@ -20,7 +21,7 @@ from quadtree_attention.sfm.matching import PairMatcher, seen_size
 from quadtree_attention.tasks.match.predictor import Matcher
 
 DATA = ROOT.parent / "shared" / "data" / "free_multiview" / "lund_street" / "images"
-PARTS = ("match --pairs", "sfm", "CNN")
+PARTS = ("match --pairs", "match --pairs --guided never", "sfm", "CNN")
 
 
 def check_options(parser: ArgumentParser, options: Namespace) -> None:
@@ -42,8 +43,9 @@ def prepare(work: Work) -> Call:
     """The call to time."""
     pairs: list[tuple[str, str]] = work.more["pairs"]
     size: int = work.more["size"]
-    if work["part"] == "match --pairs":
-        matcher = Matcher.from_pretrained(device="cpu", size=size)
+    if work["part"].startswith("match --pairs"):
+        guided = "never" if work["part"].endswith("never") else "auto"
+        matcher = Matcher.from_pretrained(device="cpu", size=size, guided=guided)
         return lambda: [len(found) for found in matcher.many(pairs)]
     cached = PairMatcher.from_pretrained(device="cpu", size=size)
     if work["part"] == "sfm":
