@@ -10,19 +10,30 @@ import sys
 import time
 from contextlib import closing
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import ExifTags, Image
 
 from quadtree_attention.errors import DataError, OptionError
 from quadtree_attention.sfm import Chosen, PairMatcher, build_model
-from tests.support.commands import START, contents, environment, invoke, refusal
+from quadtree_attention.sfm.matching import _turned_back
+from tests.support.commands import (
+    START,
+    command,
+    contents,
+    environment,
+    invoke,
+    refusal,
+    refused,
+)
 from tests.support.scene import write_photographs
 
 pycolmap = pytest.importorskip("pycolmap", reason="the mapper is that of the extra 'sfm'")
 
 FOCAL = 260.0
+STREETS = sorted((Path(__file__).parents[2] / "examples" / "images").glob("street*.jpg"))
 ROWS = {  # of COLMAP's database, in order
     "keypoints": "select image_id, rows, cols, data from keypoints order by image_id",
     "matches": "select pair_id, rows, data from matches order by pair_id",
@@ -121,7 +132,7 @@ def test_a_second_run_matches_nothing_and_gives_the_same_rows(scene, matcher):
         folder / "photos", folder / "out", matcher=matcher, chosen=Chosen(focal=FOCAL)
     )
     assert rows(folder / "out") == before and contents(folder / "out" / "matches") == written
-    assert matcher.cache.get((str(folder / "photos" / "00.png"), (257, 193))) is None
+    assert matcher.cache.get((str(folder / "photos" / "00.png"), (257, 193), 0)) is None
     assert again.points == report.points and again.error == pytest.approx(report.error, rel=1e-4)
 
 
@@ -160,7 +171,158 @@ def test_killed_and_started_again(scene, tmp_path):
     assert rows(out) == rows(folder / "out")
 
 
+KILLED = f"""
+import importlib, os, signal, sys
+
+module, _, name = sys.argv.pop(1).rpartition(".")
+module = importlib.import_module(module)
+setattr(module, name, lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
+{START}
+"""
+
+
+@pytest.mark.parametrize(
+    ("moment", "earlier"),
+    [
+        ("sfm.pipeline.build", False),  # all pairs are matched
+        ("sfm.database.geometry", True),  # in the middle of the transaction of the database
+        ("sfm.pipeline.refined", False),  # the mapper has written its models
+        ("sfm.pipeline.write_all", True),  # sparse and database are replaced, other files are not
+    ],
+)
+def test_killed_at_a_moment(scene, tmp_path, moment, earlier):
+    """SIGKILL after matching, in a new folder or in that of an earlier run."""
+    folder, _, _ = scene
+    out = tmp_path / "out"
+    if earlier:
+        shutil.copytree(folder / "out", out)
+    else:
+        shutil.copytree(folder / "out" / "matches", out / "matches")
+    words = ["sfm", folder / "photos", out, "--focal", FOCAL, "--size", 256, "--device", "cpu"]
+    ended = command(f"quadtree_attention.{moment}", *words, code=KILLED)
+    assert ended.returncode == -signal.SIGKILL, ended.stderr
+    if earlier and moment != "sfm.pipeline.write_all":  # the model of the earlier run is whole
+        before, after = (
+            {path.relative_to(where): data for path, data in contents(where).items()}
+            for where in (folder / "out", out)
+        )
+        assert {name: after.get(name) for name in before} == before
+    result = invoke(*words)
+    assert result.exit_code == 0, result.output
+    assert rows(out) == rows(folder / "out")
+    assert sorted(p.name for p in out.iterdir()) == sorted(
+        p.name for p in (folder / "out").iterdir()
+    )
+
+
+def test_mixed_sizes_and_orientations(scene, tmp_path, matcher):
+    """One photograph is smaller, one is stored turned, one is of another camera."""
+    folder, _, report = scene
+    photos = tmp_path / "photos"
+    shutil.copytree(folder / "photos", photos, ignore=shutil.ignore_patterns("c*", "b*"))
+    with Image.open(photos / "01.png") as image:
+        smaller = image.resize((192, 144), Image.Resampling.BICUBIC)
+    with Image.open(photos / "02.png") as image:
+        turned = image.transpose(Image.Transpose.ROTATE_90)
+    smaller.save(photos / "01.png")
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = 6
+    turned.save(photos / "02.png", exif=exif)
+    found = build_model(photos, tmp_path / "out", matcher=matcher)
+    assert len(found.registered) == 4 and found.points > 0.5 * report.points
+    assert found.focal == pytest.approx([FOCAL, FOCAL * 0.75], rel=0.1)
+    (warning,) = found.warnings
+    assert warning.startswith("02.png: EXIF says that the pixels are stored turned")
+    model = pycolmap.Reconstruction(tmp_path / "out" / "sparse" / "0")
+    sizes = {image.name: model.cameras[image.camera_id] for image in model.images.values()}
+    assert {name: (c.width, c.height) for name, c in sizes.items()} == {
+        name: (192, 144) if name == "01.png" else (256, 192) for name in sizes
+    }
+
+
+def test_turned_photographs(scene, tmp_path, matcher):
+    """Upside down or on its side, which no EXIF tells: without guided matching they are lost."""
+    folder, _, report = scene
+    photos = tmp_path / "photos"
+    shutil.copytree(folder / "photos", photos, ignore=shutil.ignore_patterns("c*", "b*"))
+    for name, turn in (
+        ("01.png", Image.Transpose.ROTATE_180),
+        ("02.png", Image.Transpose.ROTATE_90),
+    ):
+        with Image.open(photos / name) as image:
+            turned = image.transpose(turn)
+        turned.save(photos / name)
+    chosen = Chosen(focal=FOCAL)
+    found = build_model(photos, tmp_path / "out", matcher=matcher, chosen=chosen)
+    assert len(found.registered) == 4 and found.error < 0.7
+    assert found.points > 0.8 * report.points and found.track_length > 2.5
+    never = PairMatcher.from_pretrained(device="cpu", size=256, guided="never")
+    lost = build_model(photos, tmp_path / "never", matcher=never, chosen=chosen)
+    assert lost.points < 0.2 * found.points
+
+
+@pytest.mark.parametrize("turn", range(4))
+def test_points_are_turned_back(turn):
+    values = np.arange(5 * 7).reshape(5, 7)
+    turned = np.rot90(values, turn)
+    y, x = np.mgrid[: turned.shape[0], : turned.shape[1]].reshape(2, -1)
+    column, row = _turned_back(np.stack([x, y], axis=1), turn, (7, 5)).T
+    assert (values[row, column] == turned[y, x]).all()
+
+
+PHOTOGRAPHS, MOST_GIB = 200, 3.0
+MEASURED = f"""
+import resource, sys
+try:
+    {START}
+finally:
+    print("peak", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, file=sys.stderr)
+"""
+
+
+@pytest.mark.slow
+def test_memory_of_200_photographs(tmp_path):
+    """Crops of a photograph, whose maps together exceed the cache."""
+    (tmp_path / "photos").mkdir()
+    random = np.random.default_rng(0)
+    for i in range(PHOTOGRAPHS):
+        with Image.open(STREETS[i % 2]) as image:
+            width, height = (round(0.7 * side) for side in image.size)
+            left, top = (int(random.integers(0, 0.3 * side)) for side in image.size)
+            crop = image.crop((left, top, left + width, top + height))
+            crop.resize((640, 640 * height // width), Image.Resampling.BICUBIC).save(
+                tmp_path / "photos" / f"{i:03d}.jpg"
+            )
+    words = ["sfm", tmp_path / "photos", tmp_path / "out", "--nearest", 3, "--size", 480]
+    run = command(*words, "--device", "cpu", "--json", code=MEASURED, timeout=3000)
+    assert run.returncode in (0, 1), run.stderr
+    report = json.loads(run.stdout)
+    assert len(report["registered"]) + len(report["left_out"]) == PHOTOGRAPHS
+    assert report["verified"] >= PHOTOGRAPHS
+    (peak,) = (line.split()[1] for line in run.stderr.splitlines() if line.startswith("peak"))
+    gib = int(peak) / 2**20
+    print(f"{gib:.2f} GiB, {report['pairs']} pairs, {report['seconds']}")
+    assert 1 < gib < MOST_GIB
+
+
 # ---- what can be wrong
+
+
+def test_without_pycolmap(scene, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pycolmap", None)
+    monkeypatch.chdir(tmp_path)
+    told = refused("sfm", scene[0] / "photos", "out")
+    assert "a reconstruction needs pycolmap" in told
+    assert "pip install 'quadtree-attention[sfm]'" in told
+
+
+def test_a_folder_that_is_missing_or_empty(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").write_text("text")
+    assert "none" in refused("sfm", "none", "out")
+    assert "empty" in refused("sfm", "empty", "out")
+    assert "file" in refused("sfm", "file", "out")
 
 
 def test_photographs_without_overlap(tmp_path, matcher):

@@ -70,7 +70,7 @@ def make_pair_matcher(context: typer.Context) -> "PairMatcher":
     from quadtree_attention.sfm.matching import PairMatcher
 
     given = context.params
-    chosen = {name: given[name] for name in ("size", "threshold", "device", "dtype")}
+    chosen = {name: given[name] for name in ("size", "threshold", "device", "dtype", "guided")}
     if given["cluster"] is not None:
         chosen["device"] = "cpu"
     matcher = PairMatcher.from_pretrained(given["weights"], **chosen)

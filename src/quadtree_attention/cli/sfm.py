@@ -35,6 +35,9 @@ share intrinsics; with --cameras each, every photograph has its own.
 --cluster matches pairs on the machines of a Ray cluster (pip install
 'quadtree-attention[cluster]'), which read PHOTOS under the same path.
 
+Photographs that are turned against each other by more than 45 degrees are matched again, turned
+back by quarters (--guided).
+
 Unreadable photographs and duplicates are left out and listed in the report. The exit code is 1 if
 there is no model.
 
@@ -56,6 +59,7 @@ OWN = {
     "camera": option(TEXT, "Calibrated camera: fx,fy,cx,cy, or a file.", metavar="K"),
     "focal": option(FLOAT, "Focal length in pixels.", metavar="F", show_default="EXIF"),
     "cameras": option(str, "Shared intrinsics: auto, one (per size) or each.", "auto"),
+    "guided": option(str, "Match turned photographs again: auto, always or never.", "auto"),
     "mapper": option(str, "incremental or global.", "incremental"),
 }
 

@@ -4,6 +4,10 @@
 Matches of a pair come in two halves of the same length. Row i of the first half has the centre of a
 coarse cell in image 0 and the point of image 1 that the fine stage measured from it; row i of the
 second half is the same match, measured from the cell of image 1.
+
+A photograph has the same cells if it is turned by quarters, and the network is right for rotations
+of up to 45 degrees. Where less than `SURE` of the matches of a pair agree on a geometry, and SIFT
+features have a common turn, the pair is matched again with one photograph turned back by quarters.
 """
 
 from collections import OrderedDict
@@ -18,13 +22,16 @@ from torch import Tensor, nn
 
 from quadtree_attention.images import Array, image_size, to_image
 from quadtree_attention.models.matcher import COARSE_STRIDE, LoFTR, Maps
+from quadtree_attention.sfm.verify import agreeing
 from quadtree_attention.tasks.cluster import Cluster, Outcome
 from quadtree_attention.tasks.contract import Prepared, Source
+from quadtree_attention.tasks.match.guided import Guided, common_turn
 from quadtree_attention.tasks.match.predictor import SIZE, Matcher
 from quadtree_attention.tasks.match.result import Matches
 from quadtree_attention.tasks.store import Store
 
 Size = tuple[int, int]
+SURE = 0.6  # share of matches that agree, above which a pair is not matched again
 CACHE_BYTES = 2**30  # of maps; those of an image of 640x480 pixels take 22 MB
 
 
@@ -69,6 +76,9 @@ class PairMatcher(Matcher):
         card: Its card.
         size: Pixels of the longer side.
         cache: Bytes of maps that are kept.
+        guided: Matching of photographs that are turned against each other. "auto": where few
+            matches agree on a geometry, the pair is matched again, turned by quarters as SIFT
+            features have it; "always": also where many do; "never".
         **common: As for `Matcher`.
     """
 
@@ -79,9 +89,11 @@ class PairMatcher(Matcher):
         *,
         size: int | None = None,
         cache: int = CACHE_BYTES,
+        guided: Guided = "auto",
         **common: Any,
     ) -> None:
-        super().__init__(network, card, size=size, guided="never", **common)
+        super().__init__(network, card, size=size, guided=guided, **common)
+        self.guided, self.guide = guided, None  # with turns that keep the cells where they are
         self.options["points"] = "anchored"
         self.preprocess = PreprocessPair(SIZE if size is None else size)
         self.cache = _Cache(cache)
@@ -99,30 +111,51 @@ class PairMatcher(Matcher):
     def finish(self, raw: dict[str, Tensor], item: Prepared) -> Matches:
         assert isinstance(item, PreparedPair)
         if self.flat.intersection(item.paths):
-            raw = {name: values[:0] for name, values in raw.items()}
-        sides = []
-        for i, names in enumerate((("cells0", "points0"), ("points1", "cells1"))):
-            points = torch.cat([raw[name] for name in names]).double().numpy()
-            scale = np.divide(item.sizes[i], _seen(item)[i][1])
-            sides.append((points + 0.5) * scale - 0.5)
-        confidence = np.tile(raw["confidence"].float().numpy(), 2)
-        seen = tuple(size for _, size in _seen(item))
-        return Matches(keypoints0=sides[0], keypoints1=sides[1], confidence=confidence, seen=seen)
+            return _matches({name: values[:0] for name, values in raw.items()}, item)
+        matches = _matches(raw, item)
+        if self.guided == "never":
+            return matches
+        scale = (
+            sum(max(size) / max(seen) for size, seen in zip(item.sizes, item.seen, strict=True)) / 2
+        )
+        agreed = agreeing(matches, scale)
+        count = 0 if agreed is None else int(agreed.sum())
+        if self.guided == "auto" and 0 < count >= SURE * len(matches):
+            return matches
+        angle = common_turn([to_image(path).convert("L") for path in item.paths])
+        turn = 0 if angle is None else round(angle / 90) % 4
+        if not turn:
+            return matches
+        first, second = _seen(item)
+        found = self._loftr.anchored(
+            self.maps(*first), self.maps(*second, turn), threshold=self.threshold
+        )
+        turned = _matches({name: values.cpu() for name, values in found.items()}, item, turn)
+        better = agreeing(turned, scale)
+        return turned if better is not None and better.sum() > count else matches
 
     @property
     def _loftr(self) -> LoFTR:
         assert isinstance(self.network, LoFTR)
         return self.network
 
-    def maps(self, path: str, size: tuple[int, int]) -> Maps:
-        """Maps of a photograph, from the cache if they are there."""
-        maps = self.cache.get((path, size))
+    def maps(self, path: str, size: tuple[int, int], turn: int = 0) -> Maps:
+        """Maps of a photograph, from the cache if they are there.
+
+        Args:
+            path: Its file.
+            size: Width and height that the network sees, before it is turned.
+            turn: Quarters that it is turned by, counter-clockwise.
+        """
+        key = (path, size, turn)
+        maps = self.cache.get(key)
         if maps is None:
             pixels = _grey(to_image(path), size)
             if pixels.min() == pixels.max():
                 self.flat.add(path)
+            pixels = pixels.rot90(turn, (1, 2)).contiguous()
             maps = self._loftr.maps(pixels[None].to(self.device))
-            self.cache.put((path, size), maps)
+            self.cache.put(key, maps)
         return maps
 
 
@@ -130,6 +163,26 @@ def _seen(item: Prepared) -> list[tuple[str, Size]]:
     """The files of a pair, and the size that the network sees each at."""
     assert isinstance(item, PreparedPair)
     return list(zip(item.paths, item.seen, strict=True))
+
+
+def _matches(raw: dict[str, Tensor], item: PreparedPair, turn: int = 0) -> Matches:
+    """Matches in pixels of the photographs, of which the second was turned by quarters."""
+    sides = []
+    for i, names in enumerate((("cells0", "points0"), ("points1", "cells1"))):
+        points = torch.cat([raw[name] for name in names]).double().numpy()
+        points = _turned_back(points, turn * i, item.seen[i])
+        scale = np.divide(item.sizes[i], item.seen[i])
+        sides.append((points + 0.5) * scale - 0.5)
+    confidence = np.tile(raw["confidence"].float().numpy(), 2)
+    return Matches(*sides, confidence, seen=item.seen)
+
+
+def _turned_back(points: Array, turn: int, size: Size) -> Array:
+    """Points (N, 2) of an image turned by quarters, in the image of a size as it was before."""
+    x, y = points.T
+    right, bottom = size[0] - 1, size[1] - 1
+    there = [(x, y), (right - y, x), (right - x, bottom - y), (y, bottom - x)][turn]
+    return np.stack(there, axis=1)
 
 
 class _Cache:

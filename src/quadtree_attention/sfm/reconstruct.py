@@ -16,18 +16,15 @@ from quadtree_attention.sfm.matching import anchored
 from quadtree_attention.sfm.pairs import Pair
 from quadtree_attention.sfm.photos import Photo
 from quadtree_attention.sfm.tracks import PairPoints
-from quadtree_attention.tasks.match.pose import libraries
+from quadtree_attention.sfm.verify import agreeing
 from quadtree_attention.tasks.match.result import Matches
 
 MAPPERS = ("incremental", "global")
-ERROR = 2.0  # pixels, as the network sees them, that an inlier may be from its epipolar line
 SPACING = 6.0  # pixels, as the network sees them, within which tracks are one
-LEAST_SHARE = 0.2  # of matches that agree: between photographs without overlap it is 0.1 to 0.17
 COLMAP_SCALE = (
     1.6  # pixels of a photograph to one of the network that COLMAP's limits are right for
 )
 LEAST_IMAGES = 2  # of a model
-TRIALS = 2000  # of RANSAC
 REPROJECTION = 1.25  # largest error of an observation, in pixels as the network sees them
 WORTH = 0.01  # share by which refined cameras must lower the error
 ROUNDS = 2  # of adjustment and filter
@@ -44,20 +41,10 @@ def verified(
         scales: Of each photograph, its pixels to one pixel that the network sees.
     """
     for (i, j), matches in pairs:
-        if len(matches) < 2 * LEAST_MATCHES:
-            continue
-        points = matches.keypoints0, matches.keypoints1
-        inliers = _agreeing(*points, ERROR * (scales[i] + scales[j]) / 2)
-        if inliers.sum() >= 2 * LEAST_MATCHES and inliers.mean() >= LEAST_SHARE:
-            chosen = (x[inliers] for x in (*points, anchored(matches), matches.confidence))
-            yield PairPoints(i, j, *chosen)
-
-
-def _agreeing(points0: Array, points1: Array, error: float) -> Array:
-    _, poselib = libraries()
-    options = {"max_epipolar_error": error, "seed": 0, "max_iterations": TRIALS}
-    _, info = poselib.estimate_fundamental(points0, points1, options, {})
-    return np.asarray(info["inliers"], bool)
+        inliers = agreeing(matches, (scales[i] + scales[j]) / 2)
+        if inliers is not None:
+            values = matches.keypoints0, matches.keypoints1, anchored(matches), matches.confidence
+            yield PairPoints(i, j, *(x[inliers] for x in values))
 
 
 @dataclass(frozen=True)

@@ -79,11 +79,14 @@ def test_aligned_views_are_the_shared_part_at_the_finer_detail(photo):
 def test_features_with_a_common_turn(photo):
     """A photograph of something else, or without texture, has none."""
     grey = photo.convert("L")
-    assert guided.have_common_turn([grey, grey.rotate(130, Image.Resampling.BICUBIC)])
+    for angle in (130, 90, -90, 180):  # counter-clockwise
+        turned = grey.rotate(angle, Image.Resampling.BICUBIC, expand=True)
+        found = guided.common_turn([grey, turned])
+        assert found is not None and abs((found + angle + 180) % 360 - 180) <= 10, angle
     other = homography_pairs(ProceduralTextures(4, size=256), [8], size=SIZE[::-1]).image0[0, 0]
     other = Image.fromarray((other.numpy() * 255).astype(np.uint8))
-    assert not guided.have_common_turn([grey, other])
-    assert not guided.have_common_turn([grey, Image.new("L", SIZE, 7)])
+    assert guided.common_turn([grey, other]) is None
+    assert guided.common_turn([grey, Image.new("L", SIZE, 7)]) is None
 
 
 def test_turned_and_zoomed_images_match(photo):

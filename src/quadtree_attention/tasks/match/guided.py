@@ -142,11 +142,12 @@ def similarity(points0: Array, points1: Array, tolerance: float) -> tuple[Array,
     return matrix, inliers
 
 
-def have_common_turn(images: Sequence[Image.Image]) -> bool:
-    """Whether most SIFT features of two grey images that match are turned by one angle.
+def common_turn(images: Sequence[Image.Image]) -> float | None:
+    """The angle in degrees, clockwise, that image 1 is turned by as most SIFT features have it.
 
-    It costs a fiftieth of matching, and tells turned or zoomed images from such that show different
-    things, or the same from far apart, which a search would not help.
+    None if most features of the two grey images that match do not agree on an angle. It costs a
+    fiftieth of matching, and tells turned or zoomed images from such that show different things, or
+    the same from far apart, which a search would not help.
     """
     cv2, _ = pose.libraries()
     detector = cv2.SIFT_create(nfeatures=PROBE_FEATURES)
@@ -156,7 +157,7 @@ def have_common_turn(images: Sequence[Image.Image]) -> bool:
         small.thumbnail((PROBE_SIDE, PROBE_SIDE), Image.Resampling.BICUBIC, reducing_gap=2.0)
         points, found = detector.detectAndCompute(np.asarray(small), None)
         if len(points) < 2:
-            return False
+            return None
         angles.append(np.array([point.angle for point in points]))
         descriptors.append(np.sqrt(found / found.sum(axis=1, keepdims=True).clip(1e-9)))
     alike = descriptors[0] @ descriptors[1].T
@@ -168,7 +169,9 @@ def have_common_turn(images: Sequence[Image.Image]) -> bool:
     bins = (apart * PROBE_BINS / 360).astype(int) % PROBE_BINS
     weights = np.bincount(bins, (1 - ratio).clip(0), PROBE_BINS)
     joined = weights + np.roll(weights, 1) + np.roll(weights, -1)
-    return bool(joined.max() > PROBE_SHARE * weights.sum())
+    if not joined.max() > PROBE_SHARE * weights.sum():
+        return None
+    return float((joined.argmax() + 0.5) * 360 / PROBE_BINS)
 
 
 def aligned(images: Sequence[Image.Image], matrix: Array, size: int) -> tuple[View, View] | None:
@@ -238,7 +241,7 @@ class Guide:
             if not self.always and not _is_hard(matrix, images):
                 return None
         else:
-            if not self.always and not have_common_turn(grey):
+            if not self.always and common_turn(grey) is None:
                 return None
             matrix, found = self.search(grey)
             if found < FEWEST or not (self.always or _is_hard(matrix, images)):
