@@ -287,10 +287,9 @@ class LoFTR(nn.Module):
             features.coarse0, features.coarse1, features.mask0, features.mask1, threshold
         )
         parts = []
-        for start in range(0, max(1, len(matches)), _MATCHES_AT_ONCE):
-            part = matches[start : start + _MATCHES_AT_ONCE]
-            there = self.fine(features, part)
-            back = self.fine(features.swapped(), part.swapped())
+        step = _MATCHES_AT_ONCE_ON_CPU if features.fine0.is_cpu else _MATCHES_AT_ONCE
+        for start in range(0, max(1, len(matches)), step):
+            there, back = self.fine_both_ways(features, matches[start : start + step])
             parts.append((there.keypoints0, there.keypoints1, back.keypoints0, back.keypoints1))
         names = ("cells0", "points1", "cells1", "points0")
         found = {
@@ -334,22 +333,43 @@ class LoFTR(nn.Module):
 
     def fine(self, features: Features, matches: CoarseMatches) -> FineMatches:
         """Refines coarse matches, either predicted or ground truth."""
+        windows = self.fine_transformer(*self._windows(features, matches))
+        return self._refined(features, matches, *windows)
+
+    def fine_both_ways(
+        self, features: Features, matches: CoarseMatches
+    ) -> tuple[FineMatches, FineMatches]:
+        """`fine` of the matches and of the swapped matches, with what both share computed once."""
+        there, back = self.fine_transformer.both_ways(*self._windows(features, matches))
+        return (
+            self._refined(features, matches, *there),
+            self._refined(features.swapped(), matches.swapped(), *back),
+        )
+
+    def _windows(self, features: Features, matches: CoarseMatches) -> tuple[Tensor, Tensor]:
         batch, cells0, cells1 = matches.batch_indexes, matches.cells0, matches.cells1
-        windows0 = self.fine_windows(features.fine0, features.coarse0, batch, cells0)
-        windows1 = self.fine_windows(features.fine1, features.coarse1, batch, cells1)
-        offset, std = expected_offset(*self.fine_transformer(windows0, windows1))
-        points0 = _cell_points(cells0, features.coarse0.shape[2], offset.dtype)
-        points1 = _cell_points(cells1, features.coarse1.shape[2], offset.dtype)
+        return (
+            self.fine_windows(features.fine0, features.coarse0, batch, cells0),
+            self.fine_windows(features.fine1, features.coarse1, batch, cells1),
+        )
+
+    def _refined(
+        self, features: Features, matches: CoarseMatches, windows0: Tensor, windows1: Tensor
+    ) -> FineMatches:
+        """The matches with points of image 1 refined by transformed windows."""
+        offset, std = expected_offset(windows0, windows1)
+        points0 = _cell_points(matches.cells0, features.coarse0.shape[2], offset.dtype)
+        points1 = _cell_points(matches.cells1, features.coarse1.shape[2], offset.dtype)
         return FineMatches(points0, points1 + offset * self.window_radius, offset, std)
 
     def _points(self, features: Features, matches: CoarseMatches) -> tuple[Tensor, Tensor]:
         """Returns the points of coarse matches in image 0 and in image 1."""
-        there = self.fine(features, matches)
         if not self.symmetric:
+            there = self.fine(features, matches)
             return there.keypoints0, there.keypoints1
         # If both are correct, so is their midpoint, as far as one image is locally an
         # affine map of the other; errors of the two average out.
-        back = self.fine(features.swapped(), matches.swapped())
+        there, back = self.fine_both_ways(features, matches)
         points0, points1 = there.keypoints0 + back.keypoints1, there.keypoints1 + back.keypoints0
         return points0 / 2, points1 / 2
 

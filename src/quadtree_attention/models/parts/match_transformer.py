@@ -90,8 +90,23 @@ class MatchTransformer(nn.Module):
         self, map0: Tensor, map1: Tensor, mask0: Tensor | None = None, mask1: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """(B, *grid0, C) and (B, *grid1, C), masks without C -> the same shapes"""
+        return self._from(0, map0, map1, mask0, mask1)
+
+    def both_ways(self, map0: Tensor, map1: Tensor) -> tuple[tuple[Tensor, Tensor], ...]:
+        """Results of (map0, map1) and of (map1, map0), whose first block is computed once."""
+        map0, map1 = _both(self.layers[0], (map0, map1), None, (None, None))
+        return self._from(1, map0, map1), self._from(1, map1, map0)
+
+    def _from(
+        self,
+        first: int,
+        map0: Tensor,
+        map1: Tensor,
+        mask0: Tensor | None = None,
+        mask1: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
         masks = (mask0, mask1)
-        for i, layer in enumerate(self.layers):
+        for i, layer in list(enumerate(self.layers))[first:]:
             if i % 2 == 0:
                 map0, map1 = _both(layer, (map0, map1), None, masks)
             elif self.one_after_the_other:
