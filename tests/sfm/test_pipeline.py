@@ -19,6 +19,7 @@ from PIL import ExifTags, Image
 from quadtree_attention.errors import DataError, OptionError
 from quadtree_attention.sfm import Chosen, PairMatcher, build_model
 from quadtree_attention.sfm.matching import _turned_back
+from tests.inspect.conftest import chromium  # noqa: F401
 from tests.support.commands import (
     START,
     command,
@@ -122,6 +123,68 @@ def test_files_agree_with_the_model(scene):
         np.testing.assert_allclose(-to_world[:3, 2], image.viewing_direction(), atol=1e-6)
     page = (out / "report.html").read_text()
     assert "{{" not in page and "http" not in page and "the same file as 01.png" in page
+
+
+@pytest.mark.parametrize("size", [(1280, 900), (390, 844)], ids=["wide", "phone"])
+def test_the_report_in_a_browser(scene, chromium, size):  # noqa: F811
+    """It draws points and cameras, turns, zooms, names cameras, fits the window, is accessible."""
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="extra 'dev'")
+    width, height = size
+    context = chromium.new_context(
+        offline=True, viewport={"width": width, "height": height}, has_touch=width < 500
+    )
+    page, complaints = context.new_page(), []
+    page.on("console", lambda message: message.type == "error" and complaints.append(message.text))
+    page.on("pageerror", lambda error: complaints.append(str(error)))
+    page.goto((scene[0] / "out" / "report.html").as_uri())
+    page.wait_for_function("() => document.getElementById('view').width > 300")
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    # Share of pixels that are drawn, and whether they change
+    drawn = """() => {
+      const view = document.getElementById('view');
+      const data = view.getContext('2d').getImageData(0, 0, view.width, view.height).data;
+      let count = 0, sum = 0;
+      for (let i = 0; i < data.length; i += 4)
+        if (data[i] !== 0x14 || data[i + 1] !== 0x16) { count += 1; sum = (sum * 31 + i) % 1e9; }
+      return [count / (data.length / 4), sum];
+    }"""
+    share, first = page.evaluate(drawn)
+    assert 0.002 < share < 0.6
+    seen = {first}
+    page.locator("#view").focus()
+    for key in ("ArrowLeft", "+"):
+        page.keyboard.press(key)
+        page.wait_for_timeout(100)
+        seen.add(page.evaluate(drawn)[1])
+    page.locator("#cameras").uncheck()
+    page.wait_for_timeout(100)
+    seen.add(page.evaluate(drawn)[1])
+    page.locator("#cameras").check()
+    box = page.locator("#view").bounding_box()
+    middle = box["x"] + box["width"] / 2, box["y"] + box["height"] / 2
+    page.mouse.move(*middle)
+    page.mouse.down()
+    page.mouse.move(middle[0] + 40, middle[1] + 20)
+    page.mouse.up()
+    page.wait_for_timeout(100)
+    seen.add(page.evaluate(drawn)[1])
+    assert len(seen) == 5
+    if width < 500:  # two fingers, twice as far apart
+        before, _ = page.evaluate(drawn)
+        page.evaluate("""() => {
+          const view = document.getElementById('view'), box = view.getBoundingClientRect();
+          view.setPointerCapture = () => {};
+          const send = (type, id, x) => view.dispatchEvent(new PointerEvent(type, {
+            pointerId: id, clientX: box.left + x, clientY: box.top + 100, bubbles: true }));
+          send('pointerdown', 11, 100); send('pointerdown', 12, 150);
+          send('pointermove', 12, 200); send('pointerup', 11, 100); send('pointerup', 12, 200);
+        }""")
+        page.wait_for_timeout(100)
+        assert page.evaluate(drawn)[0] != before
+    found = axe.Axe().run(page).response["violations"]
+    assert not found, [violation["id"] for violation in found]
+    assert not complaints
+    context.close()
 
 
 def test_a_second_run_matches_nothing_and_gives_the_same_rows(scene, matcher):

@@ -90,7 +90,7 @@ def _facts(report: "Report") -> str:
             ("Mean reprojection error", f"{report.error:.3f} pixels"),
             ("Focal length", ", ".join(f"{f:.1f}" for f in report.focal[:5]) + " pixels"),
         ]
-    rows += [(f"Time, {stage}", f"{time:.1f} s") for stage, time in report.seconds.items()]
+    rows += [("Time", ", ".join(f"{name} {time:.1f} s" for name, time in report.seconds.items()))]
     rows += [("Note", warning) for warning in report.warnings]
     return _table((), rows)
 
@@ -104,7 +104,10 @@ def _body(report: "Report") -> str:
             (name, f"{view['points']:,.0f}", f"{view['error']:.2f}")
             for name, view in report.views.items()
         ]
-        parts += ["<h2>Registered</h2>", _table(("photograph", "points", "error, pixels"), rows)]
+        parts += [
+            "<h2>Registered</h2>",
+            _table(("photograph", "points", "error, pixels"), rows, numbers=2),
+        ]
     if report.lengths:
         parts += ["<h2>Track lengths</h2>", _bars(report.lengths)]
     return "\n".join(parts)
@@ -117,14 +120,20 @@ def _bars(lengths: Any) -> str:
         f'<span class="bar" style="width:{BAR * count / most:.2f}em"></span></td></tr>'
         for length, count in lengths.items()
     )
-    head = '<tr><th class="number">photographs</th><th class="number">points</th><th></th></tr>'
+    head = '<tr><th class="number">photographs</th><th class="number">points</th><td></td></tr>'
     return f'<div class="scroll"><table>{head}{rows}</table></div>'
 
 
-def _table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    top = "".join(f"<th>{html.escape(name)}</th>" for name in head)
-    lines = (
-        "<tr>" + "".join(f"<td>{html.escape(str(cell))}</td>" for cell in row) + "</tr>"
-        for row in rows
-    )
-    return f'<div class="scroll"><table><tr>{top}</tr>{"".join(lines)}</table></div>'
+def _table(head: Sequence[str], rows: Iterable[Sequence[object]], *, numbers: int = 0) -> str:
+    """A table; the last columns hold numbers."""
+
+    def line(tag: str, cells: Sequence[object]) -> str:
+        words = len(cells) - numbers
+        opened = [tag] * words + [f'{tag} class="number"'] * numbers
+        inside = zip(opened, map(str, cells), strict=True)
+        row = "".join(f"<{start}>{html.escape(cell)}</{tag}>" for start, cell in inside)
+        return f"<tr>{row}</tr>"
+
+    lines = [line("th", head)] if head else []
+    lines += [line("td", row) for row in rows]
+    return f'<div class="scroll"><table>{"".join(lines)}</table></div>'

@@ -13,6 +13,7 @@ const buffer = await unpacked(document.getElementById("data").textContent);
 const count = about.count;
 const places = new Float32Array(buffer, 0, 3 * count);
 const colours = new Uint8Array(buffer, 12 * count, 3 * count);
+if (count < 20000) size.value = count < 5000 ? 4 : 3; // few points have to be larger to be seen
 let turn = about.turn, zoom = 1, shift = [0, 0], pending = false;
 
 function times(a, b) {
@@ -79,21 +80,31 @@ function draw() {
 }
 function redraw() { if (!pending) { pending = true; requestAnimationFrame(draw); } }
 
-let last = null;
-canvas.addEventListener("pointerdown", (event) => { last = [event.clientX, event.clientY]; canvas.setPointerCapture(event.pointerId); });
-canvas.addEventListener("pointerup", () => { last = null; });
+const fingers = new Map(); // of pointers that are down, where each is
+function lifted(event) { fingers.delete(event.pointerId); }
+canvas.addEventListener("pointerdown", (event) => {
+  fingers.set(event.pointerId, [event.clientX, event.clientY]);
+  canvas.setPointerCapture(event.pointerId);
+});
+canvas.addEventListener("pointerup", lifted);
+canvas.addEventListener("pointercancel", lifted);
 canvas.addEventListener("pointermove", (event) => {
-  const box = canvas.getBoundingClientRect();
-  if (!last) {
+  const box = canvas.getBoundingClientRect(), before = fingers.get(event.pointerId);
+  if (!before) {
     const [x, y] = [event.clientX - box.left, event.clientY - box.top];
     const near = marks.find((mark) => Math.hypot(mark[0] - x, mark[1] - y) < 12);
     hover.textContent = near ? near[2] : "";
     return;
   }
-  const [dx, dy] = [event.clientX - last[0], event.clientY - last[1]];
-  if (event.shiftKey) shift = [shift[0] + dx / box.width, shift[1] + dy / box.height];
+  const after = [event.clientX, event.clientY], [dx, dy] = [after[0] - before[0], after[1] - before[1]];
+  fingers.set(event.pointerId, after);
+  const other = [...fingers].find(([id]) => id !== event.pointerId)?.[1];
+  if (other) {
+    const apart = (point) => Math.max(1, Math.hypot(point[0] - other[0], point[1] - other[1]));
+    zoom *= apart(after) / apart(before);
+    shift = [shift[0] + dx / 2 / box.width, shift[1] + dy / 2 / box.height];
+  } else if (event.shiftKey) shift = [shift[0] + dx / box.width, shift[1] + dy / box.height];
   else rotate(dx / 150, -dy / 150);
-  last = [event.clientX, event.clientY];
   redraw();
 });
 canvas.addEventListener("wheel", (event) => { event.preventDefault(); zoom *= Math.exp(-event.deltaY / 600); redraw(); }, { passive: false });
@@ -109,4 +120,14 @@ canvas.addEventListener("keydown", (event) => {
 size.addEventListener("input", redraw);
 shown.addEventListener("input", redraw);
 window.addEventListener("resize", redraw);
+
+function showAllCameras() { // from further away, where some are outside of the view
+  const [width, height] = [canvas.clientWidth, canvas.clientHeight], project = projector(width, height);
+  for (const { frustum: [apex] } of about.cameras) {
+    const at = project(...apex);
+    if (at) zoom = Math.min(zoom, (0.46 * width) / Math.abs(at[0] - width / 2), (0.46 * height) / Math.abs(at[1] - height / 2));
+  }
+  zoom = Math.max(zoom, 0.3);
+}
+showAllCameras();
 draw();
