@@ -8,8 +8,10 @@ A mutant whose tests pass has survived. By hand, not in CI: all of them take abo
 """
 
 import argparse
+import multiprocessing
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -18,10 +20,15 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from queue import SimpleQueue
 
-from tests.mutants import ROOT, Mutant, mutants
+from tests.mutants import ROOT, Mutant, child, mutants
 
 PASSED, FAILED = 0, 1  # exit codes of pytest; others are no verdict
 LONGEST = 900  # seconds: a mutant that hangs is noticed
+FORKS = multiprocessing.get_context("forkserver")  # from a process that has imported these
+FORKS.set_forkserver_preload(
+    ["torch", "torchvision.models.detection", "timm", "pytorch_lightning", "jsonargparse", "numba",
+     "cv2", "typer.testing", "pytest"]
+)  # fmt: skip
 
 
 def main() -> int:
@@ -31,6 +38,7 @@ def main() -> int:
     parser.add_argument("--list", action="store_true", help="only list them")
     parser.add_argument("--unchecked", action="store_true", help="do not run the tests unchanged")
     options = parser.parse_args()
+    os.environ["OMP_NUM_THREADS"] = "1"  # read by torch when it is imported
     chosen = [m for m in mutants() if not options.which or any(_is(m, w) for w in options.which)]
     if not chosen:
         parser.error(f"no mutant is called {', '.join(options.which)}; see --list")
@@ -107,25 +115,24 @@ def judged(mutant: Mutant, copy: Path) -> str:
     return {PASSED: "SURVIVED", FAILED: "killed", None: "killed"}.get(code, f"PYTEST {code}")
 
 
-def pytest(
-    copy: Path, tests: Sequence[str], *, shown: bool = False, **environment: str
-) -> int | None:
+def pytest(copy: Path, tests: Sequence[str], *, shown: bool = False, **more: str) -> int | None:
     """Exit code of pytest; None if it did not end in time. Failures are printed if `shown`."""
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
-    paths = os.pathsep.join([str(copy / "src"), str(copy)])
     # Without .pyc files, whose dates have seconds only
-    environment |= {"PYTHONPATH": paths, "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
+    environment = {"PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"} | more
+    environment["PYTHONPATH"] = os.pathsep.join([str(copy / "src"), str(copy)])
     environment["TORCHINDUCTOR_CACHE_DIR"] = str(copy.parent / "inductor")
-    limit = None if shown else LONGEST
-    try:
-        done = subprocess.run(
-            command, cwd=copy, env=os.environ | environment, timeout=limit, capture_output=True
-        )
-    except subprocess.TimeoutExpired:
+    output = copy.parent / "output.txt"
+    process = FORKS.Process(target=child.run, args=(copy, tests, output, environment))
+    process.start()
+    process.join(None if shown else LONGEST)
+    if process.exitcode is None:
+        os.killpg(process.pid or 0, signal.SIGKILL)
+        process.join()
         return None
-    if done.returncode not in (PASSED, *([] if shown else [FAILED])):
-        print(done.stdout.decode(errors="replace")[-2000:])
-    return done.returncode
+    code = process.exitcode - child.ENDED
+    if code not in (PASSED, *([] if shown else [FAILED])):
+        print(output.read_text(errors="replace")[-2000:])
+    return code
 
 
 if __name__ == "__main__":
