@@ -34,8 +34,9 @@ def start(*options, stdout=subprocess.PIPE, **more):
 
 
 @pytest.mark.skipif(not FULL.exists(), reason="there is no /dev/full")
-def test_standard_output_that_is_full():
-    with FULL.open("w") as full, start("info", stdout=full) as process:
+@pytest.mark.parametrize("options", ["info", "--version", "--help", "match --help"])
+def test_standard_output_that_is_full(options):
+    with FULL.open("w") as full, start(*options.split(), stdout=full) as process:
         said = process.stderr.read().decode()
     assert process.returncode == 2
     assert said.startswith("quadtree: ") and said.count("\n") == 1 and "No space" in said

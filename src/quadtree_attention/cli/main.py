@@ -25,7 +25,7 @@ from quadtree_attention.cli import (
     warmup,
 )
 from quadtree_attention.cli.options import RENAMED
-from quadtree_attention.cli.output import MISTAKE, tell
+from quadtree_attention.cli.output import MISTAKE, errors_on_one_line, tell
 
 COMMANDS = (
     *(info, match, stereo, classify, detect, segment, sfm, evaluate, train, convert, warmup),
@@ -44,7 +44,7 @@ for module in COMMANDS:
 
 def _show_version(asked: bool) -> None:
     if asked:
-        print(f"quadtree-attention {__version__}")
+        print(f"quadtree-attention {__version__}", flush=True)
         raise typer.Exit
 
 
@@ -67,4 +67,8 @@ def run(args: Sequence[str]) -> None:
             if new is not None:
                 tell(f"{flag} was renamed to {new}; see quadtree {args[0]} --help")
                 sys.exit(MISTAKE)
-    app(list(args), prog_name="quadtree")
+    try:
+        with errors_on_one_line():  # also those of --help
+            app(list(args), prog_name="quadtree")
+    except typer.Exit as stop:
+        sys.exit(stop.exit_code)

@@ -34,12 +34,15 @@ class SafeCheckpointIO(TorchCheckpointIO):
                 file.flush()
                 os.fsync(file.fileno())
             unfinished.replace(target)
-        except (OSError, RuntimeError) as error:  # torch's writer turns a full disk into the latter
+        except (OSError, RuntimeError) as error:
             with suppress(OSError):
                 unfinished.unlink()
             is_there = target.with_name(LAST).exists()
+            # On a full disk torch's writer raises a RuntimeError while it handles the OSError
+            cause = error.__context__ if isinstance(error, RuntimeError) else error
+            reason = getattr(cause, "strerror", None) or str(error).splitlines()[0]
             raise CheckpointError(
-                f"cannot save the checkpoint {target}: {str(error).splitlines()[0]}; make room "
+                f"cannot save the checkpoint {target}: {reason}; make room "
                 f"there and {f'go on from {LAST} with --resume' if is_there else 'start again'}"
             ) from error
 
