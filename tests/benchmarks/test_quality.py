@@ -76,8 +76,9 @@ def test_a_matcher_of_ones_own(tmp_path):
     places = ["--data", tmp_path / "data", "--weights", f"tiny={weights}", "--out", out]
     assert command("quality matching --sets graf --threads 1", *places) == 0
     result = read(out)
-    tiny, sift = result["rows"]
-    assert (tiny["case"]["method"], sift["case"]["method"]) == ("tiny", "SIFT")
+    methods = [row["case"]["method"] for row in result["rows"]]
+    assert methods == ["tiny", "tiny guided", "SIFT"]
+    sift = result["rows"][-1]
     assert sift["details"]["pairs"][0]["errors"]["poselib"] < 0.1
     assert sift["values"]["precision"] == 100
     settings = result["runs"][0]["settings"]["methods"]["tiny"]
@@ -187,7 +188,7 @@ def test_calibrated_networks_are_scored_and_timed(tmp_path, capsys, monkeypatch)
         ("calibration --masses 0.9,x", "--masses: numbers with commas, got '0.9,x'"),
         ("matching --data nowhere", "--data: there is no folder nowhere/scannet_sample"),
         ("matching --sets mars", "unknown 'mars'; known: scannet, graf"),
-        ("matching --methods orb", "unknown 'orb'; known: matcher, sift"),
+        ("matching --methods orb", "unknown 'orb'; known: matcher, guided, sift"),
         ("matching --weights mine=none.safetensors", "there is no file 'none.safetensors'"),
         ("matching --features 0", "must be at least 1, got 0"),
         ("stereo --data nowhere", "--data: there is no folder nowhere"),

@@ -72,7 +72,7 @@ def test_a_command_of_its_own(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("ops --cases tiny,huge", "unknown case 'huge'; known: all, growth, det"),
+        ("ops --cases tiny,huge", "unknown case 'huge'; known: all, growth, vit, det"),
         ("ops --implementations fast", "--implementations: unknown 'fast'; known: quadtree"),
         ("ops --device cpu --modes graph", "argument --modes: graph means CUDA graphs"),
         ("ops --seconds-per-row 0", "argument --seconds-per-row: must be more than 0, got 0"),
@@ -402,8 +402,9 @@ def test_detectors(tmp_path, capsys):
     shown = capsys.readouterr().out
     (ours,) = (line for line in shown.splitlines() if "network" in line and "QuadTree" in line)
     *_, of_held, of_fused, peak, of_held_peak, of_fused_peak = ours.split()
-    assert float(of_held.removesuffix("x")) > 0 and float(of_fused.removesuffix("x")) > 0
-    assert peak == of_held_peak == of_fused_peak == "-"  # nothing is known of memory on a CPU
+    assert float(peak) > 0
+    for ratio in (of_held, of_fused, of_held_peak, of_fused_peak):
+        assert float(ratio.removesuffix("x")) > 0
 
 
 class Attention(nn.Module):

@@ -208,7 +208,7 @@ def test_options_are_kept_in_the_card(classifier):
         ),
         (lambda s: s.pop("head.weight"), [], "1 missing: head.weight; build"),
         (lambda s: s, ["--num-classes", "10"], "head.weight is (1000, 256), must be (10, 256)"),
-        (lambda s: s, ["--num-classes", "ten"], "must be auto or a number, got 'ten'; 0 leaves"),
+        (lambda s: s, ["--num-classes", "ten"], "must be auto or a number, got 'ten'; 0 omits"),
         (lambda s: s, ["--model", "quadtree_b_b1"], "mismatched: patch_embed.proj.weight is (32,"),
         (lambda s: s, ["--model", "quadtree_a_b0"], "144 unexpected: stages.0.blocks.0.attn.level"),
         (lambda s: s, ["--model", "quadtree_b0"], "got 'quadtree_b0'; did you mean quadtree_b_b0"),

@@ -248,7 +248,7 @@ def test_segment(all_weights):
     assert missing == "quadtree: 1 without predictions: 0"
     Path("data/labels/val/3.png").unlink()
     strict = invoke(*run, "--strict", "--save", "other")
-    assert strict.exit_code == 2 and "mend it, or leave out --strict" in strict.stderr
+    assert strict.exit_code == 2 and "fix it, or leave out --strict" in strict.stderr
 
 
 # ---- mistakes

@@ -120,7 +120,7 @@ def test_plan_as_json():
         ("--grid 8x", "--grid must be the size of every axis, joined by x, got '8x'; write 200x3"),
         ("--key-grid -4", "--key-grid must be the size of every axis, joined by x, got '-4'"),
         ("--key-grid 12", "q and k must have the same number of grid axes, got 2 and 1"),
-        ("--topk many", "--topk must be a number, or one per level that selects, got 'many'"),
+        ("--topk many", "--topk must be a number, or one per level with a selection, got 'many'"),
         ("--topk 0", "topk must be at least 1 at every level, got topk=0"),
         ("--topk 1,2,3", "topk must have one entry per level that selects, coarse -> fine: 2 for"),
         ("--levels 0", "num_levels must be an integer of at least 1, got num_levels=0"),

@@ -17,7 +17,7 @@ from tests.support.commands import refused, row
 pytestmark = pytest.mark.usefixtures("only_reference", "pair")
 TASK, SIZE = "match", (128, 96)
 CAMERAS = ("--K0", "120,120,64,48", "--K1", "120 0 64 0 120 48 0 0 1")
-ALL = ("--threshold", "0")
+ALL = ("--threshold", "0", "--guided", "never")
 
 
 # ---- two images
@@ -26,7 +26,7 @@ ALL = ("--threshold", "0")
 def test_text_and_files(run, weights, pair):
     result = run("a.png", "b.png", "--out", "m.png", "--save", "m.npz", *ALL, *CAMERAS)
     assert result.exit_code == 0, result.output
-    expected = Matcher.from_pretrained(weights, device="cpu", threshold=0.0)(*pair)
+    expected = Matcher.from_pretrained(weights, device="cpu", threshold=0.0, guided="never")(*pair)
     text = result.stdout
     assert row(text, "matches").startswith(f"{len(expected)}, mean confidence 0.")
     assert row(text, "time").endswith(" s") and row(text, "device") == "cpu"
@@ -53,7 +53,7 @@ def test_without_options_a_picture_is_drawn(run):
 def test_json(run, weights, pair):
     result = run("a.png", "b.png", "--json", *ALL, "--max", "5", "--size", "64")
     found = json.loads(result.stdout)
-    matches = Matcher.from_pretrained(weights, threshold=0.0, size=64)(*pair).best(5)
+    matches = Matcher.from_pretrained(weights, threshold=0.0, guided="never", size=64)(*pair).best(5)
     assert found["matches"] == len(matches) == len(found["confidence"]) > 0
     assert found["matched_at"] == [[64, 48], [64, 48]] and found["written"] == []
     np.testing.assert_allclose(found["keypoints1"], matches.keypoints1, atol=2e-3)
@@ -92,7 +92,7 @@ def test_no_matches(run):
         (["--force"], "--force is for --pairs FILE; leave it out"),
         (["--save", "m.npz", "--images", "x"], "--images is for --pairs FILE; leave it out"),
         (["--pairs", "p.txt"], "--pairs excludes A, B; pass only one of them"),
-        (["--device", "gpu"], "there is no device 'gpu' here"),
+        (["--device", "gpu"], "there is no device 'gpu' on this machine"),
     ],
 )
 def test_options_that_are_refused(fails, options, words):
@@ -108,7 +108,7 @@ def test_images_and_weights_that_are_refused(fails):
             words = f"cannot decode bad.jpg: it is {'not an image' if content else 'empty'}"
         assert words in fails("bad.jpg", "a.png")
         assert words in fails("a.png", "bad.jpg", "--out", "m.png", "--save", "m.npz")
-    assert "matching needs two images, got only 'a.png'; quadtree match" in fails("a.png")
+    assert "matching needs two images, got only 'a.png'; use quadtree match" in fails("a.png")
     assert "matching needs two images, got none; " in fails()
     missing = refused("match", "a.png", "b.png", "--weights", "x.safetensors")
     assert "there is no file 'x.safetensors'; check the path" in missing
@@ -134,7 +134,7 @@ def test_pairs(run, weights, pair):
     assert bad.startswith("quadtree: a__bad: cannot decode images/bad.png: it is not an image")
     assert none.startswith("quadtree: none__a: cannot read images/none.png: No such file")
     assert sorted(os.listdir("out")) == ["a__b.npz", "b__a.npz", "settings.json"]
-    matcher = Matcher.from_pretrained(weights, threshold=0.0)
+    matcher = Matcher.from_pretrained(weights, threshold=0.0, guided="never")
     plain = matcher(*pair)
     assert np.array_equal(Matches.load("out/a__b.npz").keypoints1, plain.keypoints1)
     turned = matcher(pair[1], Image.fromarray(np.rot90(np.asarray(pair[0]), k=1)))

@@ -80,7 +80,7 @@ def test_options_of_earlier_versions_name_the_new_one(old, capsys):
         run([words[0], *(["stereo"] if words[0] == "evaluate" else []), words[-1], "x"])
     said = capsys.readouterr()
     assert (ended.value.code, said.out) == (2, "")
-    assert f"{words[-1]} is called {RENAMED[old]} now" in said.err
+    assert f"{words[-1]} was renamed to {RENAMED[old]};" in said.err
 
 
 def test_an_output_that_cannot_be_written(weights):

@@ -38,7 +38,10 @@ NETWORKS: dict[str, tuple[str, dict[str, Any]]] = {  # by task: a network and it
     "segment": ("semfpn_test_quadtree", {"num_classes": 2, "channels": 8, "head_channels": 8}),
 }
 HAS_CLASSES = ("classify", "detect", "segment")
-OWN = {"match": {"threshold": 0.0}, "detect": {"threshold": 0.0}}  # so that there are results
+OWN = {  # so that there are results, without the search for an alignment
+    "match": {"threshold": 0.0, "guided": "never"},
+    "detect": {"threshold": 0.0},
+}
 
 
 def write_weights(task: str, path: Path, **changed: Any) -> Path:

@@ -43,7 +43,7 @@ def loose(tmp_path_factory):
     path = tmp_path_factory.mktemp("weights") / "tiny.safetensors"
     card = {"model": "loftr_quadtree_small", "kwargs": KWARGS, "task": "match"}
     save_weights(path, model.state_dict(), card)
-    return Matcher.from_pretrained(path, threshold=0.0, device="cpu")
+    return Matcher.from_pretrained(path, threshold=0.0, guided="never", device="cpu")
 
 
 @pytest.fixture(scope="module")

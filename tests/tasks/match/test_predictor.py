@@ -39,7 +39,7 @@ def photo():
 @pytest.fixture(scope="module")
 def loose(weights):
     """Untrained weights match next to nothing with confidence."""
-    return Matcher.from_pretrained(weights, threshold=0.0)
+    return Matcher.from_pretrained(weights, threshold=0.0, guided="never")
 
 
 def test_points_are_in_pixels_of_the_images_given(loose, photo, weights):
@@ -50,14 +50,14 @@ def test_points_are_in_pixels_of_the_images_given(loose, photo, weights):
         assert (points >= -4.5).all() and (points <= np.array(image.size) + 4).all()
     assert matches.images[1].size == (200, 90)
     large = photo.resize((640, 480), Image.Resampling.NEAREST)
-    small = Matcher.from_pretrained(weights, threshold=0.0, size=160)
+    small = Matcher.from_pretrained(weights, threshold=0.0, guided="never", size=160)
     assert shrunk(large, 160).size == (160, 120)
     matches = small(large, large)
     again = small(shrunk(large, 160), shrunk(large, 160))
     expected = (again.keypoints0 + 0.5) * 4 - 0.5
     assert np.allclose(matches.keypoints0, expected)
     wide, tall = photo.resize((20_000, 400)), photo.resize((400, 20_000))
-    loose = Matcher.from_pretrained(weights, threshold=0.0, size=256)
+    loose = Matcher.from_pretrained(weights, threshold=0.0, guided="never", size=256)
     matches = loose(wide, wide)
     assert matches.seen == ((2_560, 51), (2_560, 51)) and len(matches)
     assert matches.keypoints0[:, 0].max() > 10_000 and matches.keypoints0[:, 1].max() < 400
@@ -103,14 +103,14 @@ def test_pairs_of_equal_sizes_go_through_the_network_together(loose, photo):
 
 
 def test_options_are_settings(weights, photo):
-    matcher = Matcher.from_pretrained(weights, threshold=0.0, top=3, size=64)
+    matcher = Matcher.from_pretrained(weights, threshold=0.0, guided="never", top=3, size=64)
     assert matcher.settings()["options"] == {
         "size": 64,
         "threshold": 0.0,
         "top": 3,
         "guided": "auto",
     }
-    found, whole = matcher(photo, photo), Matcher.from_pretrained(weights, threshold=0.0, size=64)
+    found, whole = matcher(photo, photo), Matcher.from_pretrained(weights, threshold=0.0, guided="never", size=64)
     assert found.confidence.tolist() == whole(photo, photo).best(3).confidence.tolist()
     assert len(found) == 3
     # The network is not changed: its own threshold holds for others

@@ -94,8 +94,11 @@ def render(image: Image.Image, matrix: Array, size: tuple[int, int]) -> View:
 
 
 def turned(image: Image.Image, longer: int, angle: float) -> View:
-    """A whole image at a longer side, turned by an angle in degrees."""
-    scale = longer / max(image.size)
+    """A whole image, turned by an angle in degrees, at a longer side of at most `longer` pixels.
+
+    Small images are enlarged by at most `ENLARGE`.
+    """
+    scale = min(longer / max(image.size), ENLARGE)
     cos, sin = math.cos(math.radians(angle)) * scale, math.sin(math.radians(angle)) * scale
     matrix = np.array([[cos, -sin, 0], [sin, cos, 0], [0, 0, 1]])
     corners = apply(matrix, corners_of(image.size))
@@ -255,7 +258,7 @@ class Guide:
             for side0, side1 in sides:
                 views = [turned(images[1], side1, 360 / turns * i) for i in range(turns)]
                 for points0, points1, _ in self._matched(turned(images[0], side0, 0), views):
-                    unit = max(images[1].size) / side1
+                    unit = 1 / density(views[0].matrix, np.zeros(2))
                     found = similarity(points0, points1, TOLERANCE / 2 * unit)
                     if found is not None and found[1].sum() > count:
                         best, count = found[0], int(found[1].sum())
