@@ -53,7 +53,8 @@ def test_without_options_a_picture_is_drawn(run):
 def test_json(run, weights, pair):
     result = run("a.png", "b.png", "--json", *ALL, "--max", "5", "--size", "64")
     found = json.loads(result.stdout)
-    matches = Matcher.from_pretrained(weights, threshold=0.0, guided="never", size=64)(*pair).best(5)
+    matcher = Matcher.from_pretrained(weights, threshold=0.0, guided="never", size=64)
+    matches = matcher(*pair).best(5)
     assert found["matches"] == len(matches) == len(found["confidence"]) > 0
     assert found["matched_at"] == [[64, 48], [64, 48]] and found["written"] == []
     np.testing.assert_allclose(found["keypoints1"], matches.keypoints1, atol=2e-3)

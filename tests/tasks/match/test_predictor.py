@@ -108,9 +108,10 @@ def test_options_are_settings(weights, photo):
         "size": 64,
         "threshold": 0.0,
         "top": 3,
-        "guided": "auto",
+        "guided": "never",
     }
-    found, whole = matcher(photo, photo), Matcher.from_pretrained(weights, threshold=0.0, guided="never", size=64)
+    whole = Matcher.from_pretrained(weights, threshold=0.0, guided="never", size=64)
+    found = matcher(photo, photo)
     assert found.confidence.tolist() == whole(photo, photo).best(3).confidence.tolist()
     assert len(found) == 3
     # The network is not changed: its own threshold holds for others
