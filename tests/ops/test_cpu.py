@@ -552,3 +552,10 @@ def test_operators_refuse_rows_too_narrow_for_their_vectors():
         torch.ops.quadtree_attention.cpu_pyramid(torch.randn(1, 4, 6, 1, 5), [], [4, 6], 2)
     with pytest.raises(ShapeError, match="rows need 8 numbers or more, got 5"):
         torch.ops.quadtree_attention.cpu_to_grid(torch.randn(1, 1, 24, 5), [4, 6], 2)
+
+
+def test_one_term_with_all_the_weight_gives_no_gradient_in_variant_c():
+    q, k, v = (torch.randn(1, n, 3, d, requires_grad=True) for n, d in ((155, 2), (1, 2), (1, 20)))
+    out = quadtree_attention(q, k, v, num_levels=1, topk=1, variant="C", backend="cpu")
+    for x in torch.autograd.grad(out, (q, k), torch.randn_like(out)):
+        assert torch.equal(x, torch.zeros_like(x))

@@ -244,7 +244,6 @@ def _level_backward(
     inherited_lse: Tensor | None,
     selection: Tensor,
     positions: Tensor,
-    out: Tensor,
     lse: Tensor,
     cells: int,
     constant: float,
@@ -275,8 +274,7 @@ def _level_backward(
         padded_grad, flat(_pad(grad_lse, level.rows, 0), dtype), padded_rows, level.k, level.v,
         level.bias, flat(parents, torch.int32),
         flat(_pad_cells(positions, level.cells, -1), torch.int32),
-        flat_rows(out, dtype, level.rows, shape.value_width), padded_lse,
-        flat_rows(inherited, dtype, above, shape.value_width),
+        padded_lse, flat_rows(inherited, dtype, above, shape.value_width),
         flat(_pad(inherited_lse, above, -torch.inf), dtype),
         *(x.view(-1).numpy() for x in (dq, dots, dinherited, dinherited_lse)),
     )  # fmt: skip
@@ -310,10 +308,10 @@ class _Level(torch.autograd.Function):
         q, k, v, bias, parents, inherited, inherited_lse, rows, *_ = arguments
         constant, _next, scale, topk, with_message, _scores = arguments[10:]
         outputs = _level(*arguments)
-        out, lse, selection, positions, scores = outputs
+        _, lse, selection, positions, scores = outputs
         ctx.save_for_backward(
             q if rows is None else rows, k, v, bias, parents, inherited, inherited_lse, selection,
-            positions, out, lse,
+            positions, lse,
         )  # fmt: skip
         ctx.options = (q.shape[2], constant, scale, topk)
         ctx.exact = rows is not None
@@ -328,7 +326,7 @@ class _Level(torch.autograd.Function):
             return (None,) * 16
         saved = ctx.saved_tensors  # once: checkpoint recomputes them, and gives them once
         if grad is None:
-            grad = torch.zeros_like(saved[9])
+            grad = saved[9].new_zeros(*saved[9].shape, saved[2].shape[3])
         dq, dk, dv, dinherited, dinherited_lse = backward_pass(
             WHAT, _level_backward, grad, grad_lse, *saved, *ctx.options
         )

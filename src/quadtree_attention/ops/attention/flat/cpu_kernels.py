@@ -301,15 +301,25 @@ def _dot_of_rows(a, i, b, j, width):
     return total(sums)
 
 
+@inlined
+def _dot(a, b, start, count):
+    sums = zeros(a)
+    for j in range(start, start + padded(count), LANES):
+        sums = fma(load(a, j), load(b, j), sums)
+    return total(sums)
+
+
 @kernel
 def flat_backward_rows(
-    first, last, shape, scale, number, grad, grad_lse, rows, k, v, bias, parents, positions, out,
-    lse, inherited, inherited_lse, dq, dots, dinherited, dinherited_lse,
+    first, last, shape, scale, number, grad, grad_lse, rows, k, v, bias, parents, positions, lse,
+    inherited, inherited_lse, dq, dots, dinherited, dinherited_lse,
 ):  # fmt: skip
     """Gradients of the rows of some query families, and of the states that they inherit.
 
     Args:
         dots: Output, for each row the product of result and gradient, less the gradient of `lse`.
+            It is summed over the terms of the softmax, not taken from the result: where one term
+            has all the weight, it equals that term, and the gradient of the logit is exactly 0.
     """
     children, topk, value_width = shape.children, shape.topk, shape.value_width
     stride = padded(shape.kept * children)
@@ -344,7 +354,11 @@ def flat_backward_rows(
                 if topk > 0:
                     _exclude(logits, start, positions, (row + i) // shape.group * topk, topk)
                 exponentials(logits, start, count, lse[row + i] - number)
-                dot = _dot_of_rows(grad, row + i, out, row + i, value_width)
+                dot = _dot(logits, slopes, start, count)
+                if inherited.size > 0:
+                    above = (row + i) // shape.shared
+                    share = rows.dtype.type(math.exp(inherited_lse[above] - lse[row + i]))
+                    dot += share * _dot_of_rows(grad, row + i, inherited, above, value_width)
                 if grad_lse.size > 0:
                     dot -= grad_lse[row + i]
                 dots[row + i] = dot
