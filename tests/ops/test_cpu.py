@@ -438,7 +438,6 @@ class Attended(Dataset):
 @pytest.mark.skipif(sys.platform == "win32", reason="there is no fork on Windows")
 def test_forked_workers_after_the_parent_has_used_its_threads():
     expected = [Attended()[i] for i in range(6)]
-    assert helpers._pool is not None
     loader = DataLoader(
         Attended(), batch_size=None, num_workers=2, multiprocessing_context="fork", timeout=60
     )
@@ -459,14 +458,37 @@ def _run_on_two_threads():
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="there is no fork on Windows")
-def test_a_forked_process_starts_threads_of_its_own():
+@pytest.mark.parametrize("openmp", [True, False])
+def test_a_forked_process_starts_threads_of_its_own(openmp, monkeypatch):
     """It has none of its parent's, though it has their pool, in which nobody would work."""
+    if not openmp:
+        monkeypatch.setattr(helpers, "_openmp", lambda: None)
+    torch.randn(2000, 2000).exp()  # in several threads, so that those of OpenMP are there
     _run_on_two_threads()
-    assert helpers._pool is not None
+    assert openmp or helpers._pool is not None
     child = multiprocessing.get_context("fork").Process(target=_run_on_two_threads)
     child.start()
     child.join(timeout=60)
     assert child.exitcode == 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="PyTorch has another OpenMP there")
+def test_kernels_run_on_the_threads_of_pytorch():
+    assert helpers._openmp() is not None
+    _run_on_two_threads()
+
+
+def _fail(first, last):
+    raise ValueError(f"{first} ... {last}")
+
+
+@pytest.mark.parametrize("openmp", [True, False])
+def test_an_error_in_a_kernel_is_raised(openmp, monkeypatch):
+    if not openmp:
+        monkeypatch.setattr(helpers, "_openmp", lambda: None)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    with pytest.raises(ValueError, match=r"\d \.\.\. \d"):
+        helpers.run(_fail, 8, 10 * helpers.SMALLEST_SHARE)
 
 
 def test_several_python_threads_at_once():
