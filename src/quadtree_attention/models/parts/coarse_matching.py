@@ -14,7 +14,7 @@ from quadtree_attention.ops.attention.tree import accumulation_dtype
 from quadtree_attention.ops.transport.functional import with_bin
 
 Method = Literal["dual_softmax", "optimal_transport"]
-CPU_ENTRIES = 2**20  # entries processed at a time on a CPU, to fit its caches
+CPU_ENTRIES = 2**20  # of a tile on a CPU, to fit its caches
 
 
 @dataclass(frozen=True)
@@ -174,7 +174,7 @@ class CoarseMatching(nn.Module):
             None if mask0 is None else mask0.flatten(1),
             None if mask1 is None else mask1.flatten(1),
             max_entries=max_entries,
-            part_entries=CPU_ENTRIES if map0.is_cpu and max_entries is not None else None,
+            tile_entries=CPU_ENTRIES if map0.is_cpu and max_entries is not None else None,
         )
 
     def _potentials(self, similarity: Similarity) -> tuple[float, Tensor, Tensor]:

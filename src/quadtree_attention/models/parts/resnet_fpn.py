@@ -68,7 +68,7 @@ class ResNetFPN(nn.Module):
             (B, dims[2], H/8, W/8) and (B, dims[0], H/2, W/2), sizes rounded up.
         """
         x = self.stem_norm(self.stem(hide_map(image, masks[0])))
-        x = hide_map(F.relu(x), masks[1])
+        x = hide_map(F.relu_(x), masks[1])
         maps = []
         for stage, mask in zip(self.stages, masks[1:], strict=True):
             assert isinstance(stage, nn.ModuleList)
@@ -78,8 +78,8 @@ class ResNetFPN(nn.Module):
         coarse = x = self.lateral[2](maps[2])
         for i in (1, 0):
             size = maps[i].shape[-2:]
-            x = upsample(x, size, masks[i + 2], masks[i + 1]) + self.lateral[i](maps[i])
-            x = self.smooth[i](x, masks[i + 1])
+            x = upsample(x, size, masks[i + 2], masks[i + 1])
+            x = self.smooth[i](x.add_(self.lateral[i](maps[i])), masks[i + 1])
         return coarse, x
 
 
@@ -100,9 +100,9 @@ class ResidualBlock(nn.Module):
 
     def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
         """(B, dim_in, H, W) -> (B, dim, h, w); the mask has the size of the result."""
-        y = hide_map(F.relu(self.norm1(self.conv1(x))), mask)
-        y = self.norm2(self.conv2(y))
-        return hide_map(F.relu(self.shortcut(x) + y), mask)
+        y = hide_map(F.relu_(self.norm1(self.conv1(x))), mask)
+        y = self.norm2(self.conv2(y)).add_(self.shortcut(x))
+        return hide_map(F.relu_(y), mask)
 
 
 class Smooth(nn.Module):
@@ -116,7 +116,7 @@ class Smooth(nn.Module):
 
     def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
         """(B, dim_in, H, W) -> (B, dim, H, W)"""
-        x = F.leaky_relu(self.norm(self.conv1(hide_map(x, mask))), 0.01)
+        x = F.leaky_relu_(self.norm(self.conv1(hide_map(x, mask))), 0.01)
         return hide_map(self.conv2(hide_map(x, mask)), mask)
 
 

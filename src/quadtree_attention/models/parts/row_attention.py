@@ -74,8 +74,14 @@ class RowAttention(nn.Module):
         step = _rows_at_a_time(rows)
         if step >= len(rows):
             return self._of_rows(rows, others).view(x.shape)
-        pairs = zip(rows.split(step), others.split(step), strict=True)
-        return torch.cat([self._of_rows(*pair) for pair in pairs]).view(x.shape)
+        out = x[:0]
+        for start in range(0, len(rows), step):
+            part = slice(start, start + step)
+            found = self._of_rows(rows[part], others[part])
+            if start == 0:
+                out = found.new_empty(rows.shape)
+            out[part] = found
+        return out.view(x.shape)
 
     def _of_rows(self, rows: Tensor, others: Tensor) -> Tensor:
         """(R, W, C), to (R, W1, C) -> (R, W, C)"""
@@ -148,16 +154,24 @@ class RowBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(2B, H, W, C), left views before right ones -> the same"""
-        x = x + self.self_attn(self.self_norm(x))
+        is_large = _rows_at_a_time(x.flatten(0, 1)) < len(x) * x.shape[1]
+        x = _sum(self.self_attn(self.self_norm(x)), x, in_place=is_large)
         normed = self.cross_norm(x)
-        x = x + self.cross_attn(normed, torch.cat(normed.chunk(2)[::-1]))
-        if self.mlp is not None and self.mlp_norm is not None:
-            # One view after the other on a CPU: the same time, half of the memory.
-            is_large = _rows_at_a_time(x.flatten(0, 1)) < len(x) * x.shape[1]
-            views = x.chunk(2) if is_large else (x,)
-            mixed = [self.mlp(self.mlp_norm(view)) for view in views]
-            x = x + (torch.cat(mixed) if is_large else mixed[0])
+        mixed = self.cross_attn(normed, torch.cat(normed.chunk(2)[::-1]))
+        x = _sum(mixed, x, in_place=is_large)
+        del normed, mixed
+        if self.mlp is None or self.mlp_norm is None:
+            return x
+        if not is_large:
+            return x + self.mlp(self.mlp_norm(x))
+        for view in x.chunk(2):  # one after the other: the same time, half of the memory
+            view += self.mlp(self.mlp_norm(view))
         return x
+
+
+def _sum(x: Tensor, y: Tensor, *, in_place: bool) -> Tensor:
+    """x + y, in place of x if that may be and has the same dtype."""
+    return x.add_(y) if in_place and x.dtype == y.dtype else x + y
 
 
 class RowTransformer(nn.Module):

@@ -27,8 +27,8 @@ class Similarity:
         visible1: Boolean (B, T), or None.
         max_entries: Entries of a tile; None: the whole matrix. Temporary results take up to
             three times the same. Use None with gradients, which store every tile anyway.
-        part_entries: Entries of the chunks in which a tile is processed, for smaller temporary
-            results; None: the whole tile.
+        tile_entries: Entries of a tile, if that is less. A matrix of up to `max_entries` is then
+            kept in such tiles: smaller temporary results, and memory that was freed is used again.
     """
 
     def __init__(
@@ -39,19 +39,20 @@ class Similarity:
         visible1: Tensor | None = None,
         *,
         max_entries: int | None = None,
-        part_entries: int | None = None,
+        tile_entries: int | None = None,
     ) -> None:
         self.features0, self.features1 = features0, features1
         self.visible0, self.visible1 = visible0, visible1
         batch, self.num_rows, _ = features0.shape
-        self.rows_per_tile = max(1, self.num_rows)
-        if max_entries is not None:
-            self.rows_per_tile = max(1, max_entries // max(1, batch * features1.shape[1]))
-        self.rows_per_part = self.rows_per_tile
-        if part_entries is not None:
-            rows = max(1, part_entries // max(1, batch * features1.shape[1]))
-            self.rows_per_part = min(rows, self.rows_per_tile)
-        self._whole = self._tile(0) if self.rows_per_tile >= self.num_rows else None
+        width = max(1, batch * features1.shape[1])
+        rows = self.num_rows if max_entries is None else max_entries // width
+        fits = rows >= self.num_rows
+        if tile_entries is not None:
+            rows = min(rows, tile_entries // width)
+        self.rows_per_tile = max(1, rows)
+        self._kept: list[tuple[slice, Tensor]] | None = None
+        if fits:
+            self._kept = list(self.tiles())
 
     def log_sums(self) -> tuple[Tensor, Tensor]:
         """Log-sum-exp over rows and over columns: (B, S), (B, T)."""
@@ -110,15 +111,16 @@ class Similarity:
 
     def tiles(self) -> Iterator[tuple[slice, Tensor]]:
         """Yields slices of rows and their similarities (B, rows, T)."""
+        if self._kept is not None:
+            yield from self._kept
+            return
         for start in range(0, max(1, self.num_rows), self.rows_per_tile):
-            tile = self._tile(start) if self._whole is None else self._whole
-            for first in range(0, max(1, tile.shape[1]), self.rows_per_part):
-                part = slice(first, min(first + self.rows_per_part, tile.shape[1]))
-                yield slice(start + first, start + part.stop), tile[:, part]
+            rows = slice(start, min(start + self.rows_per_tile, self.num_rows))
+            tile = self._tile(rows)
+            yield rows, tile
             del tile  # before the next one is made
 
-    def _tile(self, start: int) -> Tensor:
-        rows = slice(start, start + self.rows_per_tile)
+    def _tile(self, rows: slice) -> Tensor:
         tile = self.features0[:, rows] @ self.features1.mT
         if self.visible0 is not None:
             tile = tile.masked_fill(~self.visible0[:, rows, None], HIDDEN)

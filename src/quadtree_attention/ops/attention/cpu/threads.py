@@ -97,7 +97,9 @@ def run(kernel: Callable[..., None], count: int, work: int, *args: object) -> No
         count: Length of the range.
         work: Multiplications altogether, to judge whether it is worth several threads.
     """
-    threads = torch.get_num_threads()  # always all: OpenMP ends those that a smaller team leaves out
+    threads = (
+        torch.get_num_threads()
+    )  # always all: OpenMP ends those that a smaller team leaves out
     if count <= 1 or threads <= 1 or 2 * work < threads * SMALLEST_SHARE:
         if count > 0:
             kernel(0, count, *args)
