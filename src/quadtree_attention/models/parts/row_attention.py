@@ -170,7 +170,7 @@ class RowBlock(nn.Module):
 
 
 def _sum(x: Tensor, y: Tensor, *, in_place: bool) -> Tensor:
-    """x + y, in place of x if that may be and has the same dtype."""
+    """Return x + y, in place of x if that may be and has the same dtype."""
     return x.add_(y) if in_place and x.dtype == y.dtype else x + y
 
 
