@@ -279,7 +279,7 @@ function buildControls() {
   if (state.head >= layer.heads) state.head = ALL;
   fill($("head"), [[ALL, `mean of ${layer.heads} heads`], ...heads], state.head);
   const others = about.layers.filter(({ id }) => id !== state.layer).map(({ id, label }) => [id, label]);
-  const full = layer.kind === "quadtree" ? [[FULL, "full attention, same queries and keys"]] : [];
+  const full = layer.kind === "quadtree" ? [[FULL, "full attention"]] : [];
   fill($("beside"), [["", "nothing"], ...full, ...others], state.beside);
   if ($("beside").selectedIndex < 0) state.beside = $("beside").value = "";
   const swappable = new Set(layer.samples.map((sample) => sample.query)).size > 1;
