@@ -1,20 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """The packaged networks with K by attention mass beside their fixed K, in turns on a CPU.
 
-K of every layer is that of a result of `quality calibration`. The call is the whole network on one
-pair of noise, without reading and scaling of images.
+K of every layer is that of the results of `quality calibration`. The call is the whole network on
+one pair of noise, without reading and scaling of images.
 """
 
-import json
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.measure import use_threads
-from benchmarks.result import RESULTS
+from benchmarks.result import RESULTS, read
 from benchmarks.suite import Work
 from quadtree_attention import models
 
@@ -24,19 +22,18 @@ NETWORKS = {"match": "loftr_quadtree_small", "stereo": "sttr_quadtree_small"}
 
 
 def check_options(parser: ArgumentParser, options: Namespace) -> None:
-    if options.results is None:
-        found = sorted((RESULTS / "quality").glob("calibration--*.json"))
-        if len(found) != 1:
-            parser.error(f"argument --results: name one of {len(found)} results of calibration")
-        options.results = found[0]
+    known = RESULTS / "quality"
+    found = [options.results] if options.results else sorted(known.glob("calibration--*.json"))
+    if not found:
+        parser.error("argument --results: there is no result; run `quality calibration` first")
+    options.found = [row for path in found for row in read(path, "quality/calibration")["rows"]]
 
 
 def plan(options: Namespace) -> list[list[Work]]:
     """All rows of a task are timed in turns."""
     use_threads(options.threads)
-    rows = json.loads(Path(options.results).read_text())["rows"]
     found: dict[str, list[Work]] = {}
-    for row in rows:
+    for row in options.found:
         more = {"topk": row["details"]["topk"]}
         found.setdefault(row["case"]["task"], []).append(Work(row["case"], "cpu", more))
     return list(found.values())
