@@ -18,6 +18,7 @@ ATTENTIONS = {  # of every camvid11 recipe: class, and whether it has LePE
     "sr-lepe": (baselines.SpatialReductionAttention, True),
     "window": (baselines.WindowAttention, False),
     "window-lepe": (baselines.WindowAttention, True),
+    "quadtree-a": (QuadtreeAttention, False),
     "quadtree-b": (QuadtreeAttention, True),
     "quadtree-b-no-lepe": (QuadtreeAttention, False),
 }
@@ -47,7 +48,8 @@ def test_camvid_recipes_differ_in_the_attention_only():
     names = read_recipe(FOLDER / "camvid11.yaml").variants
     assert sorted(names) == sorted(ATTENTIONS)
     recipes = [load("camvid11", name) for name in names]
-    assert len({str(recipe["model"].pop("options")) for recipe in recipes}) == len(names)
+    attentions = [[recipe["model"].pop(key) for key in ("model", "options")] for recipe in recipes]
+    assert len(set(map(str, attentions))) == len(names)
     assert all(recipe == recipes[0] for recipe in recipes)
 
 
@@ -61,7 +63,7 @@ def test_camvid_recipe_has_the_attention_of_its_name(name):
     assert all(type(attention) is kind for attention in found)
     assert any("lepe" in parameter for parameter, _ in found[0].named_parameters()) == lepe
     if kind is QuadtreeAttention:
-        assert (found[0].variant, found[0].topk) == ("B", (32, 32, 32))
+        assert (found[0].variant, found[0].topk) == (name.split("-")[1].upper(), (32, 32, 32))
 
 
 def test_debug_recipe_trains(tmp_path):
