@@ -3,6 +3,7 @@
 
 import io
 import json
+from argparse import Namespace
 
 import numpy as np
 import pytest
@@ -214,6 +215,49 @@ def test_a_folder_without_pairs(tmp_path, capsys):
     assert not list(tmp_path.iterdir())
 
 
+def write_classes(folder):
+    """Three images of as many classes, as the data set of 20 classes has them."""
+    for split in ("train", "val"):
+        files = [io.BytesIO() for _ in range(3)]
+        for i, file in enumerate(files):
+            tiny.picture(i, (64, 64)).save(file, "JPEG")
+        data = [np.frombuffer(file.getvalue(), np.uint8) for file in files]
+        offsets = np.cumsum([0, *map(len, data)])
+        np.savez(
+            folder / f"{split}.npz", data=np.concatenate(data), offsets=offsets,
+            labels=np.arange(3),
+        )  # fmt: skip
+
+
+def test_training_of_the_vision_transformer_continues(tmp_path, capsys, monkeypatch):
+    write_classes(tmp_path)
+    out = tmp_path / "vit.safetensors"
+    options = Namespace(
+        data=tmp_path, out=out, device="cpu", minutes=[0.005, 0.005], keep=[0.2, 0.05], mix=0.5,
+        average=0.9, batch=2, lr=1e-3, seed=0,
+    )  # fmt: skip
+
+    def history():
+        return json.loads(out.with_suffix(".json").read_text())
+
+    def stopped(model, images, labels, side, score=vit.top1):
+        if side == 112:
+            raise KeyboardInterrupt
+        return score(model, images, labels, side)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(vit, "top1", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            vit.train(options)
+    first, weights = history(), vit.load_vit(out).head.weight
+    assert {row["tokens"] for row in first} == {196}
+    assert "continues" not in capsys.readouterr().out
+    vit.train(options)
+    assert "at step 0 of stage 1" in capsys.readouterr().out
+    assert history()[: len(first)] == first and history()[-1]["tokens"] == 784
+    assert not torch.equal(vit.load_vit(out).head.weight, weights)
+
+
 def test_variant_c_in_a_vision_transformer(tmp_path, capsys):
     """Random weights; the network trained without timm is timm's."""
     import timm
@@ -228,16 +272,7 @@ def test_variant_c_in_a_vision_transformer(tmp_path, capsys):
     for side in (56, 112, 128):
         x = torch.randn(1, 3, side, side)
         torch.testing.assert_close(own(x), other.eval()(x), rtol=1e-4, atol=1e-5)
-    for split in ("train", "val"):
-        files = [io.BytesIO() for _ in range(3)]
-        for i, file in enumerate(files):
-            tiny.picture(i, (64, 64)).save(file, "JPEG")
-        data = [np.frombuffer(file.getvalue(), np.uint8) for file in files]
-        offsets = np.cumsum([0, *map(len, data)])
-        np.savez(
-            tmp_path / f"{split}.npz", data=np.concatenate(data), offsets=offsets,
-            labels=np.arange(3),
-        )  # fmt: skip
+    write_classes(tmp_path)
     options = "--parts vit --sides 28 --topk 4,784 --images 2 --threads 1"
     places = ["--vit", weights, "--tiny", tmp_path, "--out", tmp_path / "accelerate.json"]
     assert command(f"quality accelerate {options}", *places) == 0

@@ -559,3 +559,12 @@ def test_first_calls(tmp_path, capsys):
     assert "the same size again" in capsys.readouterr().out
     with pytest.raises(RuntimeError, match=r"KeyError|unknown|Unknown"):
         sizes._new_process("pvt_v2_b99", "cpu", str(tmp_path))
+
+
+def test_a_vision_transformer_with_variant_c(tmp_path, capsys):
+    out = tmp_path / "accelerate.json"
+    options = "--sides 28 --attentions dense,C --topk 4 --seconds-per-row 0.01 --device cpu"
+    assert command(f"speed accelerate {options} --threads 1", "--out", out) == 0
+    dense, own = (row["values"] for row in read(out)["rows"])
+    assert min(x["median_ms"] for x in (dense, own)) > 0 and own["peak_mib"] > 0
+    assert "C vs dense" in capsys.readouterr().out

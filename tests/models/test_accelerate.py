@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.overrides import _get_current_function_mode_stack
 
-from quadtree_attention import OptionError, accelerate, models
+from quadtree_attention import OptionError, accelerate, models, set_topk
 from quadtree_attention.models.accelerate import accelerated_layers
 from quadtree_attention.models.parts.points import curve_order
 
@@ -432,6 +432,38 @@ def test_maps_that_are_too_small_for_the_levels_stay_dense():
     with accelerate(model, topk=(4,) * 5, min_tokens=1, use_plan=False) as accelerated:
         assert torch.equal(model(x), dense)
     assert "dense: 6 levels are too many for 5x6 + 1" in accelerated.to_text()
+
+
+@torch.no_grad()
+def test_of_layers_inside_each_other_the_inner_one_decides():
+    class Network(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(Points.SelfBlock(16, 2) for _ in range(3))
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = layer(x, 0)
+            return x
+
+        def attention(self):
+            return F.scaled_dot_product_attention
+
+    model, x = Network().eval(), torch.randn(1, 90, 16)
+    dense = model(x)
+    options = FEW | {"topk": {"layers.2": 2}}  # the others stay dense
+    with accelerate(model, **options, skip="layers.1", grid=(9, 10)) as accelerated:
+        assert list(accelerated) == ["layers.0", "layers.2"]
+        assert accelerated.skipped[""] == "attention layers inside of it are taken"
+        model(x)
+        assert list(accelerated["layers.0"].calls) == ["dense: K is None"]
+        set_topk(model, {"layers.2": None})
+        assert torch.equal(model(x), dense)
+        model.layers[2].forward = lambda x, encoding: x  # now without attention
+        model(x)
+        assert "layers.2  K None: made no call" in accelerated.to_text()
+        accelerated.restore()
+    assert torch.equal(model(x), dense)
 
 
 @torch.no_grad()

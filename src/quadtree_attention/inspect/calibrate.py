@@ -127,10 +127,12 @@ def calibrate_topk(
         model: A model with quadtree attention, in evaluation mode.
         images: Inputs of the model; every one is passed as `model(item)`, once per level.
         mass: Share of full attention's probability, above 0 and at most 1.
-        error: For models of `accelerate`: largest relative error of the result of a layer, above 0.
-            Every image is passed once, through dense layers that run variant C beside. Layers whose
-            K would be too large, or no faster than dense attention, stay dense.
-        progress: Show a progress bar in a terminal; for `mass`.
+        error: For models of `accelerate`: largest relative error of the output, above 0. How the
+            output follows the error of each layer is measured: every image is passed once per layer
+            and a few times more. The error of the output is that of the floating-point tensor in it
+            that differs most from the output of the dense model. Layers whose K would be too large,
+            or no faster than dense attention, stay dense.
+        progress: Show a progress bar in a terminal.
 
     Raises:
         OptionError: An argument is not accepted, or the model has no quadtree layers.
@@ -156,7 +158,7 @@ def calibrate_topk(
                 "error is measured on models of accelerate(), which this is none of; call "
                 "accelerate(model) first, or pass mass"
             )
-        return calibrate_error(model, items, error)
+        return calibrate_error(model, items, error, progress=progress)
     assert mass is not None
     if not 0 < mass <= 1:
         raise OptionError(f"mass must be above 0 and at most 1, got {mass}; 0.95 is usual")

@@ -58,6 +58,7 @@ class Acceleration(Mapping[str, DenseLayer]):
         self.skipped = skipped
         self._layers = layers
         self._undo: list[Callable[[], None]] = []
+        self._ran = False
 
     def __getitem__(self, name: str) -> DenseLayer:
         return self._layers[name]
@@ -96,7 +97,8 @@ class Acceleration(Mapping[str, DenseLayer]):
         rows = []
         for name, layer in self.items():
             calls = [f"{text} ({n} calls)" if n > 1 else text for text, n in layer.calls.items()]
-            rows.append((name or "(model)", f"K {layer.topk}: {'; '.join(calls) or 'not run yet'}"))
+            text = "; ".join(calls) or ("made no call" if self._ran else "not run yet")
+            rows.append((name or "(model)", f"K {layer.topk}: {text}"))
         rows += [(name or "(model)", f"left alone: {why}") for name, why in self.skipped.items()]
         width = max(len(name) for name, _ in rows)
         return "\n".join(f"{name.ljust(width)}  {text}" for name, text in rows)
@@ -112,6 +114,7 @@ class Acceleration(Mapping[str, DenseLayer]):
         self._undo.append(undo)
 
     def _clear(self, *_: Any) -> None:
+        self._ran = True
         for layer in self.values():
             layer.calls.clear()
 
@@ -277,7 +280,14 @@ def _attention_layers(model: nn.Module) -> tuple[dict[str, _Found], dict[str, st
                 found[name] = _Found(module, kind)
             else:
                 skipped[name] = "fused_attn is off, so it calls no scaled_dot_product_attention"
+    for outer in [one for one in found if any(_is_inside(name, one) for name in found)]:
+        del found[outer]  # two layers would see the calls of the inner one
+        skipped[outer] = "attention layers inside of it are taken"
     return found, skipped
+
+
+def _is_inside(name: str, outer: str) -> bool:
+    return name != outer and (not outer or name.startswith(f"{outer}."))
 
 
 def _sorts(module: nn.Module) -> bool:

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The small vision transformer of benchmarks/vit.py, dense and with variant C by `accelerate`.
+
+End to end: one image, without gradients, at several numbers of tokens. The weights are random.
+"dense" is PyTorch's fused attention. Rows of one size are timed in turns.
+"""
+
+from argparse import Namespace
+from functools import partial
+
+import torch
+
+from benchmarks.measure import Call, in_fresh_process, resident_peak_mib
+from benchmarks.suite import Work, cases
+from benchmarks.vit import PATCH, make_vit
+from quadtree_attention import accelerate
+
+SIDES = (28, 56, 112)  # tokens
+ATTENTIONS = {  # options of `accelerate`
+    "dense": None,
+    "C": {},
+    "C exact queries": {"exact_queries": True},
+    "C lookahead": {"lookahead": True},
+}
+
+
+def plan(options: Namespace) -> list[list[Work]]:
+    """The attentions of one size in turns."""
+    planned = []
+    for side in options.sides:
+        of_size = cases(side=[side], attention=options.attentions)
+        planned.append([Work(case, options.device, {"topk": options.topk}) for case in of_size])
+    return planned
+
+
+def prepare(work: Work) -> Call:
+    return call_of(work, work["side"])
+
+
+def call_of(work: Work, side: int) -> Call:
+    """One forward pass of an image with side x side tokens."""
+    torch.manual_seed(0)
+    model = make_vit().to(work.device).eval()
+    x = torch.randn(1, 3, PATCH * side, PATCH * side, device=work.device)
+    own = ATTENTIONS[work["attention"]]
+    if own is not None:
+        accelerate(model, work.more["topk"], min_tokens=1, use_plan=False, **own)
+
+    def forward() -> torch.Tensor:
+        with torch.inference_mode():
+            return model(x)
+
+    return forward
+
+
+def peak(work: Work, options: Namespace) -> float | None:
+    """Peak memory on a CPU, beyond weights and image."""
+    return in_fresh_process(_peak, work, threads=options.threads)
+
+
+def _peak(work: Work) -> float | None:
+    return resident_peak_mib(call_of(work, 16), partial(call_of, work, work["side"]))
