@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`torch.compile(fullgraph=True)` gives the same numbers."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -40,6 +43,23 @@ def test_module():
     torch.testing.assert_close(compiled(x), module(x))
     with use_backend("reference"):
         torch.testing.assert_close(compiled(x), module(x))
+
+
+FIRST = """
+import torch
+from quadtree_attention import quadtree_attention
+
+q, k, v = torch.randn(3, 1, 12, 20, 2, 8)
+call = torch.compile(quadtree_attention, fullgraph=True, backend="aot_eager")
+found = call(q, k, v, num_levels=2, topk=4)
+torch.testing.assert_close(found, quadtree_attention(q, k, v, num_levels=2, topk=4))
+"""
+
+
+def test_first_call_of_a_process():
+    """Nothing has to run eagerly before the compiler traces the package."""
+    done = subprocess.run([sys.executable, "-c", FIRST], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_changing_sizes():
