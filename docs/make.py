@@ -22,6 +22,8 @@ from typing import Any
 from urllib.parse import unquote
 from urllib.request import Request, urlopen
 
+import griffe
+
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
 COPIED = {  # pages that are files outside docs/
@@ -117,8 +119,23 @@ def example(module: str, name: str) -> str:
     best = sorted(texts, key=lambda text: not re.search(rf"\b{name}\b", EXAMPLE.split(text)[-1]))
     if not best:
         return ""
-    code = inspect.cleandoc("x\n" + EXAMPLE.split(best[0])[-1]).removeprefix("x").strip("\n")
-    return "```python\n" + re.sub(r"  # doctest:.*", "", code) + "\n```\n"
+    return code(EXAMPLE.split(best[0])[-1])
+
+
+def code(text: str) -> str:
+    """The text of an example as Markdown."""
+    lines = inspect.cleandoc("\n" + text)
+    language = "pycon" if ">>>" in lines else "python"
+    return f"**Example**\n\n```{language}\n" + re.sub(r"  # doctest:.*", "", lines) + "\n```\n"
+
+
+class CodeOfExamples(griffe.Extension):
+    """Examples of docstrings are code."""
+
+    def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
+        if obj.docstring and EXAMPLE.search(obj.docstring.value):
+            *before, last = EXAMPLE.split(obj.docstring.value)
+            obj.docstring.value = "".join(before) + code(last)
 
 
 def defined(module: Any) -> list[Any]:

@@ -23,19 +23,19 @@ PAGES = {
 }
 SMALLER = {  # networks and images of the pages, in a size that runs in seconds
     "quadtree_b_b2": "quadtree_b_b0",
-    "vit_small_patch14_dinov2.lvd142m": "vit_tiny_patch16_224",
-    "pretrained=True": "pretrained=False",
+    '"vit_small_patch14_dinov2.lvd142m", pretrained=True': '"vit_tiny_patch16_224", depth=1',
     "torch.randn(1, 3, 1792, 1792)": "torch.randn(1, 3, 512, 768)",
     '"recipes/classify/imagenet.yaml",\n    variant="b2"': '"recipes/classify/debug.yaml"',
     'data={"root": "imagenet"}': 'data={"generated_count": 32}',
     'trainer={"max_epochs": 100}': 'trainer={"max_epochs": 1}',
 }
+SLOW = {"docs/reconstruction.md"}  # a whole reconstruction
 GIVEN = {  # names that the text of a page introduces
     "docs/matching.md": lambda: {
         "K0": (60, 60, 48, 32), "K1": (60, 60, 48, 32), "pairs": [("a.jpg", "b.jpg")],
     },
     "docs/accelerate.md": lambda: {"images": [torch.rand(1, 3, 512, 768)]},
-    "docs/inspect.md": lambda: {"at": [(3, 4), (5, 6)]},
+    "docs/inspect.md": lambda: {"at": torch.tensor([35, 70])},
     "docs/segmentation.md": lambda: {"images": torch.rand(1, 3, 64, 96)},
     "docs/training.md": lambda: {"paths": ["a.jpg", "b.jpg"], "labels": np.array([0, 1])},
 }  # fmt: skip
@@ -60,8 +60,18 @@ def prepare(page: str, folder: Path) -> None:
         card = {"model": "quadtree_b_b0", "kwargs": {"num_classes": 2}, "task": "classify"}
         models.save_weights(folder / "b0.safetensors", backbone.state_dict(), card)
     if page == "docs/matching.md":
-        (folder / "photos").mkdir()
         (folder / "OUT").mkdir()
+        (folder / "photos").mkdir()
+        camera, pose = "60 0 48 0 60 32 0 0 1", "1 0 0 1 0 1 0 0 0 0 1 0 0 0 0 1"
+        (folder / "pairs.txt").write_text(f"a.jpg b.jpg 0 0 {camera} {camera} {pose}\n")
+        points = np.random.default_rng(0).uniform(0, 60, (40, 2)).astype(np.float32)
+        confidence = np.ones(40, np.float32)
+        found = {"keypoints0": points, "keypoints1": points, "confidence": confidence}
+        np.savez(folder / "OUT" / "a__b.npz", **found)
+    if page == "docs/reconstruction.md":
+        (folder / "photos").mkdir()
+        for photo in (ROOT / "examples/images").glob("street*.jpg"):
+            shutil.copy(photo, folder / "photos")
 
 
 def photographs(root: Path) -> None:
@@ -72,7 +82,9 @@ def photographs(root: Path) -> None:
         tiny.picture(i, (48, 48)).save(place / f"{i}.jpg")
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize(
+    "page", [pytest.param(x, marks=[pytest.mark.slow] * (x in SLOW)) for x in PAGES]
+)
 def test_python_blocks_run(page, tmp_path, monkeypatch, capsys):
     prepare(page, tmp_path)
     monkeypatch.chdir(tmp_path)

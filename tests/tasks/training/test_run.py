@@ -13,7 +13,7 @@ from quadtree_attention.errors import OptionError
 from quadtree_attention.models.registry import load
 from quadtree_attention.models.weights import read_card
 from quadtree_attention.tasks.training.run import prepare, run_command, train
-from tests.support import training
+from tests.support import tiny, training
 from tests.support.commands import refusal
 from tests.support.training import history as rows
 
@@ -215,3 +215,15 @@ def test_words_about_options(tmp_path, monkeypatch, option, expected):
     monkeypatch.chdir(tmp_path)
     args = ["--config", str(write_recipe(tmp_path)), option]
     assert refusal(OptionError, run_command, "classify", args).endswith(expected)
+
+
+def test_source_of_the_command_line_replaces_that_of_the_recipe(tmp_path):
+    """The class of the data follows the option, and the recipe does not contradict it."""
+    for split, name in (("train", "cat"), ("train", "dog"), ("val", "cat"), ("val", "dog")):
+        place = tmp_path / "pets" / split / name
+        place.mkdir(parents=True)
+        tiny.picture(0).save(place / "a.jpg")
+    recipe = write_recipe(tmp_path, RECIPE.replace("  generated_count: 32\n", ""))
+    options = ["--data.source", "folder", "--data.root", str(tmp_path / "pets")]
+    args = ["--config", str(recipe), *options, "--run_dir", str(tmp_path / "run")]
+    assert prepare("classify", args).datamodule.classes == ["cat", "dog"]

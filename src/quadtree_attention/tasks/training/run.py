@@ -11,7 +11,7 @@ import signal
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -244,8 +244,7 @@ def _expanded(task: str, args: Sequence[str]) -> tuple[list[str], list[Recipe], 
         takes = name in ("-c", "--config", "--variant", "--data.source")
         options.append((name, value if equals else next(rest, None)) if takes else (arg, None))
     variant = dict(options).get("--variant")
-    expanded: list[str] = []
-    recipes: list[Recipe] = []
+    found: list[tuple[str, str | Recipe | None]] = []
     source = None
     for name, given in options:
         if name in ("-c", "--config") and given is not None:
@@ -256,15 +255,30 @@ def _expanded(task: str, args: Sequence[str]) -> tuple[list[str], list[Recipe], 
                     f"{given} is a recipe of {recipe.task}, got quadtree train {task}; pass "
                     f"{recipe.task} instead"
                 )
-            recipes.append(recipe)
             data = recipe.settings.get("data")
             source = data.get("source", source) if isinstance(data, dict) else source
-            given = recipe.to_text()
+            found.append((name, recipe))
+            continue
         source = given if name == "--data.source" else source
-        expanded += [name] if given is None else [name, given]
+        found.append((name, given))
+    expanded: list[str] = []
+    recipes: list[Recipe] = []
+    for name, value in found:
+        if isinstance(value, Recipe):
+            recipes.append(value)
+            value = _with_source(value, source).to_text()
+        expanded += [name] if value is None else [name, value]
     if variant and not any(recipe.variants for recipe in recipes):
         raise OptionError(f"no recipe here has variants, got --variant {variant}; leave it out")
     return expanded, recipes, source
+
+
+def _with_source(recipe: Recipe, source: str | None) -> Recipe:
+    """The recipe with the `data.source` that counts: its class would refuse another one."""
+    data = recipe.settings.get("data")
+    if not isinstance(data, dict) or "source" not in data:
+        return recipe
+    return replace(recipe, settings={**recipe.settings, "data": {**data, "source": source}})
 
 
 def _parse(task: Task, source: str | None, args: list[str], recipes: Sequence[Recipe]) -> TrainCLI:
