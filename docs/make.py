@@ -41,6 +41,7 @@ MODULES = {  # API pages, in this order; a name is on the first page whose modul
     "models": "Networks",
     "nn": "Baseline attentions",
     "inspect": "Recording",
+    "export": "Export",
     "synthetic": "Synthetic scenes",
     "sfm": "Reconstruction",
     "integrations.kornia": "kornia",

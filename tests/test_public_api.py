@@ -25,6 +25,7 @@ def test_public_names_are_pinned():
         "CheckpointError",
         "DTypeError",
         "DataError",
+        "ExportError",
         "LevelSelection",
         "MissingDependencyError",
         "OptionError",

@@ -12,6 +12,7 @@ from quadtree_attention.errors import (
     CheckpointError,
     DataError,
     DTypeError,
+    ExportError,
     MissingDependencyError,
     OptionError,
     QuadtreeAttentionError,
@@ -45,6 +46,7 @@ __all__ = [
     "CheckpointError",
     "DTypeError",
     "DataError",
+    "ExportError",
     "LevelSelection",
     "MissingDependencyError",
     "OptionError",
@@ -86,7 +88,7 @@ _HOMES = {  # the others live in ops
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         # models, tasks, ...: available after `import quadtree_attention`
-        if name in ("inspect", "models", "nn", "ops", "synthetic", "tasks", "viz"):
+        if name in ("export", "inspect", "models", "nn", "ops", "synthetic", "tasks", "viz"):
             return import_module(f"{__name__}.{name}")
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(import_module(f"{__name__}.{_HOMES.get(name, 'ops')}"), name)

@@ -40,5 +40,9 @@ class DataError(QuadtreeAttentionError, ValueError):
     """A file of a data set is missing, unreadable or invalid."""
 
 
+class ExportError(QuadtreeAttentionError, RuntimeError):
+    """A network cannot be exported, or the exported file disagrees with PyTorch."""
+
+
 class MissingDependencyError(QuadtreeAttentionError, ImportError):
     """An optional dependency is not installed; the message contains the extra to install."""

@@ -16,6 +16,7 @@ from quadtree_attention.cli import (
     detect,
     evaluate,
     explore,
+    export,
     info,
     match,
     segment,
@@ -28,7 +29,20 @@ from quadtree_attention.cli.options import RENAMED
 from quadtree_attention.cli.output import MISTAKE, errors_on_one_line, tell
 
 COMMANDS = (
-    *(info, match, stereo, classify, detect, segment, sfm, evaluate, train, convert, warmup),
+    *(
+        info,
+        match,
+        stereo,
+        classify,
+        detect,
+        segment,
+        sfm,
+        evaluate,
+        train,
+        convert,
+        export,
+        warmup,
+    ),
     *(explore, attention, calibrate),
 )
 

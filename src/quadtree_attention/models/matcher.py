@@ -35,6 +35,7 @@ from quadtree_attention.models.parts.match_transformer import BlockKind, MatchTr
 from quadtree_attention.models.parts.position import Frequencies, check_position, sine_table
 from quadtree_attention.models.parts.resnet_fpn import ResNetFPN
 from quadtree_attention.ops.attention.problem import check_mask
+from quadtree_attention.ops.attention.tree import is_exporting
 
 COARSE_STRIDE, FINE_STRIDE = 8, 2
 # Without gradients, the CNN processes larger images one by one, and the fine stage processes more
@@ -233,9 +234,11 @@ class LoFTR(nn.Module):
         """Returns the features of both images; `data` as in `forward`."""
         image0, image1 = pair_of(data, channels=1)
         mask0, mask1 = data.get("mask0"), data.get("mask1")
-        check_same("batch size", len(image0), len(image1))
+        check_same("batch size", image0.shape[0], image1.shape[0])
         for i, (image, mask) in enumerate(((image0, mask0), (image1, mask1))):
             _check_mask(f"mask{i}", mask, f"image{i}", image)
+        if is_exporting():  # sizes are symbolic, and must not decide
+            return self._transformed(self.maps(image0, mask0), self.maps(image1, mask1))
         # One batch for the norms in training, and for speed if it is small.
         most = _PIXELS_AT_ONCE_ON_CPU if image0.is_cpu else _PIXELS_AT_ONCE
         together = self.training or image0[:, 0].numel() <= most
@@ -305,11 +308,14 @@ class LoFTR(nn.Module):
         matches = self.coarse_matching(
             features.coarse0, features.coarse1, features.mask0, features.mask1, threshold
         )
-        step = _MATCHES_AT_ONCE_ON_CPU if features.fine0.is_cpu else _MATCHES_AT_ONCE
-        parts = [
-            self._points(features, matches[start : start + step])
-            for start in range(0, max(1, len(matches)), step)
-        ]
+        if is_exporting():  # their number is not known
+            parts = [self._points(features, matches)]
+        else:
+            step = _MATCHES_AT_ONCE_ON_CPU if features.fine0.is_cpu else _MATCHES_AT_ONCE
+            parts = [
+                self._points(features, matches[start : start + step])
+                for start in range(0, max(1, len(matches)), step)
+            ]
         points0, points1 = zip(*parts, strict=True)
         return {
             "keypoints0": torch.cat(points0),
@@ -394,4 +400,5 @@ def _check_mask(name: str, mask: Tensor | None, image_name: str, image: Tensor) 
 
 def _cell_points(cells: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
     """Pixels (M, 2), x before y, of coarse cells (M,)."""
-    return torch.stack([cells % columns, cells // columns], dim=1).to(dtype) * COARSE_STRIDE
+    rows = cells // columns  # no remainder: ONNX exports have none of symbolic sizes
+    return torch.stack([cells - rows * columns, rows], dim=1).to(dtype) * COARSE_STRIDE

@@ -178,7 +178,8 @@ def _pair(name: str, value: int | tuple[int, int]) -> tuple[int, int]:
 
 def _enlarged(x: Tensor, factor: int, like: Tensor) -> Tensor:
     """Upsamples a map by `factor` and crops it to the size of another."""
-    x = F.interpolate(x, scale_factor=float(factor), mode="bilinear", align_corners=False)
+    size = factor * x.shape[-2], factor * x.shape[-1]
+    x = F.interpolate(x, size=size, mode="bilinear", align_corners=False)
     return x[..., : like.shape[-2], : like.shape[-1]]
 
 

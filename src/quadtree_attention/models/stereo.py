@@ -235,11 +235,11 @@ class STTR(nn.Module):
         if isinstance(self.transformer, RelativeTransformer):
             return self.assignment.of_scores(self.transformer(x), truth, most)
         both = self.transformer(x)
-        return self.assignment(both[: len(left)], both[len(left) :], truth, most)
+        return self.assignment(*both.unflatten(0, (2, -1)).unbind(), truth, most)
 
     def _cells(self, left: Tensor, right: Tensor) -> Tensor:
         """Returns features (2B, C, h, w) of both views, left first."""
-        if self.layout == "hourglass" or self.training or len(left) == 1:
+        if self.layout == "hourglass" or self.training or left.shape[0] == 1:
             x = self.features(torch.cat([left, right]))
         else:  # batch norms use the statistics of one pair, as in STTR's evaluation
             pairs = zip(left.split(1), right.split(1), strict=True)

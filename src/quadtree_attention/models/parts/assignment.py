@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from quadtree_attention import checks
+from quadtree_attention.ops.attention.tree import is_exporting
 from quadtree_attention.ops.transport.functional import sinkhorn
 
 HIDDEN = -1e9  # score of an impossible pair; finite, so that sums have gradients
@@ -105,9 +106,10 @@ class RowAssignment(nn.Module):
         entries = self.max_entries
         if entries is None:
             entries = CPU_ENTRIES if like.device.type == "cpu" else ENTRIES
-        step = max(1, entries // width**2)
+        # Sizes may be symbolic in an export, which then computes all rows at once
+        step = batch * height if is_exporting() else max(1, entries // width**2)
         parts = []
-        for start in range(0, batch * height, step):
+        for start in (0,) if is_exporting() else range(0, batch * height, step):
             part = slice(start, start + step)
             others = None if rows1 is None else rows1[part]
             arguments = (rows0[part], others, wanted[part], self.bin_score, max_disparity)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from quadtree_attention import checks
 from quadtree_attention.models.parts.masks import extent
 from quadtree_attention.models.parts.similarity import HIDDEN, Similarity
-from quadtree_attention.ops.attention.tree import accumulation_dtype
+from quadtree_attention.ops.attention.tree import accumulation_dtype, is_exporting
 from quadtree_attention.ops.transport.functional import with_bin
 
 Method = Literal["dual_softmax", "optimal_transport"]
@@ -164,6 +164,8 @@ class CoarseMatching(nn.Module):
         mask1: Tensor | None,
         max_entries: int | None,
     ) -> Similarity:
+        if is_exporting():  # tiles would be counted by symbolic sizes
+            max_entries = None
         dtype = accumulation_dtype(map0.dtype)
         divisor = float(map0.shape[-1])
         if self.method == "dual_softmax":

@@ -45,7 +45,8 @@ class FineWindows(nn.Module):
             (M, size*size, C)
         """
         width = coarse.shape[2]
-        rows, columns = cells // width, cells % width
+        rows = cells // width
+        columns = cells - rows * width
         windows = gather_windows(fine, batch, 4 * rows, 4 * columns, self.size)
         context = self.project(coarse[batch, rows, columns])[:, None]  # (M, 1, C)
         context = context.to(windows.dtype).expand(-1, windows.shape[1], -1)

@@ -14,6 +14,7 @@ from quadtree_attention.models.parts.masks import stack_masks
 from quadtree_attention.nn.block import ContextBlock, ConvMlp
 from quadtree_attention.nn.norm import TokenNorm
 from quadtree_attention.nn.position import DepthwiseConv
+from quadtree_attention.ops.attention.tree import is_exporting
 
 BlockKind = Literal["loftr", "vit"]
 CPU_NUMBERS = 2**18  # numbers in a map; smaller maps are processed together
@@ -127,8 +128,7 @@ def _both(
 
     On a CPU without gradients, large maps are processed one by one, for half of the memory.
     """
-    is_large = maps[0].is_cpu and maps[0].numel() > CPU_NUMBERS and not torch.is_grad_enabled()
-    if maps[0].shape == maps[1].shape and not is_large:
+    if not is_exporting() and maps[0].shape == maps[1].shape and not _is_large(maps[0]):
         mask = stack_masks(*masks)
         context = None if contexts is None else torch.cat(contexts)
         context_mask = None if contexts is None else stack_masks(masks[1], masks[0])
@@ -141,6 +141,10 @@ def _both(
         layer(maps[0], contexts[0], mask=masks[0], context_mask=masks[1]),
         layer(maps[1], contexts[1], mask=masks[1], context_mask=masks[0]),
     )
+
+
+def _is_large(x: Tensor) -> bool:
+    return x.is_cpu and x.numel() > CPU_NUMBERS and not torch.is_grad_enabled()
 
 
 def _init_loftr(block: nn.Module) -> None:

@@ -43,7 +43,6 @@ def sine_table(
         torch.arange(1, size + 1, device=device).float()[:, None] * frequency
         for size in (height, width)
     )
-    table = torch.empty(height, width, dim // 4, 4, device=device)
-    table[..., 0], table[..., 1] = columns.sin(), columns.cos()
-    table[..., 2], table[..., 3] = rows.sin()[:, None], rows.cos()[:, None]
-    return table.flatten(2)
+    across, down = (torch.stack([x.sin(), x.cos()], dim=-1) for x in (columns, rows))
+    shape = (height, width, dim // 4, 2)
+    return torch.cat([across.expand(shape), down[:, None].expand(shape)], dim=-1).flatten(2)

@@ -18,6 +18,7 @@ from quadtree_attention.errors import OptionError
 from quadtree_attention.nn.block import ConvMlp
 from quadtree_attention.nn.norm import TokenNorm
 from quadtree_attention.ops import quadtree_attention
+from quadtree_attention.ops.attention.tree import is_exporting
 
 RowAttentionKind = Literal["full", "quadtree_a", "quadtree_b"]
 # Numbers in the tokens that a CPU processes at a time, 8 MB in float32: a layer needs a dozen
@@ -72,7 +73,7 @@ class RowAttention(nn.Module):
         rows = x.flatten(0, 1)
         others = rows if context is None else context.flatten(0, 1)
         step = _rows_at_a_time(rows)
-        if step >= len(rows):
+        if is_exporting() or step >= rows.shape[0]:
             return self._of_rows(rows, others).view(x.shape)
         out = x[:0]
         for start in range(0, len(rows), step):
@@ -117,7 +118,7 @@ class RowAttention(nn.Module):
 def _rows_at_a_time(rows: Tensor) -> int:
     """Rows per chunk: all, or fewer on a CPU without gradients; see `CPU_NUMBERS`."""
     whole = torch.is_grad_enabled() or rows.device.type != "cpu" or torch.compiler.is_compiling()
-    return len(rows) if whole else max(1, CPU_NUMBERS // rows[0].numel())
+    return rows.shape[0] if whole else max(1, CPU_NUMBERS // rows[0].numel())
 
 
 def turned(x: Tensor) -> Tensor:
@@ -154,10 +155,11 @@ class RowBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(2B, H, W, C), left views before right ones -> the same"""
-        is_large = _rows_at_a_time(x.flatten(0, 1)) < len(x) * x.shape[1]
+        rows = x.shape[0] * x.shape[1]
+        is_large = not is_exporting() and _rows_at_a_time(x.flatten(0, 1)) < rows
         x = _sum(self.self_attn(self.self_norm(x)), x, in_place=is_large)
         normed = self.cross_norm(x)
-        mixed = self.cross_attn(normed, torch.cat(normed.chunk(2)[::-1]))
+        mixed = self.cross_attn(normed, normed.unflatten(0, (2, -1)).flip(0).flatten(0, 1))
         x = _sum(mixed, x, in_place=is_large)
         del normed, mixed
         if self.mlp is None or self.mlp_norm is None:

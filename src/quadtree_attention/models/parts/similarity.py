@@ -114,7 +114,8 @@ class Similarity:
         if self._kept is not None:
             yield from self._kept
             return
-        for start in range(0, max(1, self.num_rows), self.rows_per_tile):
+        whole = self.rows_per_tile >= self.num_rows  # also of a symbolic number, in an export
+        for start in (0,) if whole else range(0, self.num_rows, self.rows_per_tile):
             rows = slice(start, min(start + self.rows_per_tile, self.num_rows))
             tile = self._tile(rows)
             yield rows, tile

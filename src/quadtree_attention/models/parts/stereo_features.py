@@ -243,12 +243,12 @@ def check_dims(dims: Sequence[int], *, stride: int, option: str) -> None:
 
 def resampled(x: Tensor, size: tuple[int, int], ratio: float) -> Tensor:
     """Samples a map (B, C, H, W) bilinearly at multiples of `ratio`: (B, C, *size)."""
+    steps = [2 * ratio / torch.sym_max(1, side - 1) for side in x.shape[2:]]
     grid = [
-        torch.arange(count, device=x.device, dtype=torch.float32) * (2 * ratio / max(1, side - 1))
-        - 1
-        for count, side in zip(size, x.shape[2:], strict=True)
+        torch.arange(count, device=x.device, dtype=torch.float32) * step - 1
+        for count, step in zip(size, steps, strict=True)
     ]
     places = torch.stack(torch.meshgrid(grid[1], grid[0], indexing="xy"), dim=-1)
     wide = accumulation_dtype(x.dtype)  # half precision cannot resolve columns of a wide map
-    places = places.to(wide).expand(len(x), -1, -1, -1)
+    places = places.to(wide).expand(x.shape[0], -1, -1, -1)
     return F.grid_sample(x.to(wide), places, padding_mode="border", align_corners=True).to(x.dtype)

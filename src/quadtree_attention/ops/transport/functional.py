@@ -11,9 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quadtree_attention.ops.attention.tree import is_exporting
 from quadtree_attention.ops.attention.triton.limits import transport_reasons
 from quadtree_attention.ops.autograd import apply, backward_pass
 from quadtree_attention.ops.backends import default_backend, fuses
+
+EXPORTED_CELLS = 2**11  # of a side, at most, in exported programs
 
 
 def sinkhorn(
@@ -54,8 +57,10 @@ def can_scale(scores: Tensor, iterations: int) -> bool:
 
     Where all cells want the same partner, every iteration makes factors larger by their number.
     """
-    cells = max(scores.shape[1:])
     largest = log(torch.finfo(scores.dtype).max)
+    if is_exporting():  # sizes may be symbolic
+        return (iterations + 1) * log(EXPORTED_CELLS) < largest
+    cells = max(scores.shape[1:])
     return scores.numel() > 0 and (iterations + 1) * log(cells) < largest
 
 
@@ -66,7 +71,7 @@ def plain_sinkhorn(
     rows, sources, targets = scores.shape
     left_bin = right_bin = scores.new_zeros(rows, 1)
     right = scores.new_zeros(rows, targets)
-    mass_left, mass_right = (scores.new_tensor(float(n)).log() for n in (targets, sources))
+    mass_left, mass_right = (scores.new_full((), n).log() for n in (targets, sources))
     for _ in range(iterations):
         left = -torch.logaddexp((scores + right[:, None]).logsumexp(dim=2), bin_score + right_bin)
         left_bin = mass_left - bin_score - with_bin(right, right_bin)
@@ -93,7 +98,7 @@ def scaled_sinkhorn(
     transposed = shares.mT.contiguous()  # a vector times a matrix is faster than the other way
     left = first = -(top + total.log())[..., 0]
     right, right_bin = scores.new_zeros(rows, targets), scores.new_zeros(rows, 1)
-    mass_left, mass_right = (scores.new_tensor(float(n)).log() for n in (targets, sources))
+    mass_left, mass_right = (scores.new_full((), n).log() for n in (targets, sources))
     with torch.autocast(scores.device.type, enabled=False):  # products would lose digits
         for _ in range(iterations):
             left_bin = mass_left - bin_score - with_bin(right, right_bin)

@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`torch.export` and AOTInductor: a backbone and an attention layer as shared libraries."""
+
+import shutil
+
+import pytest
+import torch
+
+from quadtree_attention import QuadtreeAttention
+
+needs_compiler = pytest.mark.skipif(
+    not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="there is no C++ compiler"
+)
+
+
+def compiled(module, x, path):
+    """The module in a library, loaded again."""
+    with torch.no_grad():
+        program = torch.export.export(module, (x,))
+        torch._inductor.aoti_compile_and_package(program, package_path=str(path))
+    return torch._inductor.aoti_load_package(str(path))
+
+
+@pytest.mark.slow
+@needs_compiler
+def test_attention_layer(tmp_path):
+    torch.manual_seed(0)
+    layer = QuadtreeAttention(16, 2, num_levels=2, topk=4, value_pyramid="conv", lepe=True).eval()
+    x = torch.randn(2, 9, 14, 16)
+    run = compiled(layer, x, tmp_path / "layer.pt2")
+    torch.testing.assert_close(run(x), layer(x), rtol=0, atol=1e-5)
+    other = torch.randn(2, 9, 14, 16)
+    torch.testing.assert_close(run(other), layer(other), rtol=0, atol=1e-5)
+
+
+@pytest.mark.slow
+@needs_compiler
+def test_backbone(tmp_path):
+    models = pytest.importorskip("quadtree_attention.models", reason="needs the extra 'models'")
+    pytest.importorskip("timm", reason="networks need the extra 'models'")
+    torch.manual_seed(0)
+    backbone = models.create("test_quadtree", num_classes=0).eval()
+    image = torch.randn(1, 3, 70, 45)
+    run = compiled(backbone, image, tmp_path / "backbone.pt2")
+    with torch.no_grad():
+        torch.testing.assert_close(run(image), backbone(image), rtol=0, atol=1e-4)
