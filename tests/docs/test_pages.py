@@ -45,7 +45,7 @@ def prepare(page: str, folder: Path) -> None:
     """The files that the blocks of a page read."""
     shutil.copytree(ROOT / "recipes", folder / "recipes")
     for name in ("a.jpg", "b.jpg", "left.png", "right.png", "cat.jpg", "street.jpg"):
-        tiny.picture(0, (96, 64)).save(folder / name)
+        tiny.picture(0, (352, 256) if "inspect" in page else (96, 64)).save(folder / name)
     weights = {
         "docs/detection.md": {"best": "detect"},
         "docs/segmentation.md": {"best": "segment"},
