@@ -371,8 +371,8 @@ def _install(
     undo, model = result._undo, result.model
     undo.append(model.register_forward_pre_hook(result._clear).remove)
     if callable(grid):
-        hook = partial(_see_arguments, places, grid)
-        undo.append(model.register_forward_pre_hook(hook, with_kwargs=True).remove)
+        see = partial(_see_arguments, places, grid)
+        undo.append(model.register_forward_pre_hook(see, with_kwargs=True).remove)
     elif grid is None:
         for module in _patch_embeddings(model, found):
             undo.append(module.register_forward_hook(places.see_patches).remove)
@@ -380,8 +380,8 @@ def _install(
         layer = result[name]
         forward = _forward_of(module)
         if isinstance(layer.find, GridOfMaps):
-            hook = module.register_forward_pre_hook(layer.find.see_maps, with_kwargs=True)
-            undo.append(hook.remove)
+            see_maps = layer.find.see_maps
+            undo.append(module.register_forward_pre_hook(see_maps, with_kwargs=True).remove)
         if isinstance(module, nn.MultiheadAttention):
             # TransformerEncoderLayer runs around layers that have no hook
             undo.append(module.register_forward_pre_hook(_nothing).remove)
