@@ -12,7 +12,7 @@ def test_devices():
     assert usable_device("cpu") == torch.device("cpu")
     assert usable_device(None).type in ("cpu", "cuda")
     for name in ("meta", "gpu", "cuda:99"):
-        with pytest.raises(OptionError, match=f"there is no device '{name}' here: "):
+        with pytest.raises(OptionError, match=f"there is no device '{name}' on this machine: "):
             usable_device(name)
 
 
