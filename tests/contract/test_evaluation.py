@@ -2,19 +2,17 @@
 """Predictions on disk: reused if nothing changed, continued after a kill, never mixed."""
 
 import json
-import signal
-import subprocess
-import sys
 import time
 
 import pytest
 
+from quadtree_attention import use_backend
 from quadtree_attention.errors import DataError, OptionError
 from quadtree_attention.tasks import evaluate
 from quadtree_attention.tasks.contract import get_task
 from quadtree_attention.tasks.store import Store
-from tests.support import raises, tiny
-from tests.support.commands import contents, environment
+from tests.support import processes, raises, tiny
+from tests.support.commands import contents
 
 pytestmark = pytest.mark.usefixtures("only_reference")
 pytest.importorskip("faster_coco_eval", reason="scores of detectors need the extra 'train'")
@@ -130,6 +128,7 @@ def test_predictions_that_are_missing(task, run, data, save, tmp_path):
 def test_options_that_do_not_exist(run, save):
     raises(OptionError, "an option of the reader must be .*'layut'", run, reader={"layut": "x"})
     raises(OptionError, "a threshold must be .*'sid'", run, thresholds={"sid": 3})
+    raises(OptionError, "data must be the path of a data set, got None", run, data=None)
     assert not save.exists()
 
 
@@ -140,20 +139,18 @@ def test_workers_make_the_same(task, run, save):
     assert contents(save.parent) == before
 
 
-SLOW = """
-import sys, json, time
-from quadtree_attention import use_backend
-from quadtree_attention.tasks import evaluate
-from quadtree_attention.tasks.store import Store
-put = Store.put
-def slow(self, found):
-    put(self, found)
-    print("put", flush=True)
-    time.sleep(1.0 if "--slow" in sys.argv else 0)
-Store.put = slow
-with use_backend("reference"):
-    evaluate(**json.loads(sys.argv[1]))
-"""
+def evaluated(options, seconds):
+    """In a process of its own: `seconds` pass after every result."""
+    put = Store.put
+
+    def slow(self, found):
+        put(self, found)
+        print("put", flush=True)
+        time.sleep(seconds)
+
+    Store.put = slow
+    with use_backend("reference"):
+        evaluate(**options)
 
 
 @pytest.mark.parametrize("name", ["stereo", "classify"])  # a folder, and one file for all
@@ -163,23 +160,22 @@ def test_a_killed_run_continues(name, folder, tmp_path):
     codec = task.load("codec")
     suffix = codec.suffixes[0] if codec.together else ""
     weights = folder / name / "tiny.safetensors"
-    options = {k: str(v) if k == "data" else v for k, v in data.items()}
-    options |= {"task": name, "weights": str(weights), "batch": 1}
+    output = tmp_path / "output.txt"
 
-    def start(save, *more):
-        arguments = json.dumps(options | {"save": str(save)})
-        command = [sys.executable, "-c", SLOW, arguments, *more]
-        return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment())
+    def start(save, seconds=0):
+        options = {**data, "task": name, "weights": weights, "save": save, "batch": 1}
+        return processes.start(evaluated, options, seconds, output=output)
 
     whole, broken = tmp_path / f"whole{suffix}", tmp_path / f"broken{suffix}"
-    with start(whole) as done:
-        assert done.stdout.read().count("put") == 3 and done.wait() == 0
-    with start(broken, "--slow") as killed:
-        assert killed.stdout.readline() == "put\n"
-        time.sleep(0.1)
-        killed.send_signal(signal.SIGKILL)
-    with start(broken) as done:
-        assert done.stdout.read().count("put") < 3 and done.wait() == 0  # what was there stayed
+    assert processes.finish(start(whole), output).count("put") == 3
+    output.unlink()
+    killed = start(broken, 60)
+    while killed.exitcode is None and not (output.exists() and "put" in output.read_text()):
+        time.sleep(0.02)
+    killed.kill()
+    killed.join()
+    printed = processes.finish(start(broken), output)
+    assert 0 < printed.count("put") < 3  # what was there stayed
     expected = Store.open(whole, task)
     found = Store.open(broken, task)
     for index in range(3):

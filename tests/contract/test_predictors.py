@@ -44,6 +44,11 @@ def test_a_result(task, predictor):
     assert found.to_text().strip()
     with pytest.raises(dataclasses.FrozenInstanceError):
         found.seconds = 0
+    shown = repr(found)  # with the shapes of arrays, not their numbers
+    assert "array(" not in shown and len(shown) < 600
+    for name, value in arrays(found).items():
+        if isinstance(value, np.ndarray):
+            assert f"{name}={value.dtype}{list(value.shape)}" in shown
 
 
 def test_many_are_one_by_one(task, predictor, tmp_path):
@@ -128,6 +133,8 @@ def test_options_that_are_refused(task, weights, predictor):
     raises(OptionError, "must be a number at least .*, got 'big'", load, weights, size="big")
     raises(OptionError, r"one of size, .*, got 'sise'; did you mean size", load, weights, sise=64)
     raises(OptionError, "takes a list of .*, got one file", list, predictor.many("a.png"))
+    if len(task.images) > 1:
+        raises(OptionError, "takes 2 image.*, got 1;", list, predictor.many(["a.png"]))
 
 
 def test_half_precision_is_close(task, weights, predictor):

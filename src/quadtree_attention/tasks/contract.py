@@ -7,8 +7,9 @@ imported on first use. This module imports no torch.
 
 import math
 import os
+import reprlib
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar
@@ -148,6 +149,13 @@ class Result:
     seen: tuple[tuple[int, int], ...] = ()
     seconds: float = 0.0
     warnings: tuple[str, ...] = ()
+
+    def __repr__(self) -> str:
+        """Fields but images; arrays by dtype and shape, long values shortened."""
+        values = {f.name: getattr(self, f.name) for f in fields(self) if f.repr}
+        arrays = {k: f"{x.dtype}{list(x.shape)}" for k, x in values.items() if hasattr(x, "dtype")}
+        shown = (f"{k}={arrays.get(k) or reprlib.repr(x)}" for k, x in values.items())
+        return f"{type(self).__name__}({', '.join(shown)})"
 
     def draw(
         self, path: StrPath | None = None, *, title: str | None = None, **options: Any

@@ -139,6 +139,8 @@ def evaluate(
         print(scores.mean["pose_poselib_auc10"], scores.to_text())
     """
     chosen = get_task(task)
+    if not isinstance(data, str | os.PathLike):
+        raise OptionError(f"data must be the path of a data set, got {data!r}; pass a path")
     opened, metric = chosen.load("open_source"), chosen.load("metric")
     for name in reader or {}:
         accepted = [n for n in checks.keywords(opened) if n not in ("split", "strict")]

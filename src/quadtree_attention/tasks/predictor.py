@@ -215,7 +215,8 @@ class Predictor(ABC, Generic[ResultT]):
         return images
 
     def _prepared(self, item: Any, errors: str) -> Prepared | Exception:
-        images = item if len(self.task.images) > 1 else (item,)
+        several = len(self.task.images) > 1 and isinstance(item, tuple | list)
+        images = item if several else (item,)
         try:
             return self.preprocess(*self._checked(images))
         except BAD_SAMPLE as error:

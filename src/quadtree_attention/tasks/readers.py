@@ -2,6 +2,7 @@
 """Shared code of readers: unreadable samples, class names, npz files."""
 
 import io
+import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -101,10 +102,9 @@ def read_npz(path: Path, required: Sequence[str], optional: Sequence[str] = ()) 
         DataError: The file does not exist, is damaged, or lacks an array.
     """
     with reading(path, "check the path, or write it again"):
-        stored = np.load(path, allow_pickle=False)
-        if not isinstance(stored, np.lib.npyio.NpzFile):
-            raise ValueError("it is not an npz file")
-        with stored:
+        if path.is_file() and not zipfile.is_zipfile(path):
+            raise ValueError("it is not an npz file, or it is damaged")
+        with np.load(path, allow_pickle=False) as stored:
             if missing := [name for name in required if name not in stored]:
                 raise DataError(
                     f"{path} must hold the arrays {', '.join(required)}, got no "

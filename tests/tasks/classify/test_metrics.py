@@ -52,6 +52,14 @@ def result(logits, classes):
     return Classification(logits=np.array(logits, np.float32), classes=classes)
 
 
+def test_the_fifth_place_counts_and_the_sixth_does_not():
+    classes = list("abcdefg")
+    metric = ClassifyMetric(SimpleNamespace(classes=classes))
+    for name, truth in (("fifth", 4), ("sixth", 5)):
+        metric.update(name, truth, result(range(7, 0, -1), classes))
+    assert metric.compute().mean == {"top1": 0.0, "top5": 50.0}
+
+
 def test_labels_stand_for_the_classes_of_the_data():
     """Whatever the order of those of the network; samples without a prediction do not count."""
     source = SimpleNamespace(classes=["cat", "ant"])

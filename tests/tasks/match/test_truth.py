@@ -94,6 +94,9 @@ def test_depths_that_are_unknown_or_contradict():
     other[:, :, 3:6] = 1.0  # something nearer
     seen = view_from_depth(depth, other, camera, camera, still).seen
     assert not seen[:, :, :6].any() and seen[:, :, 6:].all()
+    for ratio, agrees in ((0.8, False), (0.85, True), (1.24, True), (1.26, False)):  # by a fifth
+        seen = view_from_depth(depth, ratio * depth, camera, camera, still).seen
+        assert seen.all() if agrees else not seen.any()
     depth[:, 0] = 0.0
     assert not view_from_depth(depth, other, camera, camera, still).seen[:, 0].any()
     depth = torch.arange(6.0).view(1, 2, 3)

@@ -3,11 +3,13 @@
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from jsonargparse import ArgumentError, ArgumentParser
 
 from quadtree_attention.errors import DataError, OptionError
+from quadtree_attention.tasks.contract import get_task
 from quadtree_attention.tasks.training.data import (
     SyntheticData,
     TaskData,
@@ -221,3 +223,14 @@ def test_synthetic_pairs_are_new_in_every_epoch_and_others_in_validation():
     training, validation = (data.seeded(training=x) for x in (True, False))
     assert training["size"] == validation["size"] == (32, 48)
     assert training["seed"] != validation["seed"]
+
+
+@pytest.mark.parametrize("name", ["classify", "detect", "segment"])
+def test_generated_validation_images_are_not_trained_on(name):
+    data = get_task(name).load("data", "generated")(generated_count=16, batch_size=4, workers=0)
+    data.setup("fit")
+    train, val = (
+        {np.asarray(source.images(i)[0]).tobytes() for i in range(len(source))}
+        for source in map(data.source, ("train", "val"))
+    )
+    assert (len(train), len(val)) == (16, 4) and not train & val

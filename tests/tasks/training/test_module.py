@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from quadtree_attention.errors import DataError, OptionError
-from quadtree_attention.tasks.training.module import TaskModule
+from quadtree_attention.tasks.training.module import TaskModule, run_length
 
 
 class Tiny(TaskModule):
@@ -57,6 +57,9 @@ def test_weights_and_draws_follow_the_seed():
     assert drawn(module, 1) != first
     assert drawn(module, 0) == first
     assert drawn(Tiny(seed=4), 0) != first
+    for place in ({"current_epoch": 1}, {"global_rank": 1}):
+        module._trainer = SimpleNamespace(**{"current_epoch": 0, "global_rank": 0} | place)
+        assert drawn(module, 0) != first
     one, same, other = (Tiny(seed=seed).state_dict() for seed in (1, 1, 2))
     assert all(torch.equal(one[name], tensor) for name, tensor in same.items())
     assert any(not torch.equal(one[name], tensor) for name, tensor in other.items())
@@ -120,15 +123,43 @@ def test_schedules(schedule, expected):
     assert scheduler.state_dict() == {}  # it follows from the step
 
 
-def optimizer_of(module, samples=8, epochs=4):
-    """Optimizer and scheduler of a run of 10 steps per epoch."""
+RUN = {"world_size": 1, "accumulate_grad_batches": 1, "limit_train_batches": 1.0,
+       "max_epochs": 4, "max_steps": -1}  # fmt: skip
+
+
+def optimizer_of(module, samples=8, **options):
+    """Optimizer and scheduler of a run of 10 batches per epoch."""
     data = SimpleNamespace(batch_size=samples, batches_per_epoch=10)
-    module._trainer = SimpleNamespace(
-        datamodule=data, world_size=1, accumulate_grad_batches=1, limit_train_batches=1.0,
-        max_epochs=epochs, max_steps=-1,
-    )  # fmt: skip
+    module._trainer = SimpleNamespace(datamodule=data, **RUN | options)
     (optimizer,), (entry,) = module.configure_optimizers()
     return optimizer, entry["scheduler"]
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, (40, 4)),
+        ({"accumulate_grad_batches": 4}, (12, 4)),  # the last step of an epoch has two batches
+        ({"limit_train_batches": 0.5}, (20, 4)),
+        ({"limit_train_batches": 3}, (12, 4)),
+        ({"limit_train_batches": 30}, (40, 4)),
+        ({"max_steps": 15}, (15, 1.5)),
+        ({"max_steps": 50}, (40, 4)),
+        ({"max_epochs": -1, "max_steps": 25}, (25, 2.5)),
+        ({"max_epochs": None}, (10, 1)),
+    ],
+)
+def test_length_of_a_run_of_10_batches_per_epoch(options, expected):
+    assert run_length(SimpleNamespace(**RUN | options), 10) == expected
+    with pytest.raises(OptionError, match="got a run without one"):
+        run_length(SimpleNamespace(**RUN | {"max_epochs": -1}), 10)
+
+
+def test_the_rate_is_scaled_with_the_batch_of_all_processes():
+    several = {"world_size": 2, "accumulate_grad_batches": 3}
+    optimizer, scheduler = optimizer_of(Tiny(min_lr=0.01), samples=8, **several)
+    first, last = (rate for rate, *_ in rates(optimizer, scheduler, 0, 16))
+    assert (first, last) == pytest.approx((0.1 * 12, 0.01 * 12))  # `batch_of_lr` is 4
 
 
 def rates(optimizer, scheduler, *steps):
@@ -142,7 +173,7 @@ def rates(optimizer, scheduler, *steps):
 def test_one_cycle():
     """As PyTorch's: lr / 25 at first, up along a cosine for 3 of 10 epochs, down to min_lr."""
     module = Tiny(schedule="onecycle", warmup_epochs=3, warmup_start=0.04, min_lr=1e-6)
-    optimizer, scheduler = optimizer_of(module, samples=4, epochs=10)
+    optimizer, scheduler = optimizer_of(module, samples=4, max_epochs=10)
     other = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])
     theirs = torch.optim.lr_scheduler.OneCycleLR(
         other, 0.1, 100, pct_start=0.3, final_div_factor=0.004 / 1e-6, cycle_momentum=False

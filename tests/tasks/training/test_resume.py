@@ -2,14 +2,16 @@
 """Runs that are killed and go on, and runs on several processes: the same weights in the end."""
 
 import csv
-import os
-import signal
 import subprocess
 import sys
 import time
 
 import pytest
 import torch
+
+from quadtree_attention.tasks.training.run import run_command
+from tests.support import processes
+from tests.support.commands import environment
 
 # 3 epochs of 8 steps, with all that draws random numbers in training
 RECIPE = """
@@ -38,21 +40,19 @@ trainer:
 PLAIN = ("--model.drop_path=0", "--model.mixup=0", "--model.cutmix=0", "--data.workers=0")
 
 
-def start(folder, *options):
+def options_of(folder, *options):
     recipe = folder.parent / "recipe.yaml"
     recipe.write_text(RECIPE)
-    command = [sys.executable, "-m", "quadtree_attention.cli", "train", "classify"]
-    command += ["--config", str(recipe), "--run_dir", str(folder), *options]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
+    return ["--config", str(recipe), "--run_dir", str(folder), *options]
+
+
+def start(folder, *options):
+    output = folder.parent / "output.txt"
+    return processes.start(run_command, "classify", options_of(folder, *options), output=output)
 
 
 def run(folder, *options):
-    process = start(folder, *options)
-    output, _ = process.communicate(timeout=300)
-    assert process.returncode == 0, output
+    processes.finish(start(folder, *options), folder.parent / "output.txt")
     return torch.load(folder / "last.ckpt", weights_only=True)
 
 
@@ -61,13 +61,13 @@ def kill_after_step(folder, step):
     process = start(folder)
     deadline = time.monotonic() + 300
     while time.monotonic() < deadline:
-        assert process.poll() is None, process.communicate()[0]
+        assert process.exitcode is None, (folder.parent / "output.txt").read_text()
         checkpoint = folder / "last.ckpt"
         if checkpoint.exists():
             found = torch.load(checkpoint, weights_only=True)["global_step"]
             if found >= step:
-                process.send_signal(signal.SIGKILL)
-                process.communicate()
+                process.kill()
+                process.join()
                 return found
         time.sleep(0.02)
     process.kill()
@@ -101,8 +101,9 @@ def test_killed_run_goes_on_as_if_it_had_not_been(whole, tmp_path, step):
 
 def test_two_processes_train_like_one(tmp_path):
     one = run(tmp_path / "one", *PLAIN, "--data.batch_size=8")
-    two = run(
-        tmp_path / "two", *PLAIN, "--data.batch_size=4", "--trainer.devices=2",
-        "--trainer.strategy=ddp",
-    )  # fmt: skip
+    parallel = ("--data.batch_size=4", "--trainer.devices=2", "--trainer.strategy=ddp")
+    options = options_of(tmp_path / "two", *PLAIN, *parallel)
+    words = [sys.executable, "-m", "quadtree_attention.cli", "train", "classify", *options]
+    subprocess.run(words, env=environment(OMP_NUM_THREADS="1"), check=True, timeout=300)
+    two = torch.load(tmp_path / "two" / "last.ckpt", weights_only=True)
     assert_same_run(two, one, atol=1e-5)

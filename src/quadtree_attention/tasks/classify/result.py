@@ -18,7 +18,7 @@ from quadtree_attention.tasks.contract import Codec, Result, share_lines
 from quadtree_attention.tasks.readers import match_classes, npz_bytes
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
+@dataclass(frozen=True, eq=False, kw_only=True, repr=False)
 class Classification(Result):
     """The most probable classes of an image, best first; of equal ones the lower label.
 

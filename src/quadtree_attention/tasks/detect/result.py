@@ -19,7 +19,7 @@ from quadtree_attention.tasks.detect.rle import decode_mask, encode_mask, is_num
 from quadtree_attention.tasks.readers import match_classes, reading
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
+@dataclass(frozen=True, eq=False, kw_only=True, repr=False)
 class Detections(Result):
     """Objects of one image, highest score first.
 

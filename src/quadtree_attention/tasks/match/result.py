@@ -18,7 +18,7 @@ from quadtree_attention.tasks.readers import npz_bytes, read_npz
 ARRAYS = ("keypoints0", "keypoints1", "confidence")
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Matches(Result):
     """Points of two images that show the same; row i of one belongs to row i of the other.
 

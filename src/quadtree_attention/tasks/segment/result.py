@@ -18,7 +18,7 @@ from quadtree_attention.viz.palette import Colour, distinct
 BYTE = 256  # classes of a label map of 8 bits
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
+@dataclass(frozen=True, eq=False, kw_only=True, repr=False)
 class Segmentation(Result):
     """The class of every pixel of an image.
 

@@ -24,7 +24,7 @@ OCCLUDED = 0.5  # probability above which a pixel counts as occluded
 SPREAD = "min", "median", "max"
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
+@dataclass(frozen=True, eq=False, kw_only=True, repr=False)
 class Disparity(Result):
     """The horizontal shift of each left pixel in the right image.
 
