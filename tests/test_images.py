@@ -13,7 +13,7 @@ pytest.importorskip("PIL", reason="images need the extra 'models'")
 from PIL import Image
 
 from quadtree_attention.errors import DataError, DTypeError, ShapeError
-from quadtree_attention.images import to_image
+from quadtree_attention.images import image_size, to_image
 from tests.support import raises
 
 
@@ -49,6 +49,11 @@ def test_photos_are_turned_upright(tmp_path):
     assert np.array_equal(np.asarray(to_image(path)), upright)
     with Image.open(path) as opened:
         assert np.array_equal(np.asarray(to_image(opened)), upright)
+    for orientation in range(1, 9):
+        exif[0x0112] = orientation
+        path = saved(tmp_path / "turned.jpg", image, exif=exif)
+        size = (45, 70) if orientation < 5 else (70, 45)
+        assert to_image(path).size == image_size(path) == size
 
 
 def test_grey_of_8_16_and_32_bits_and_floats(tmp_path):
@@ -65,6 +70,8 @@ def test_grey_of_8_16_and_32_bits_and_floats(tmp_path):
     tensor = torch.from_numpy(grey)
     for way in (*paths, grey, grey[..., None], tensor, tensor[None]):
         assert np.array_equal(np.asarray(to_image(way)), np.stack([grey] * 3, axis=2))
+    between = np.array([[0, 128, 129, 257, 32767, 65407, 65535]], np.uint16)
+    assert np.asarray(to_image(between))[0, :, 0].tolist() == [0, 0, 1, 1, 127, 255, 255]
     bright = saved(tmp_path / "bright.tiff", Image.fromarray(grey.astype(np.float32)))
     raises(DataError, r"between 0 and 1, got \d", to_image, bright)
     for mode in ("1", "CMYK", "YCbCr", "LA"):

@@ -124,7 +124,9 @@ def test_weights_that_are_missing_or_damaged(task, weights, tmp_path):
 def test_options_that_are_refused(task, weights, predictor):
     load = task.load("predictor").from_pretrained
     for device in ("gpu", "mps", "cuda:99"):
-        with pytest.raises(OptionError, match=f"there is no device '{device}' here") as caught:
+        with pytest.raises(
+            OptionError, match=f"there is no device '{device}' on this machine"
+        ) as caught:
             load(weights, device=device)
         assert len(str(caught.value)) < 250
     with pytest.raises(OptionError, match="dtype must be one of float32, bfloat16, float16"):
