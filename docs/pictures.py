@@ -3,12 +3,14 @@
 
 python docs/pictures.py                  # charts and diagrams, from benchmarks/results
 python docs/pictures.py walk             # one query's walk down the tree; runs the packaged matcher
+python docs/pictures.py site             # screenshots of the site built by docs/make.py, with Chromium
 """
 
 import argparse
 import base64
 import io
 import json
+import shutil
 import sys
 from pathlib import Path
 from statistics import fmean
@@ -285,15 +287,46 @@ def _jpeg(photo: Any, size: tuple[int, int]) -> str:
     return "data:image/jpeg;base64," + base64.b64encode(file.getvalue()).decode()
 
 
+# Screenshots ---------------------------------------------------------------------------------
+
+PAGES = ("index", "guides/train", "api/tasks", "results/index")
+SIZES = {"wide": (1280, 900), "narrow": (375, 812)}
+
+
+def screenshots(site: Path) -> dict[str, bytes]:
+    """Pages of the built site, opened from disk."""
+    from playwright.sync_api import sync_playwright
+
+    found = {}
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(
+            executable_path=shutil.which("chromium"), args=["--no-sandbox"]
+        )
+        for name, (width, height) in SIZES.items():
+            page = browser.new_page(viewport={"width": width, "height": height})
+            for path in PAGES if name == "wide" else ("index", "results/index"):
+                page.goto((site / f"{path}.html").as_uri())
+                page.wait_for_timeout(1000)
+                shown = path.replace("/index", "").replace("/", "-")
+                found[f"site-{shown}-{name}.jpg"] = page.screenshot(type="jpeg", quality=70)
+        browser.close()
+    return found
+
+
 CHARTS = {"architecture": architecture, "speed": speed, "topk": topk}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("what", nargs="?", choices=["charts", "walk"], default="charts")
+    parser.add_argument("what", nargs="?", choices=["charts", "walk", "site"], default="charts")
     parser.add_argument("--layer", default="coarse_transformer.layers.3.attn")
     parser.add_argument("--at", type=float, nargs=2, default=(497.7, 334.0), help="pixel x y")
     options = parser.parse_args()
+    if options.what == "site":
+        for name, content in screenshots(ROOT / "site").items():
+            (IMAGES / name).write_bytes(content)
+            print(f"docs/images/{name}, {len(content) // 1000} kB")
+        return 0
     made = CHARTS
     if options.what == "walk":
         made = {"walk": lambda: walk(options.layer, tuple(options.at))}
