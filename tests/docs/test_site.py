@@ -7,8 +7,11 @@ import os
 import shutil
 import subprocess
 import sys
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from importlib import import_module
 from pathlib import Path
+from threading import Thread
 
 import pytest
 
@@ -76,6 +79,22 @@ def test_broken_links_are_found(tmp_path):
         "a.html: c.html",
         "a.html loads https://example.org/x.js",
     ]
+
+
+def test_external_links_are_requested(tmp_path):
+    (tmp_path / "served").mkdir()
+    (tmp_path / "served" / "there.txt").write_text("here")
+    handler = partial(SimpleHTTPRequestHandler, directory=tmp_path / "served")
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        root = f"http://127.0.0.1:{server.server_port}"
+        (tmp_path / "a.html").write_text(
+            f"<a href='{root}/there.txt#x'></a><a href='{root}/gone'></a><a href='b.html'></a>"
+        )
+        found = make.external(tmp_path)
+        server.shutdown()
+    assert len(found) == 1
+    assert found[0].startswith(f"{root}/gone: HTTP Error 404")
 
 
 def test_no_refused_phrases():
