@@ -243,7 +243,7 @@ def check_dims(dims: Sequence[int], *, stride: int, option: str) -> None:
 
 def resampled(x: Tensor, size: tuple[int, int], ratio: float) -> Tensor:
     """Samples a map (B, C, H, W) bilinearly at multiples of `ratio`: (B, C, *size)."""
-    steps = [2 * ratio / torch.sym_max(1, side - 1) for side in x.shape[2:]]
+    steps: list[Any] = [2 * ratio / torch.sym_max(1, side - 1) for side in x.shape[2:]]
     grid = [
         torch.arange(count, device=x.device, dtype=torch.float32) * step - 1
         for count, step in zip(size, steps, strict=True)
