@@ -103,6 +103,34 @@ def check_variants(training, most):
     assert variants_of_sizes(training) <= most
 
 
+def check_sizes_between():
+    """Also of the attention: its coarsest level has other tiles where it has more cells."""
+    import random
+
+    from quadtree_attention.models.warm import ODD
+    from quadtree_attention.nn import fuse_for_inference
+    from quadtree_attention.ops.warm import recorded
+
+    model = fuse_for_inference(models.create("quadtree_b_b0")).to("meta", torch.bfloat16).eval()
+
+    def variants(height, width):
+        images = torch.empty(1, 3, height, width, device="meta", dtype=torch.bfloat16)
+        with torch.no_grad():
+            return {launch.variant for launch in recorded(lambda: model(images))}
+
+    warm = set()
+    for side in (256, 800, 1400):
+        warm |= variants(side, side) | variants(side + ODD, side + ODD)
+    rng = random.Random(0)
+    for _ in range(6):
+        size = rng.randint(256, 1400), rng.randint(256, 1400)
+        assert variants(*size) <= warm, size
+
+
+def test_sizes_between_compile_nothing_anew(interpreter):
+    interpreter(check_sizes_between)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("training", [False, True])
 def test_on_a_gpu(training):
