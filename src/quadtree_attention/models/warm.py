@@ -32,8 +32,7 @@ def warmup(
     Args:
         model: A network of the package, in the dtype of use; call this function under autocast
             if the network is used under autocast.
-        sizes: (height, width) of images; for a range of sizes, the smallest, one in the middle and the
-            largest.
+        sizes: (height, width) of images; for a range, the smallest, a middle and the largest one.
         training: Also compile for training steps.
         progress: Show a progress bar in a terminal.
 
