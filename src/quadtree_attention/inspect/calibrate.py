@@ -29,7 +29,7 @@ ALL = 2**20  # more cells than any level has
 
 
 class Calibration(dict[str, tuple[int, ...]]):
-    """K by the name of a layer, coarse -> fine; `set_topk(model, calibration)` applies it.
+    """K per layer name, coarse -> fine; `set_topk(model, calibration)` applies it.
 
     Attributes:
         target: The share of full attention's probability that was asked for.

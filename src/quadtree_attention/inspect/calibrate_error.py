@@ -28,7 +28,7 @@ NEAR = 0.8  # part of the error asked for that is near enough to it
 
 
 class ErrorCalibration(dict[str, int | None]):
-    """K by the name of a layer, None where it stays dense; `set_topk(model, ...)` applies it.
+    """K per layer name, None for layers that stay dense; `set_topk(model, ...)` applies it.
 
     Attributes:
         target: The largest relative error of the output that was asked for.

@@ -57,7 +57,7 @@ class Part(NamedTuple):
 
 
 class Layer:
-    """What one attention layer compared in the last forward pass.
+    """Queries and keys of one attention layer in the last forward pass.
 
     Calls on maps of one size are joined: the two images of a matcher, and rows of the stereo
     network that were computed in parts, are samples of one batch.
@@ -161,7 +161,7 @@ class Layer:
 
 
 class Record(Mapping[str, Layer]):
-    """What the attention layers of a model compared in its last forward pass, by name."""
+    """Queries and keys of the attention layers of a model in its last forward pass, by name."""
 
     def __init__(self, layers: dict[str, Layer], heads: Sequence[int] | None, limit: int) -> None:
         self._layers = layers
@@ -282,7 +282,7 @@ def record(
 ) -> Iterator[Record]:
     """Record the attention layers of a model while the context is open.
 
-    The outputs of the model do not change by a bit, and nothing stays in it afterwards. The record
+    The outputs of the model are bit-identical, and the model is unchanged afterwards. The record
     holds the last forward pass, on the CPU, also after the context has been closed.
 
     Args:

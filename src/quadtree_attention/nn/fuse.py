@@ -17,7 +17,7 @@ _FUSED = (QuadtreeAttention, DepthwiseConv, NormActLinear)
 
 
 def fuse_for_inference(model: Model, *, graphs: bool = False) -> Model:
-    """Change a model in place so that inference launches less, and return it.
+    """Merge and fuse layers of a model in place for inference, and return the model.
 
     Without gradients, queries, keys and values of an attention come from one matrix product (keys
     and values in cross attention). On a GPU, learned value pyramids, position encodings and the

@@ -69,7 +69,7 @@ def seen_size(size: tuple[int, int], longer: int) -> tuple[int, int]:
 
 
 class PairMatcher(Matcher):
-    """Matches pairs of files; see the module for what it returns.
+    """Matches pairs of image files and refines every match in both images.
 
     Args:
         network: The network.

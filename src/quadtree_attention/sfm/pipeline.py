@@ -146,10 +146,10 @@ def build_model(
     progress: bool | None = None,
     cluster: Cluster | None = None,
 ) -> Report:
-    """A 3-D model of the photographs in a folder, written to another folder.
+    """Reconstruct cameras and points from the photographs in a folder.
 
-    Matches are kept in `out/matches`, so that a run that was stopped continues. All else is
-    written at the end, all or nothing.
+    Matches are stored in `out/matches`, so that an interrupted run continues. All other files are
+    written at the end, together.
 
     Args:
         photos: Folder of photographs.

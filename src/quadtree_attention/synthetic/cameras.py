@@ -150,7 +150,7 @@ def inside(pixels: Tensor, size: tuple[int, int]) -> Tensor:
 
 
 def depth_to_flow(depth: Tensor, K0: Tensor, K1: Tensor, T_0to1: Tensor) -> Tensor:
-    """How far every pixel moves from view 0 to view 1.
+    """Compute the flow from view 0 to view 1 from depth and cameras.
 
     Args:
         depth: (B, H, W) of view 0, along its optical axis.
@@ -176,7 +176,7 @@ def depth_to_flow(depth: Tensor, K0: Tensor, K1: Tensor, T_0to1: Tensor) -> Tens
 
 
 def warp(image: Tensor, flow: Tensor) -> Tensor:
-    """Looks up, for every pixel of view 0, the colour where `flow` says it went in view 1.
+    """Warp view 1 to view 0 by a flow, with bilinear interpolation.
 
     Args:
         image: (B, C, H1, W1), view 1.

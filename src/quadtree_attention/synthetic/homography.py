@@ -43,7 +43,7 @@ def homography_pairs(
     seed: int = 0,
     options: HomographyOptions | None = None,
 ) -> HomographyPair:
-    """Pairs of views of one texture each, made on the device of the textures.
+    """Render pairs of views of one textured plane each, on the device of the textures.
 
     Args:
         textures: To choose from.

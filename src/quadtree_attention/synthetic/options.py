@@ -58,7 +58,7 @@ class ContentOptions:
 
 @dataclass(frozen=True)
 class SceneOptions(ContentOptions):
-    """Scenes seen by two free cameras; a curriculum widens the ranges of the motion.
+    """Options of scenes with two free cameras; a curriculum widens the ranges of the motion.
 
     The second camera moves by `baseline`, turns to look at what the first one looked at, and is
     then turned away from it by `rotation` and about its axis by `roll`.
@@ -87,7 +87,7 @@ class SceneOptions(ContentOptions):
 
 @dataclass(frozen=True)
 class StereoOptions(ContentOptions):
-    """Scenes seen by two cameras side by side, row by row alike."""
+    """Options of scenes with two rectified cameras."""
 
     thin: float = 0.15
     """As before; thin things in front of far ones are what stereo fails at."""
@@ -104,7 +104,7 @@ class StereoOptions(ContentOptions):
 
 @dataclass(frozen=True)
 class HomographyOptions:
-    """One plane that fills both views."""
+    """Options of pairs of a plane that fills both views."""
 
     rotation: Range = (0.0, 45.0)
     """Degrees in the plane of the image, in either direction."""

@@ -29,7 +29,7 @@ def distort(
     strength: float = 1.0,
     jpeg: float = 0.3,
 ) -> Tensor:
-    """The image as another camera would have taken it.
+    """Apply random photometric distortions to images.
 
     Args:
         image: (B, 3, H, W) between 0 and 1.

@@ -18,7 +18,7 @@ GLYPH, PITCH = (5, 7), (7, 11)  # strokes of a letter, and the way to the next l
 
 
 class ProceduralTextures(Textures):
-    """Textures that a seed describes completely: texture i is the same in banks of any length.
+    """Procedural textures, determined by a seed: texture i is the same in banks of any length.
 
     Args:
         count: How many.

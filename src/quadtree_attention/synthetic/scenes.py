@@ -48,7 +48,7 @@ def scene_pairs(
     seed: int = 0,
     options: SceneOptions | None = None,
 ) -> Pair:
-    """Pairs of views of scenes, made on the device of the textures.
+    """Render pairs of views of scenes, on the device of the textures.
 
     Args:
         textures: What surfaces are covered with.

@@ -20,7 +20,7 @@ from quadtree_attention.synthetic.views import both_views
 
 @dataclass(frozen=True)
 class StereoPair:
-    """Left (0) and right (1) views; what is at x on the left is at x - disparity0 on the right."""
+    """Left (0) and right (1) views; x on the left corresponds to x - disparity0 on the right."""
 
     image0: Tensor  # (B, 3, H, W) between 0 and 1
     image1: Tensor  # (B, 3, H, W)
@@ -42,7 +42,7 @@ def stereo_pairs(
     seed: int = 0,
     options: StereoOptions | None = None,
 ) -> StereoPair:
-    """Pairs of views by cameras side by side, made on the device of the textures.
+    """Render rectified stereo pairs, on the device of the textures.
 
     Args:
         textures: What surfaces are covered with.

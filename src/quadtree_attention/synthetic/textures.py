@@ -68,9 +68,9 @@ class Bank:
 
 
 class Textures:
-    """Square textures with ever smaller versions of them (mip levels), on one device.
+    """Square textures with their mip levels, on one device.
 
-    Beyond its edge a texture goes on as its mirror image.
+    Textures are mirrored beyond their edges.
 
     Args:
         images: (T, 3, S, S) uint8.
@@ -163,7 +163,7 @@ def _neighbours(position: Tensor, size: Tensor, finest: int) -> tuple[Tensor, Te
 
 
 class MixedTextures(Textures):
-    """The textures of several banks of one size; a bank given twice is drawn twice as often."""
+    """The textures of several banks of equal size; one listed twice is sampled twice as often."""
 
     def __init__(self, *banks: Textures) -> None:
         sizes = {bank.size for bank in banks}
@@ -176,9 +176,9 @@ class MixedTextures(Textures):
 
 
 class PhotoTextures(Textures):
-    """Square cuts of all photographs in a folder and below it, read once.
+    """Square crops of all photographs in a folder and its sub-folders, read once.
 
-    A photograph much longer than high (or the other way round) gives two cuts, one of each end.
+    A photograph much longer than high (or the other way round) gives two crops, one of each end.
     Files that cannot be read are left out with a warning and listed in `skipped`.
 
     Args:

@@ -49,7 +49,7 @@ BASELINES: dict[str, type[MapAttention]] = {
 
 
 def make_attention(name: str, dim: int, num_heads: int = 8, **options: Any) -> MapAttention:
-    """Builds a baseline by name.
+    """Build a baseline attention by name.
 
     Args:
         name: A key of `BASELINES`.

@@ -113,7 +113,7 @@ def quadtree_attention(
     exact_queries: bool = False,
     lookahead: bool = False,
 ) -> Any:
-    """Attention that looks coarse first and refines only where it matters.
+    """Compute quadtree attention: coarse first, refined only where it matters.
 
     Queries, keys and values are averaged into pyramids of `num_levels` levels. At the coarsest
     level every query cell attends to every key cell and keeps its `topk` best; at each finer level
@@ -238,7 +238,7 @@ def quadtree_attention_pyramid(
 ) -> Tensor | tuple[Tensor, Selection]:
     """`quadtree_attention` on pyramids that the caller built.
 
-    There is no `query_mask`: averaging the queries was up to the caller.
+    There is no `query_mask`: the caller averages the queries.
 
     Args:
         qs: Queries (B, *grid_l, N, D), one map per level, coarse -> fine. Each map has half the
@@ -289,7 +289,7 @@ def quadtree_attention_pyramid(
 def available_backends(
     q: Tensor, k: Tensor, v: Tensor, **options: Unpack[Options]
 ) -> dict[str, list[str]]:
-    """Every backend with its reasons not to run this call of `quadtree_attention`.
+    """Return every backend with its reasons not to run this call of `quadtree_attention`.
 
     An empty list means that the backend can run it; "auto" takes the first of those.
 

@@ -48,7 +48,7 @@ class LevelPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a call of `quadtree_attention` costs, next to full attention on the same maps.
+    """The cost of a call of `quadtree_attention`, next to full attention on the same maps.
 
     Attributes:
         problem: The call in words.
@@ -84,7 +84,7 @@ def plan(
     dtype: torch.dtype = torch.float32,
     device: str | torch.device = "cpu",
 ) -> Plan:
-    """What a call of `quadtree_attention` would cost, and whether full attention is cheaper.
+    """Estimate the cost of a call of `quadtree_attention`, and of full attention on the same maps.
 
     Nothing is run or allocated, and the device need not be present. FLOPs are exact for the two
     matrix products of every level; backward counts 2.5 times forward, as in flash attention: five

@@ -55,7 +55,7 @@ class Preprocess:
 
 
 class Classifier(Predictor[Classification]):
-    """Names the classes of images, with the preprocessing of validation in training.
+    """Classifies images, with the preprocessing of validation in training.
 
     Weights are those of training (`best.safetensors`, or a checkpoint of a run beside it) and of
     `quadtree convert`.

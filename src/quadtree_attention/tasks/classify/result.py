@@ -20,7 +20,7 @@ from quadtree_attention.tasks.readers import match_classes, npz_bytes
 
 @dataclass(frozen=True, eq=False, kw_only=True, repr=False)
 class Classification(Result):
-    """The most probable classes of an image, best first; of equal ones the lower label.
+    """The most probable classes of an image, best first; ties by the lower label.
 
     Attributes:
         logits: (classes,) of all classes, float32.

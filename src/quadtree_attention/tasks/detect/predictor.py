@@ -40,7 +40,7 @@ class Preprocess:
 
 
 class Detector(Predictor[Detections]):
-    """Finds objects in images of any size.
+    """Detects objects in images of any size.
 
     Args:
         network: The detector.

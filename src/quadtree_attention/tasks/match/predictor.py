@@ -44,10 +44,10 @@ class Preprocess:
 
 
 class Matcher(Predictor[Matches]):
-    """Matches two images of any size and kind.
+    """Finds corresponding points of two images of any size and kind.
 
-    Images are matched at a longer side of `size` pixels, 640 by default; smaller images stay as
-    they are, and very long ones keep more, so that their shorter side does not vanish.
+    Images are resized to a longer side of `size` pixels, 640 by default. Smaller images are not
+    enlarged, and very long images are reduced less, to keep a usable shorter side.
 
     Args:
         network: The network.

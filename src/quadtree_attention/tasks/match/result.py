@@ -20,7 +20,7 @@ ARRAYS = ("keypoints0", "keypoints1", "confidence")
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Matches(Result):
-    """Points of two images that show the same; row i of one belongs to row i of the other.
+    """Corresponding points of two images: row i of one belongs to row i of the other.
 
     Attributes:
         keypoints0: (N, 2) pixels (x, y) of image 0 as it was given, upright; the centre of the

@@ -55,7 +55,7 @@ class Preprocess:
 
 
 class Segmenter(Predictor[Segmentation]):
-    """Finds the class of every pixel of images; labels have the size of the image as given.
+    """Predicts the class of every pixel of images, at the size of the image as given.
 
     Args:
         network: The segmenter.

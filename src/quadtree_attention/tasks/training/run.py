@@ -48,10 +48,10 @@ _UNKNOWN = (  # the ways in which the parser speaks of a name it does not know
 
 @dataclass(frozen=True)
 class Run:
-    """What a training run has written.
+    """The files and the history of a training run.
 
     Attributes:
-        folder: Where everything is: checkpoints, `config.yaml`, `history.csv`, `curves.png`.
+        folder: The folder of the run: checkpoints, `config.yaml`, `history.csv`, `curves.png`.
         weights: The best weights, for `from_pretrained` and `evaluate`; None without validation.
         history: Metrics of every epoch.
     """
@@ -69,7 +69,7 @@ def train(
     resume: bool | StrPath | None = None,
     **overrides: Any,
 ) -> Run:
-    """Train from a recipe.
+    """Train a network from a recipe.
 
     Args:
         recipe: A file, such as `recipes/stereo/synthetic.yaml`.
@@ -263,11 +263,12 @@ def _expanded(task: str, args: Sequence[str]) -> tuple[list[str], list[Recipe], 
         found.append((name, given))
     expanded: list[str] = []
     recipes: list[Recipe] = []
-    for name, value in found:
-        if isinstance(value, Recipe):
-            recipes.append(value)
-            value = _with_source(value, source).to_text()
-        expanded += [name] if value is None else [name, value]
+    for name, given_or_recipe in found:
+        if isinstance(given_or_recipe, Recipe):
+            recipes.append(given_or_recipe)
+            expanded += [name, _with_source(given_or_recipe, source).to_text()]
+        else:
+            expanded += [name] if given_or_recipe is None else [name, given_or_recipe]
     if variant and not any(recipe.variants for recipe in recipes):
         raise OptionError(f"no recipe here has variants, got --variant {variant}; leave it out")
     return expanded, recipes, source
