@@ -11,7 +11,9 @@ from quadtree_attention.tasks.stereo.checks import common_points, pair_warnings,
 from tests.conftest import ROOT
 
 DATA = ROOT.parent / "shared" / "data" / "stereo"
+EXAMPLES = ROOT / "examples" / "images"  # part of the repository
 PAIRS = {
+    "example": (EXAMPLES / "stereo_left.jpg", "left", "right"),
     "street": ("KITTI_2015/training/image_2/000046_10.png", "image_2", "image_3"),
     "motorcycle": ("MIDDLEBURY_2014/trainingQ/Motorcycle/im0.png", "im0", "im1"),
     "flowerpots": ("MIDDLEBURY_2005_2006/Flowerpots/im0.png", "im0", "im1"),
@@ -23,7 +25,7 @@ def read(name: str) -> tuple[Image.Image, Image.Image]:
     path, left, right = PAIRS[name]
     if not (DATA / path).is_file():
         pytest.skip("the pairs of ../shared/data/stereo are not here")
-    return to_image(DATA / path), to_image(DATA / path.replace(left, right))
+    return to_image(DATA / path), to_image(DATA / str(path).replace(left, right))
 
 
 def moved(image: Image.Image, down: float) -> Image.Image:
@@ -31,7 +33,7 @@ def moved(image: Image.Image, down: float) -> Image.Image:
     return image.transform(image.size, Image.Transform.AFFINE, matrix, Image.Resampling.BICUBIC)
 
 
-@pytest.mark.parametrize("name", ["street", "flowerpots", "tsukuba"])
+@pytest.mark.parametrize("name", ["example", "street", "flowerpots", "tsukuba"])
 def test_real_pairs(name):
     left, right = read(name)
     assert pair_warnings(left, right) == ()
