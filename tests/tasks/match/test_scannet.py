@@ -140,6 +140,11 @@ def test_overlap_and_lists_decide_what_is_used(stored, root):
         ready(root, min_overlap=0.95)
 
 
+def test_validation_pairs_are_spread_over_those_held_out(stored):
+    data = ready(stored, val_scenes=2, min_overlap=0.0, val_pairs=2)
+    assert [data.place("val", i) for i in range(data.available("val"))] == [0, 2]  # of 4
+
+
 @pytest.mark.parametrize(("count", "used"), [(1, [0]), (2, [0, 1]), (3, [0, 1, 2]), (9, [0, 1, 2])])
 def test_some_of_the_scenes(root, count, used):
     """Evenly spread; the pairs to validate on stay."""
