@@ -1,13 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """The Lightning module that all tasks share: draws, schedules, scores of several processes."""
 
+import inspect
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from quadtree_attention.errors import DataError, OptionError
+from quadtree_attention.models.registry import create
+from quadtree_attention.tasks.contract import get_task
 from quadtree_attention.tasks.training.module import TaskModule, run_length
+from tests.support import tiny
 
 
 class Tiny(TaskModule):
@@ -230,6 +234,23 @@ def test_the_head_learns_faster(schedule):
         scheduler.step_update(step)
         body, head_group = optimizer.param_groups
         assert head_group["lr"] == pytest.approx(10 * body["lr"]) and body["lr"] > 0
+
+
+@pytest.mark.parametrize(("name", "batch", "body"), [
+    ("classify", 1024, None), ("detect", 16, None), ("match", 16, None),
+    ("segment", 16, {"backbone", "pyramid"}), ("stereo", 8, {"features", "transformer"}),
+])  # fmt: skip
+def test_batch_and_head_that_the_rates_of_a_task_are_for(name, batch, body):
+    """As documented; without a head there is no `head_lr`."""
+    module = get_task(name).load("module")
+    assert module.batch_of_lr == batch
+    assert f"Learning rate at a batch of {batch} " in module.__doc__
+    network, options = tiny.NETWORKS[name]
+    with torch.device("meta"):
+        parameters = [key for key, _ in create(network, **options).named_parameters()]
+    others = {key.partition(".")[0] for key in parameters if not key.startswith(module.heads)}
+    assert others == (body or {key.partition(".")[0] for key in parameters})
+    assert ("head_lr" in inspect.signature(module).parameters) == (body is not None)
 
 
 @pytest.mark.parametrize("no_decay", ["vectors", "norms", "nothing"])
