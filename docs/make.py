@@ -71,6 +71,11 @@ PHRASES = {  # what a test refuses, and what to write
 UNCHECKED = ("CONTRIBUTING.md", "docs/make.py", "tests/docs/test_site.py")  # quote them
 TEXTS = ("*.md", "*.py", "*.yaml", "*.toml", "*.js", "*.html", "*.cff")
 LINK = re.compile(r"(\]\()([^)\s:#]+)(#[^)\s]*)?(\))")  # of files, not of URLs or of this page
+HIDDEN = {  # beside a page, for wide tables
+    "benchmarks.md": ["toc"],
+    "index.md": ["navigation", "toc"],
+    "models.md": ["toc"],
+}
 EXAMPLE = re.compile(r"^ *Example:\n", flags=re.M)
 HEAD = "---\nsearch: {boost: 2}\n---\n\n"
 
@@ -248,6 +253,7 @@ def on_config(config: Any) -> Any:
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     """Links of files outside docs/ lead to their pages, or to copies of the files."""
     uri = page.file.src_uri
+    page.meta.setdefault("hide", HIDDEN.get(uri, []))
     source = ROOT / COPIED[uri] if uri in COPIED else DOCS / uri
 
     def new(match: re.Match[str]) -> str:
