@@ -9,7 +9,7 @@ import typer
 
 from quadtree_attention import checks
 from quadtree_attention.cli.options import FILE, INT, TEXT, argument, option
-from quadtree_attention.cli.output import command, exclusive, say, say_json, tell, written
+from quadtree_attention.cli.output import command, exclusive, is_given, say, say_json, tell, written
 from quadtree_attention.errors import OptionError
 from quadtree_attention.tasks.contract import table
 
@@ -83,10 +83,11 @@ def match(context: typer.Context) -> None:
     checks.at_least(1, max=o["top"])
     exclusive(context, "pairs", *ONLY_TWO)
     if o["pairs"] is not None:
+        checks.at_least(1, batch=o["batch"])
         _match_many(context)
         return
     for name in ONLY_MANY:
-        if o[name]:
+        if is_given(context, name):
             raise OptionError(f"--{name} is for --pairs FILE; leave it out")
     _match_two(context)
 

@@ -176,6 +176,7 @@ def predict_pairs(
         describe: Returns entries of the row of a pair.
         numbers: Returns further entries from a result.
     """
+    checks.at_least(1, batch=batch)  # before anything is written
     store = _store(save, predictor, source, force=force, suffix=suffix, cluster=cluster)
     rows: dict[int, dict[str, Any]] = {}
     for index, found in predict(predictor, source, store=store, batch=batch, cluster=cluster):
