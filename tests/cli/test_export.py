@@ -47,7 +47,7 @@ def test_a_fixed_size_is_exported_and_said(classifier):
         (["match", "--save", "a.onnx", "--fixed", "40x640"], "height must be at least 64"),
         (["match", "--save", "a.onnx", "--threshold", "1.5"], "threshold must be"),
         (
-            ["stereo", "--save", "a.onnx", "--threshold", "0.5"],
+            ["stereo", "--save", "a.onnx", "--threshold", "0"],
             "--threshold is no option of stereo",
         ),
         (["classify", "--save", "a.onnx"], "no weights of the task classify"),

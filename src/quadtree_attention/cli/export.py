@@ -60,7 +60,8 @@ def export(context: typer.Context) -> None:
 
     check_writable(o["save"], *([o["weights"]] if o["weights"] else []))
     predictor_class = get_task(o["task"]).load("predictor")
-    own: dict[str, Any] = {name: o[name] for name in ("threshold", "shorter_side") if o[name]}
+    given = (name for name in ("threshold", "shorter_side") if o[name] is not None)
+    own: dict[str, Any] = {name: o[name] for name in given}
     for name in own:
         if name not in checks.keywords(predictor_class.__init__):
             raise OptionError(
