@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """`torch.export` and AOTInductor: a backbone and an attention layer as shared libraries."""
 
+import re
 import shutil
 
 import pytest
 import torch
 
 from quadtree_attention import QuadtreeAttention
+from tests.conftest import ROOT
 
 needs_compiler = pytest.mark.skipif(
     not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="there is no C++ compiler"
@@ -35,12 +37,18 @@ def test_attention_layer(tmp_path):
 
 @pytest.mark.slow
 @needs_compiler
-def test_backbone(tmp_path):
-    models = pytest.importorskip("quadtree_attention.models", reason="needs the extra 'models'")
+def test_backbone_of_the_documentation(tmp_path, monkeypatch):
+    """The code of docs/export.md, with a tiny backbone and an image of odd size."""
     pytest.importorskip("timm", reason="networks need the extra 'models'")
+    monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
-    backbone = models.create("test_quadtree", num_classes=0).eval()
-    image = torch.randn(1, 3, 70, 45)
-    run = compiled(backbone, image, tmp_path / "backbone.pt2")
+    text = (ROOT / "docs/export.md").read_text()
+    code = re.search(r"## AOTInductor\n.*?```python\n(.*?)```", text, flags=re.DOTALL)[1]
+    for old, new in (("quadtree_b_b0", "test_quadtree"), ("1, 3, 224, 224", "1, 3, 70, 45")):
+        assert old in code
+        code = code.replace(old, new)
+    found: dict[str, object] = {}
+    exec(code, found)
     with torch.no_grad():
-        torch.testing.assert_close(run(image), backbone(image), rtol=0, atol=1e-4)
+        wanted = found["backbone"](found["image"])
+    torch.testing.assert_close(found["features"], wanted, rtol=0, atol=1e-4)

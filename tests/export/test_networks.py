@@ -288,6 +288,19 @@ def test_code_of_the_documentation(task, tmp_path, monkeypatch):
         assert shown.any() and np.median(difference) < 0.1
 
 
+@pytest.mark.slow
+def test_layer_of_the_documentation(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    found: dict[str, object] = {}
+    exec(block("Layers"), found)
+    session = onnxruntime.InferenceSession("layer.onnx")
+    (name,) = (x.name for x in session.get_inputs())
+    x = torch.randn(3, 7, 10, 32)
+    (got,) = session.run(None, {name: x.numpy()})
+    with torch.no_grad():
+        torch.testing.assert_close(torch.from_numpy(got), found["layer"](x), rtol=0, atol=1e-5)
+
+
 def close_rows(found, wanted, tolerance):
     """Share of rows that the other has within a distance, of the worse side."""
     ours = np.concatenate([np.asarray(x) for x in found.values()], axis=1)
