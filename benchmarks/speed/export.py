@@ -25,7 +25,7 @@ NETWORKS = {  # height and width of the images
     "quadtree_b_b0": (224, 224),
     "semfpn_quadtree_b_b0": (512, 512),
 }
-RUNTIMES = ("PyTorch", "ONNX Runtime", "ONNX Runtime, fixed size")
+RUNTIMES = ("PyTorch", "ONNX Runtime", "ONNX Runtime fixed")
 LIBRARIES = ("timm", "onnxruntime")
 
 
@@ -35,7 +35,7 @@ def plan(options: Namespace) -> list[list[Work]]:
     return [
         [
             Work({"network": name, "image": list(NETWORKS[name]), "runtime": runtime}, "cpu", more)
-            for runtime in RUNTIMES
+            for runtime in options.runtimes
         ]
         for name in options.networks
     ]
@@ -52,7 +52,7 @@ def network_of(name: str) -> Any:
 
 def file_of(work: Work) -> Path:
     """The exported file of a row, made if it does not exist."""
-    is_fixed = work["runtime"].endswith("fixed size")
+    is_fixed = work["runtime"].endswith("fixed")
     height, width = work["image"]
     end = f"-{height}x{width}" if is_fixed else ""
     path: Path = work.more["folder"] / f"{work['network']}{end}.onnx"
