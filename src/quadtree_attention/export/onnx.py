@@ -260,7 +260,7 @@ def _add_threshold(model: Any, threshold: float | None) -> None:
 
 
 def _metadata(wrapped: Exportable, predictor: Any, fixed: tuple[int, int] | None) -> dict[str, Any]:
-    """What a program has to know that runs the file."""
+    """Metadata for programs that run the file."""
     batch = "B" if wrapped.dynamic_batch and fixed is None else "1"
     inputs = {}
     for i, name in enumerate(wrapped.images):

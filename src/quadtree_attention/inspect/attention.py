@@ -19,7 +19,7 @@ SCORES_AT_ONCE = 2**24
 
 
 class Look(NamedTuple):
-    """What one query looked at on one level.
+    """Candidates of one query on one level.
 
     Attributes:
         cells: Coordinates (C, ndim) of the candidates, (y, x) order, on the key grid of the level.

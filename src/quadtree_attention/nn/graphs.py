@@ -126,7 +126,7 @@ def _state(model: nn.Module) -> list[Tensor]:
 
 
 def _key(inputs: Sequence[Tensor]) -> Hashable:
-    """What a graph was captured for."""
+    """Key of a captured graph."""
     device = inputs[0].device.type
     autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
     looks = tuple((x.shape, x.stride(), x.dtype, x.device) for x in inputs)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What autocast means for operators that choose their own dtypes."""
+"""Autocast for operators that choose their own dtypes."""
 
 from contextlib import AbstractContextManager, nullcontext
 
@@ -14,7 +14,7 @@ AUTOCAST_DEVICES = frozenset(
 
 
 def autocast_dtype(device: str) -> torch.dtype | None:
-    """What autocast casts to on devices of this type; None where it is off or unknown to them."""
+    """Autocast dtype of a device type; None if autocast is off or not supported."""
     on = device in AUTOCAST_DEVICES and torch.is_autocast_enabled(device)
     return torch.get_autocast_dtype(device) if on else None
 

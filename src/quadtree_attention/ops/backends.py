@@ -110,7 +110,7 @@ def fuses_more() -> bool:
 
 
 def default_backend() -> str:
-    """What "auto" means here and now; a compiled program keeps what it meant when compiled."""
+    """The current meaning of "auto"; a compiled program keeps that of its compilation."""
     name = _scoped.get()
     if name == "auto":
         name = os.environ.get(ENVIRONMENT_VARIABLE) or "auto"

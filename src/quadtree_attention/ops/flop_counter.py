@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tells PyTorch's FLOP counter about operators."""
+"""Registration of operators with PyTorch's FLOP counter."""
 
 import sys
 from collections.abc import Callable, Mapping

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the kernels of all operators have in common.
+"""Code shared by the kernels of all operators.
 
 Names in kernels: `p_` pointers, `b_` blocks of values, `o_` offsets, `m_` masks, `i_` program and
 loop indices, `s_` strides. Addresses are computed in 64 bits.
@@ -61,7 +61,7 @@ def kernel(function: Callable[..., None]) -> Any:
 
 
 def parts_of(size: int, part: int) -> int:
-    """How many parts cover all of it; `triton.cdiv` is made for kernels, and slow on the host."""
+    """Ceiling division on the host, where `triton.cdiv` is slow."""
     return -(-size // part)
 
 

@@ -34,7 +34,7 @@ class Launch(NamedTuple):
 
     @property
     def variant(self) -> Hashable:
-        """What Triton compiles the kernel for; launches of the same variant share their code."""
+        """Specialisation key of a kernel; launches with the same key share their code."""
         kernel = self.kernel
         varying = set(kernel.parameters) - kernel.constants
         return self.name, tuple(
@@ -44,7 +44,7 @@ class Launch(NamedTuple):
 
 
 def _specialized(value: Any, is_size: bool) -> Hashable:
-    """What Triton looks at in an argument at run time; of sizes, nothing but their type."""
+    """Properties of an argument that Triton specialises on at run time; of sizes, only the type."""
     if isinstance(value, Tensor):
         offset = value.storage_offset() * value.itemsize + (0 if value.is_meta else _start(value))
         return str(value.dtype), offset % 16 == 0

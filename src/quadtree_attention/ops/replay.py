@@ -31,7 +31,7 @@ MOST_PLANS = 512  # then all are forgotten: sizes that change all the time are n
 
 
 def is_asked_for() -> bool:
-    """What the environment says."""
+    """Setting of the environment variable."""
     value = os.environ.get(ENVIRONMENT_VARIABLE, "")
     if value not in ("", "0", "1"):
         raise OptionError(
@@ -61,7 +61,7 @@ class Noted(NamedTuple):
 
 
 class Slot(NamedTuple):
-    """Where the tensor of an argument comes from.
+    """Source of the tensor of an argument.
 
     Attributes:
         argument: Its number.
@@ -175,7 +175,7 @@ def _stream_of(x: Tensor) -> Any:
 
 
 class _Here(threading.local):
-    """What this thread notes at the moment; None: nothing."""
+    """The active recording of this thread, or None."""
 
     noted: list[Noted] | None = None
 
@@ -195,13 +195,13 @@ def is_noting() -> bool:
 
 
 def note(run: Run | None, arguments: list[Any], *, by_address: bool, kernel: object = None) -> None:
-    """Tells of a launch that just happened, see `Noted`."""
+    """Record a launch that just happened, see `Noted`."""
     assert _here.noted is not None
     _here.noted.append(Noted(run, arguments, by_address, kernel))
 
 
 def note_kernel(compiled: Any, grid: Sequence[int], arguments: list[Any]) -> None:
-    """Tells of the launch of a compiled kernel.
+    """Record the launch of a compiled kernel.
 
     It is repeated the way Triton itself launches it, but for hooks: asking for them takes longer
     than all the rest. While there are any, nothing is repeated.
@@ -233,7 +233,7 @@ def replayed(
     options: Hashable,
     only_launches: Callable[[], bool] = lambda: True,
 ) -> list[Tensor]:
-    """What `call` gives, by repeating its launches if that is on, and two like it were seen before.
+    """Result of `call`; from its third call on, by replaying cached launches if enabled.
 
     Args:
         call: Launches kernels. Its results are dense.
@@ -277,7 +277,7 @@ def _has_hooks() -> bool:
 
 
 def _looks_of(inputs: Sequence[Tensor], addresses: Sequence[int]) -> Hashable:
-    """What kernels are compiled for and launched by, but the addresses themselves.
+    """Arguments of kernels that are part of the cache key: all but addresses.
 
     Of those it counts whether they are multiples of 16, and which are the same.
     """
@@ -349,7 +349,7 @@ class _Planner:
 
 
 def _offsets(sizes: Sequence[int], spans: Sequence[tuple[int, int]]) -> list[int]:
-    """Where tensors of these sizes go, if each is needed from one launch to another.
+    """Offsets of tensors of these sizes in one buffer, given their lifetimes.
 
     Each goes to the first place that is free all the while.
     """

@@ -27,7 +27,7 @@ EXPORTS = ("hloc",)
 
 @dataclass(frozen=True, eq=False)
 class Exchanged:
-    """What was written: tracks over images, and files."""
+    """Summary of what was written: tracks over images, and files."""
 
     tracks: int
     points: int

@@ -49,7 +49,7 @@ def verified(
 
 @dataclass(frozen=True)
 class Attempt:
-    """How COLMAP's incremental mapper is run.
+    """Options of COLMAP's incremental mapper.
 
     Args:
         refines: Refine cameras while photographs are added; False: keep them until the end.

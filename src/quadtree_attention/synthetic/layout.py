@@ -352,7 +352,7 @@ def transfer(
     sight: Sight,
     first_depth: Callable[[Sight, Tensor, Tensor], Tensor] = cast_depth,
 ) -> tuple[Tensor, Tensor]:
-    """Where the surface points of a view are in the other one, and whether they are seen there.
+    """Project the surface points of a view to the other one, with their visibility.
 
     A point is seen if the first surface on the other camera's ray to it is the point itself: an
     exact test, independent of the pixels of the other view.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What synthetic pairs look like and how hard they are.
+"""Options of synthetic pairs.
 
 Example:
     >>> SceneOptions(objects=(2, 4), depth=(2.0, 4.0)).samples
@@ -17,7 +17,7 @@ SAMPLES = (1, 2, 4)
 
 @dataclass(frozen=True)
 class ContentOptions:
-    """What stands in front of the cameras, and how it is photographed.
+    """Content of a scene, and photometric distortion.
 
     Lengths have no unit: only their ratios show in images.
     """
@@ -111,7 +111,7 @@ class HomographyOptions:
     scale: Range = (0.6, 1.6)
     """Size of things in the second view over the first."""
     perspective: Range = (0.0, 0.5)
-    """How much nearer one side is than the middle: 0 is affine, above 0.7 is hardly seen."""
+    """Strength of the perspective distortion: 0 is affine, above 0.7 is extreme."""
     translation: Range = (0.0, 0.3)
     """Over half the diagonal of the image."""
     texture_scale: Range = (0.6, 2.0)

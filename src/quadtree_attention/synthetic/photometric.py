@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a camera does to an image: exposure, colour cast, blur, vignetting, noise, compression."""
+"""Photometric distortions: exposure, colour cast, blur, vignetting, noise, compression."""
 
 import math
 from collections.abc import Sequence
@@ -137,7 +137,7 @@ def _noise_numbers(draws: Draws, strength: float) -> Tensor:
 
 @fused(batched=3)
 def _develop(image: Tensor, numbers: Tensor, keys: Tensor) -> Tensor:
-    """What is done to every pixel by itself: vignetting, tones, noise."""
+    """Distortions per pixel: vignetting, tones, noise."""
     columns = numbers[..., None, None]  # (B, 12, 1, 1)
     image = image * _vignette(image, columns[:, :2, 0, 0], columns[:, 2])[:, None]
     image = (image * columns[:, 3:6]).clamp(1e-4, 1)

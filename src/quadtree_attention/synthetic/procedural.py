@@ -175,7 +175,7 @@ def _edge_directions(draws: Draws) -> Tensor:
 
 
 def _polygon(x: Tensor, y: Tensor, edges: Tensor) -> Tensor:
-    """How far out points are, 0 in the middle: the largest way along any of four directions."""
+    """Distance of points from the centre: the maximum over four directions."""
     out = None
     for i in range(4):
         way = edges[:, i, 0, None, None] * x + edges[:, i, 1, None, None] * y

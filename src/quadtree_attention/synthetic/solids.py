@@ -130,7 +130,7 @@ def _is(sight: Sight, kind: Kind) -> Tensor:
 
 
 def _slabs(sight: Sight, slot: int | slice, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """Where rays enter and leave the box of a slot; they miss it if they leave first."""
+    """Distances at which rays enter and leave the box of a slot; a miss if they leave first."""
     start, end = None, None
     for axis in range(3):
         # The sum changes nothing but 0, whose reciprocal times 0 would be NaN
@@ -145,7 +145,7 @@ def _slabs(sight: Sight, slot: int | slice, x: Tensor, y: Tensor) -> tuple[Tenso
 
 
 def _ellipsoid(sight: Sight, slot: int | slice, x: Tensor, y: Tensor) -> Tensor:
-    """Where rays enter the unit ball of a slot; NaN where they miss it."""
+    """Distances at which rays enter the unit ball of a slot; NaN for a miss."""
     ox, oy, oz = sight.origin[:, None, None, slot].unbind(-1)
     dx, dy, dz = (sight.direction(slot, axis, x, y) for axis in range(3))
     a = dx * dx + dy * dy + dz * dz

@@ -98,7 +98,7 @@ class Cluster:
         return f"{count} actor{'s' * (count != 1)} with {each} each"
 
     def places(self) -> int:
-        """How many actors the cluster has room for."""
+        """Number of actors that fit on the cluster."""
         name, share = ("GPU", 1) if self.device == "cuda" else ("CPU", self.threads)
         return sum(int(node.get(name, 0) // share) for node in _resources())
 

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the networks are put together from."""
+"""Building blocks of the networks."""

@@ -29,7 +29,7 @@ Probe = Callable[["DenseLayer", "Call", Tensor, Tensor, Tensor], Tensor]
 
 
 class Places(NamedTuple):
-    """Where the tokens of a call lie.
+    """Grid positions of the tokens of a call.
 
     Attributes:
         grids, key_grids: Sizes of the grids, one after the other in the sequence.
@@ -168,7 +168,7 @@ def key_mask_of(call: Call) -> Tensor | None:
 
 
 class Interception(TorchFunctionMode):
-    """Hands calls of `scaled_dot_product_attention` to a layer."""
+    """Redirects calls of `scaled_dot_product_attention` to a layer."""
 
     def __init__(self, layer: DenseLayer) -> None:
         super().__init__()
@@ -315,7 +315,7 @@ class InterceptedCross(Intercepted):
 
 
 class Seen:
-    """Something that a forward pass has seen, apart for every thread.
+    """State of a forward pass, one per thread.
 
     A thread that has seen nothing takes what another thread saw last: the backward pass may run the
     layers of a checkpoint again in a thread of its own.

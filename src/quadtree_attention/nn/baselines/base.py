@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the attentions quadtree attention is compared with share."""
+"""Base class of the baseline attentions."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from quadtree_attention.ops.attention.problem import check_mask
 
 
 class MapAttention(nn.Module):
-    """What the baselines share. Subclasses define `attended`.
+    """Base of the baseline attentions. Subclasses define `attended`.
 
     All scores are computed in one method, `attend(q, k, v, ...)`, which `inspect.record` replaces.
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where every call of the package ends: the run of the backend that was chosen."""
+"""Execution of a call on the chosen backend."""
 
 from collections.abc import Sequence
 

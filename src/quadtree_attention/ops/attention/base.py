@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a backend is: a name, its reasons not to run, and a function that attends."""
+"""The interface of a backend: name, reasons not to run a problem, function that attends."""
 
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
@@ -20,7 +20,7 @@ def installed(package: str) -> bool:
 
 
 class Level(NamedTuple):
-    """What one level gives. T query cells in tree order, K kept cells each.
+    """Result of one level. T query cells in tree order, K kept cells each.
 
     Attributes:
         total: (B, N, T, Dv), the messages of all levels so far, summed: in the dtype of the inputs

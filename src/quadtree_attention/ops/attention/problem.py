@@ -21,7 +21,7 @@ DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True)
 class Problem:
-    """What is to be computed, without the tensors: all a backend needs to say yes or no."""
+    """Description of a call without its tensors, from which a backend decides if it can run it."""
 
     batch: int
     query_tree: Tree

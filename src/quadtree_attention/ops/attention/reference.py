@@ -222,7 +222,7 @@ _BYTES_PER_VALUE = 16
 
 
 def _chunk(count: int, bytes_each: int) -> int:
-    """How many of `count` pieces of work fit into the workspace; all of them if it is symbolic."""
+    """Number of the `count` pieces that fit into the workspace; all if `count` is symbolic."""
     if not isinstance(count, int) or not isinstance(bytes_each, int):
         return count
     return max(1, min(count, WORKSPACE_BYTES // max(bytes_each, 1)))
@@ -235,7 +235,7 @@ def _slices(count: int, step: int) -> list[slice]:
 
 
 def _run_of(chunks: int) -> Callable[..., Result]:
-    """How to run the steps of a level: those of many chunks keep only their inputs for backward."""
+    """Runner of the steps of a level; with several chunks, steps are checkpointed."""
     recompute = torch.is_grad_enabled() and chunks > 1 and _are_hooks_allowed()
     return _recompute if recompute else _call
 

@@ -170,7 +170,7 @@ def group(x: Tensor, num_children: int, axis: int) -> Tensor:
 
 
 def repeat(x: Tensor, num_children: int) -> Tensor:
-    """Hands every cell's row to its children: (..., T, D) -> (..., T*F, D)."""
+    """Repeat the row of every cell for its children: (..., T, D) -> (..., T*F, D)."""
     *lead, cells, width = x.shape
     x = x.unsqueeze(-2).expand(*lead, cells, num_children, width)
     return x.reshape(*lead, cells * num_children, width)
@@ -230,5 +230,5 @@ def hide(x: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What sums are kept in: float32, but float64 stays float64."""
+    """Accumulation dtype: float32, or float64 for float64."""
     return torch.float64 if dtype == torch.float64 else torch.float32

@@ -25,7 +25,7 @@ BLOCK_P = 16  # parts that are added up at a time
 
 
 class Options(NamedTuple):
-    """What a call needs to know besides its tensors.
+    """Options of a call, without its tensors.
 
     Attributes:
         level: Index of the finest level among the logits.

@@ -87,7 +87,7 @@ def layer_norm_bwd_kernel(
 
 @triton.jit
 def row_by_parent(o_row, size_1, BY_PARENT: tl.constexpr):
-    """Where a cell of a map of `size_1` columns goes if siblings lie side by side."""
+    """Index of a cell of a map of `size_1` columns in an order with adjacent siblings."""
     o_to = o_row
     if BY_PARENT:
         i_0 = quotient(o_row, size_1)
@@ -119,7 +119,7 @@ def slope(b_x, ACT: tl.constexpr):
 
 @triton.jit
 def store_moments(p_moments, count, mean, square):
-    """How many numbers, their mean, and the sum of their squared distances to it."""
+    """Count, mean, and sum of squared deviations."""
     tl.store(p_moments, count)
     tl.store(p_moments + 1, mean)
     tl.store(p_moments + 2, square)

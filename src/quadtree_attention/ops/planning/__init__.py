@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a call costs, before it is made."""
+"""Cost estimates of calls."""

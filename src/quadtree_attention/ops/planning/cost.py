@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What attention costs, from sizes alone: FLOPs, bytes, memory, and an estimate of the time.
+"""Cost of attention from sizes alone: FLOPs, bytes, memory, and estimated time.
 
 FLOPs are counted exactly. Bytes and memory follow what the fused backends allocate, read and write.
 Times are a small model that only has to say which of two calls is faster.
@@ -28,7 +28,7 @@ COPIES_FINEST = {"cuda": False, "cpu": True}
 
 @dataclass(frozen=True)
 class Speed:
-    """What decides the time of forward on one kind of device; in seconds, or per second.
+    """Constants of the time estimate for one kind of device; in seconds, or per second.
 
     Full attention takes `start + max(pairs / softmax_pairs, FLOPs / matmul_flops)`: matrix
     products, or the exponentials where heads are narrow; longer where there are fewer blocks of
@@ -106,7 +106,7 @@ SPEEDS = {
 
 @dataclass(frozen=True)
 class Cost:
-    """What one call of attention costs.
+    """Cost of one call of attention.
 
     Attributes:
         flops: Of forward; a multiply-add counts as two.
@@ -191,7 +191,7 @@ def level_flops(problem: Problem) -> list[int]:
 
 
 def fixed_seconds(problem: Problem, speed: Speed) -> float:
-    """What quadtree attention takes however small the maps are."""
+    """Seconds of quadtree attention on maps of any size: the fixed part."""
     return problem.num_levels * speed.level
 
 
@@ -221,7 +221,7 @@ def _dense_seconds(pairs: int, flops: int, problem: Problem, speed: Speed) -> fl
 
 
 def saved_bytes(problem: Problem) -> int:
-    """What the forward pass of quadtree attention keeps for backward, beyond its inputs."""
+    """Bytes that quadtree attention saves for backward, beyond its inputs."""
     cells = _cells(problem.query_tree)
     numbers = sum(cells) if _in_tree_order(problem) else cells[0] * _kept_per_cell(problem)
     if problem.variant == "C":  # the state of every level

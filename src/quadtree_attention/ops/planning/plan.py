@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a call would cost, and whether full attention would be cheaper, without running either."""
+"""Cost of a call next to full attention, without running either."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

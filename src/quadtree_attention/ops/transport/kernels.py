@@ -272,7 +272,7 @@ def _take_back(
 
 
 def _places(scores: Tensor, half: int) -> tuple[float, ...]:
-    """What both kernels of half an iteration take from `added_row` to `mass`."""
+    """Arguments of both kernels of half an iteration, from `added_row` to `mass`."""
     rows, sources, targets = scores.shape
     first_rows = half // 2 * rows, (half + 1) // 2 * rows
     if half % 2 == 0:

@@ -35,7 +35,7 @@ MOST_TILES = 1024  # of a map, whose moments every program of the next step adds
 
 @triton.jit
 def rows_of_child(o_row, m_row, i_child, size_0, size_1, above_1, CHILDREN: tl.constexpr):
-    """Where a child of each parent lies, and which of them are on the grid."""
+    """Position of a child of each parent, and whether it is on the grid."""
     o_from, m_from = o_row, m_row
     if CHILDREN > 1:
         i_0 = quotient(o_row, above_1)

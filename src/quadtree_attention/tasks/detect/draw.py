@@ -106,7 +106,7 @@ def place_tag(
     size: tuple[int, int],
     taken: Sequence[Corners],
 ) -> Corners | None:
-    """Where a tag of an extent goes: above its box, else inside, else below.
+    """Position of a tag: above its box, else inside, else below.
 
     It does not leave the picture, which has `size`; None if other tags are there.
     """

@@ -96,7 +96,7 @@ class Detector(Predictor[Detections]):
 def detections(
     answer: Mapping[str, Tensor], names: Sequence[str], threshold: float = 0.0
 ) -> Detections:
-    """What a network answers for one image, without scores below the threshold, best first."""
+    """Detections of one image with scores above the threshold, best first."""
     answer = {name: value.cpu() for name, value in answer.items()}
     order = answer["scores"].argsort(descending=True, stable=True)
     order = order[answer["scores"][order] >= threshold]

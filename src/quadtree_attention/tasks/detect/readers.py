@@ -319,7 +319,7 @@ def _first(paths: Sequence[Path], what: str, is_there: Callable[[Path], bool]) -
 
 
 def counted(problems: Iterable[Problem]) -> str:
-    """How many of each kind: "2 empty box, 1 missing image"."""
+    """Counts by kind: "2 empty box, 1 missing image"."""
     kinds = Counter(problem.kind for problem in problems)
     return ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
 

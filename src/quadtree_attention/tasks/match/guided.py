@@ -69,7 +69,7 @@ def corners_of(size: tuple[int, int]) -> Array:
 
 
 def density(matrix: Array, point: Array) -> float:
-    """How much longer a matrix makes lengths around a point."""
+    """Local scale of a homography at a point."""
     x, y, w = matrix @ np.append(point, 1)
     J = np.array([matrix[0, :2] * w - x * matrix[2, :2], matrix[1, :2] * w - y * matrix[2, :2]])
     return float(math.sqrt(abs(np.linalg.det(J / w**2))))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a matcher learns from, as in LoFTR: a focal loss of coarse pairs, and fine distances."""
+"""Losses of the matcher, as in LoFTR: focal loss of coarse pairs, and fine distances."""
 
 import torch
 from torch import Tensor

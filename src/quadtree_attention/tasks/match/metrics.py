@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How good matches are: errors of the pose or homography they give, and of the points themselves.
+"""Metrics of matches: errors of the estimated pose or homography, and of the points.
 
 Pairs with a pose are scored as LoFTR and SuperGlue do it: the larger of the angles by which
 rotation and direction of translation are off. Pairs with a homography are scored as LoFTR does it:

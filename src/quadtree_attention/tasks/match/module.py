@@ -176,13 +176,13 @@ class MatchModule(TaskModule):
 
 
 def images(batch: Batch) -> dict[str, Tensor]:
-    """What the matcher sees of a batch: grey images, and masks where they are padded."""
+    """Inputs of the matcher: grey images, and masks of padded images."""
     masks = {name: batch[name] for name in ("mask0", "mask1") if name in batch}
     return {name: grey(batch[name]) for name in ("image0", "image1")} | masks
 
 
 def views(batch: Batch) -> tuple[View, View]:
-    """Where pixels go, from flow if it is known, else from depth and pose."""
+    """Target positions of pixels, from flow if it is known, else from depth and pose."""
     if "flow0to1" not in batch:
         depth0, depth1, K0, K1 = (batch[name] for name in ("depth0", "depth1", "K0", "K1"))
         return (
@@ -220,7 +220,7 @@ def f_scores(found: dict[str, Tensor], right: Tensor, truth: CoarseMatches, pair
 
 
 def why_no_poses() -> str | None:
-    """What keeps poses from being estimated here; None if nothing does."""
+    """The reason why poses cannot be estimated here, or None."""
     try:
         libraries()
     except MissingDependencyError as error:

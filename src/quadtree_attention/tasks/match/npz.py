@@ -120,7 +120,7 @@ def _scalar(kind: _DType, content: bytes) -> Any:
 
 
 def _bytes(text: str, encoding: str) -> bytes:
-    """How protocol 2, which knows no bytes, stores them; NumPy wrote it until 1.16."""
+    """Encoding of bytes in pickle protocol 2, which NumPy wrote until 1.16."""
     if not isinstance(text, str) or encoding != "latin1":
         raise pickle.UnpicklingError("bytes are not stored as latin1")
     return text.encode("latin1")

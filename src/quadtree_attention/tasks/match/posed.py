@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What data sets of photographs with depth and pose have in common.
+"""Base of data sets of photographs with depth and pose.
 
 A scene lists pairs of photographs and reads them. Training draws as many pairs from every scene in
 every epoch, large or small; which ones follows from the seed, the epoch and the number of the draw.

@@ -275,7 +275,7 @@ def _shared(pairs: Iterable[PairLine]) -> set[str]:
 
 
 def _matched(pair: PairLine) -> tuple[str, str, int, int]:
-    """What the matches of a pair depend on."""
+    """Identity of a pair: all that its matches depend on."""
     return pair.image0, pair.image1, pair.rotation0, pair.rotation1
 
 

@@ -18,7 +18,7 @@ DEPTH_TOLERANCE = 0.2  # share by which depths may differ and still be of one su
 
 @dataclass(frozen=True)
 class View:
-    """Where the pixels of an image are found in the other one.
+    """Positions of the pixels of an image in the other one.
 
     Attributes:
         target: (B, H, W, 2), pixels (x, y) of the other image.

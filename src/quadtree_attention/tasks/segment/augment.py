@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What happens to an image and its labels before a model sees them.
+"""Augmentation of an image and its labels.
 
 Transforms of torchvision for pairs of an image and a mask: both get the same geometry, the image
 alone other colours.

@@ -54,7 +54,7 @@ def draw(
 
 
 def legend(labels: Array, names: Sequence[str], palette: Sequence[Colour]) -> list[Entry]:
-    """What is in the labels, largest share first; pixels without a class come last."""
+    """Classes in the labels, largest share first; pixels without a class come last."""
     counts = np.bincount(labels[labels >= 0].ravel(), minlength=len(names))
     shares = counts / max(1, labels.size)
     order = np.argsort(-shares, kind="stable")

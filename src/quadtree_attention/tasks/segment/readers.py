@@ -78,7 +78,7 @@ def refuse(bad: Sequence[str], split: str) -> None:
 
 @dataclass(frozen=True)
 class Classes:
-    """What the values of label maps mean."""
+    """Meaning of the values of label maps."""
 
     names: list[str]
     palette: list[Colour]  # a colour for each
@@ -86,7 +86,7 @@ class Classes:
     first: int = 0  # value of the first class
 
     def table(self) -> Array:
-        """What each value of 16 bits becomes: a class, `IGNORE`, or `IGNORE` - 1 for unknown."""
+        """Table from 16-bit values to a class, `IGNORE`, or `IGNORE` - 1 for unknown values."""
         table = np.full(2**16, IGNORE - 1, np.int16)
         table[self.first : self.first + len(self.names)] = np.arange(len(self.names))
         table[list(self.ignored)] = IGNORE

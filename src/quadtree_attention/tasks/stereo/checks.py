@@ -31,7 +31,7 @@ MOST_OCCLUDED = 0.7
 
 
 class Points(NamedTuple):
-    """How points of the left image moved on the way to the right one, both at a side of `SIZE`."""
+    """Displacements of points from the left to the right image, both at a side of `SIZE`."""
 
     dx: Array  # (N,) pixels to the left, that is, disparities
     dy: Array  # (N,) pixels down; about 0 in a rectified pair

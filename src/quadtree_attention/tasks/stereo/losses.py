@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a stereo network learns from, as in STTR: the assignment, disparities, and occlusion."""
+"""Losses of the stereo network, as in STTR: assignment, disparities, and occlusion."""
 
 from collections.abc import Callable, Mapping
 from typing import Any

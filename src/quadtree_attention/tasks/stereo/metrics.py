@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How good disparities and occlusions are.
+"""Metrics of disparities and occlusions.
 
 Pure functions on tensors or arrays of any one shape; `where` says which pixels count. Without any
 such pixel a score is NaN. A prediction that is not a number is infinitely wrong.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where rectified pairs with true disparity come from: folders of several layouts.
+"""Readers of rectified pairs with true disparity, in several folder layouts.
 
 What is hidden in the right view is read from a mask where there is one, found by comparing the
 disparities of both views where there are both, and otherwise only known of pixels whose partner
@@ -69,7 +69,7 @@ Finder: TypeAlias = Callable[[Path, Path], list[Found] | None]
 
 
 class Incomplete(NamedTuple):
-    """Something that was found but is no pair."""
+    """An item that was found but cannot be used as a pair."""
 
     name: str
     reason: str
@@ -235,7 +235,7 @@ def open_source(
 
 
 def _search(place: Path, root: Path, finders: Sequence[Finder], depth: int = 0) -> list[Found]:
-    """What the finders find in a folder, or else below it."""
+    """Items found in a folder, or else below it."""
     for finder in finders:
         within = place.relative_to(root)
         try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run shows and writes while it goes: progress, a table of its epochs, and their curves."""
+"""Callbacks of a run: progress, a table of its epochs, and their curves."""
 
 import csv
 import io

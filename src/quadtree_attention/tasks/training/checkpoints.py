@@ -56,7 +56,7 @@ class SafeCheckpointIO(TorchCheckpointIO):
 
 
 def read_training_checkpoint(path: Any) -> dict[str, Any]:
-    """What a training run stored in `path`.
+    """Read a training checkpoint.
 
     Raises:
         CheckpointError: There is no such file, or it is damaged, or would run code.

@@ -115,7 +115,7 @@ class TaskData(pl.LightningDataModule):
         return self._sources[split]
 
     def report(self, source: Any) -> str:
-        """What is said about the samples that a source skips."""
+        """Message about the samples that a source skips."""
         return f"skipped {len(source.skipped)} files: {summary(source.skipped)}"
 
     @property

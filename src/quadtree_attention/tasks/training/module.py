@@ -178,15 +178,15 @@ class TaskModule(pl.LightningModule):
         raise NotImplementedError
 
     def new_metric(self) -> "Metric[Any, Any] | None":
-        """What scores a validation; None where `validate` logs by itself."""
+        """The metric of a validation; None if `validate` logs by itself."""
         return None
 
     def scores(self, metric: Any) -> Mapping[str, float]:
-        """What is logged of a validation, `val/` left out; nothing if no sample was scored."""
+        """Scores of a validation to log, without `val/`; empty if no sample was scored."""
         return cast(Mapping[str, float], metric.compute().mean)
 
     def card(self) -> dict[str, Any]:
-        """What the weights need beside them to be used."""
+        """The card of the weights."""
         card = {"model": self.hparams["model"], "kwargs": self.kwargs, "task": self.task.name}
         if classes := getattr(cast(Any, self.trainer).datamodule, "classes", None):
             card["classes"] = classes

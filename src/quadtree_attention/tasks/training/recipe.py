@@ -99,7 +99,7 @@ def _load(path: Path) -> dict[str, Any]:
 
 
 def _successor(path: Path) -> str | None:
-    """How to run what a file of this name held before recipes had variants; None if unknown."""
+    """Command for a recipe file from before recipes had variants; None if unknown."""
     words = Counter(path.stem.split("-"))
     found: list[tuple[int, Path, tuple[str, ...]]] = []
     for file in sorted(path.parent.glob("*.yaml")):

@@ -178,7 +178,7 @@ class TrainCLI(LightningCLI):
             parser.link_arguments(source, target, compute_fn=compute, apply_on="instantiate")
 
     def run_dir(self) -> Path:
-        """Where a run writes: as asked for, or named after its last recipe."""
+        """Folder of a run: the given one, or named after its last recipe."""
         if self.config.run_dir is None:
             name = self.recipes[-1].name if self.recipes else "run"
             return Path("runs") / f"{self.module.task.name}-{name}"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a level of variant C takes and gives, for all backends. Arrays are in tree order."""
+"""Inputs and results of a level of variant C, for all backends. Arrays are in tree order."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -43,7 +43,7 @@ class LevelInputs(NamedTuple):
 
 
 class FlatLevel(NamedTuple):
-    """What one level gives.
+    """Result of one level.
 
     Attributes:
         out: (B, N, T*G, Dv), the softmax-weighted mean of all values so far, in the accumulation

@@ -241,7 +241,7 @@ def _level_backward(
 
 
 def _listed(parents: Tensor, sizes: _Sizes) -> tuple[Tensor, Tensor]:
-    """Where the list of every key family begins, and positions in `parents` that name it."""
+    """Start of the list of every key family, and the positions in `parents` that contain it."""
     key_families = sizes.keys // sizes.children
     flat = parents.view(sizes.lead, -1)
     head = torch.arange(sizes.lead, device=flat.device, dtype=torch.int32)[:, None] * key_families

@@ -22,7 +22,7 @@ def as_rows(maps: Maps) -> list[list[Tensor]]:
 def look_of(
     maps: Maps, shown: Sequence[Sequence[Tensor]], logits: Tensor | None, *options: object
 ) -> Look:
-    """What the schedule of a call depends on; `options` from `topk` on."""
+    """Key of the schedule of a call; `options` from `topk` on."""
     return Look(
         tuple(tuple((x.shape, x.stride()) for x in part) for part in maps),
         maps[0][0].dtype,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How maps, averages and selections lie in memory; nothing here needs Triton."""
+"""Memory layout of maps, averages and selections; independent of Triton."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -111,7 +111,7 @@ def layout_of(
 
 
 class Kept(NamedTuple):
-    """What forward leaves to backward: views of one buffer, see `Layout`.
+    """Tensors saved for backward: views of one buffer, see `Layout`.
 
     Attributes:
         message: Unweighted message of level 0, float32 (B, N, T_0, Dv); empty with one level.

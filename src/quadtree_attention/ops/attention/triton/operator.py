@@ -129,7 +129,7 @@ def _replayed(
 
 
 class Call(NamedTuple):
-    """What a call of the operator takes but tensors; those are handed over one after the other.
+    """Options of a call of the operator; tensors are separate arguments.
 
     Attributes:
         counts: How many tensors each of q, k, v, query_shown and key_shown has; logits come last.
@@ -223,5 +223,5 @@ def _backward_flops(
 
 
 def count_flops() -> None:
-    """Tells the counter of torch, once it is there, what the operators compute."""
+    """Register the FLOPs of the operators with torch's counter when it is imported."""
     register_formulas({"triton": _forward_flops, "triton_backward": _backward_flops})

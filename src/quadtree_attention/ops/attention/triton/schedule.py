@@ -37,7 +37,7 @@ SHARE_BLOCK = 1024  # parts of the gradient of a share that are added at once
 
 
 class Look(NamedTuple):
-    """What a schedule depends on.
+    """Key of a schedule.
 
     Attributes:
         maps: Shape (B, *grid, N, D) and strides of each map of q, of k and of v: one, to be
@@ -111,7 +111,7 @@ class Listing(NamedTuple):
 
     @property
     def counters(self) -> int:
-        """How many counters there are: one 0, lengths of lists, and how far each list is."""
+        """Number of counters: a zero, the lengths of the lists, and the fill level of each list."""
         return rounded(2 * self.families[-1] + 4)
 
 
@@ -144,7 +144,7 @@ class Backward(NamedTuple):
 
 
 class _Levels:
-    """What the launches of all levels of a call have in common."""
+    """Arguments shared by the launches of all levels of a call."""
 
     def __init__(self, look: Look) -> None:
         self.look = look
@@ -347,7 +347,7 @@ class _Levels:
     # ---- the levels below
 
     def fine_parts(self, level: int) -> dict[str, int]:
-        """How candidates are cut into parts, or families put together, see `fine.py`."""
+        """Split of candidates into parts, or grouping of families, see `fine.py`."""
         children, kept = 2**self.grids.ndim, self.kept(level - 1)
         candidates = max(power_of_two(kept) * children, 16)
         size = candidates * self.row_bytes

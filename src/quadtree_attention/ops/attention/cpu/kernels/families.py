@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: allow-untyped-defs, allow-untyped-calls
-"""What the passes forward and backward share: the candidates of a family of queries."""
+"""Candidates of a family of queries, for forward and backward."""
 
 import numpy as np
 

@@ -28,7 +28,7 @@ AHEAD = 2  # parents whose rows on the grid are fetched into the cache before th
 
 @inlined
 def _share(like, visible, first, children):
-    """What a visible child contributes to the mean of its parent."""
+    """Weight of a visible child in the mean of its parent."""
     count = children
     if visible.size > 0:
         count = 0

@@ -136,7 +136,7 @@ def store(typing_context, array, index, vector):
 
 @intrinsic
 def prefetch(typing_context, array, index):
-    """Asks for the cache line of a number that will be read soon."""
+    """Prefetch the cache line of an element."""
 
     def build(context, builder, signature, args):
         pointer = builder.bitcast(_pointer(context, builder, array, *args), cgutils.voidptr_t)

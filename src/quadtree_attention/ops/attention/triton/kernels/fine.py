@@ -32,7 +32,7 @@ from quadtree_attention.ops.kernel import kernel, load_rows, quotient, store_row
 
 @triton.jit
 def families_of(size_0, size_1, size_2):
-    """How many families a head has."""
+    """Number of families per head."""
     return (size_0 + 1) // 2 * ((size_1 + 1) // 2) * ((size_2 + 1) // 2)
 
 
@@ -96,7 +96,7 @@ def family(i_first, i_part, rows, heads, size_0, size_1, size_2, o_child, BITS: 
 
 @triton.jit
 def offsets(i_b, i_n, o_row, s_b, s_n, s_t):
-    """Where rows of a head begin."""
+    """Offset of the rows of a head."""
     return i_b * s_b + i_n * s_n + o_row.to(tl.int64) * s_t
 
 

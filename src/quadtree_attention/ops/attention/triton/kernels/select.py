@@ -147,7 +147,7 @@ def count_before(b_number):
 
 @triton.jit
 def place_in_row(b_set, AXIS: tl.constexpr):
-    """How many entries before this one are set, in rows that are `SPREAD` or along axis 2."""
+    """Number of preceding entries that are set, in rows that are `SPREAD` or along axis 2."""
     PARTS: tl.constexpr = b_set.shape[0]
     b_ones = b_set.to(tl.int32)
     b_place = count_before(tl.reshape(b_ones, (PARTS * b_set.shape[1], b_set.shape[2])))

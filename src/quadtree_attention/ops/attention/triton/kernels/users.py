@@ -21,7 +21,7 @@ def side_above(size, i_up):
 
 @triton.jit
 def cells_above(size_0, size_1, size_2, i_up):
-    """How many cells a grid has `i_up` levels above, in 64 bits."""
+    """Number of cells of a grid `i_up` levels above, in 64 bits."""
     cells = side_above(size_0, i_up).to(tl.int64) * side_above(size_1, i_up)
     return cells * side_above(size_2, i_up)
 
@@ -78,7 +78,7 @@ def load_entries(p_parents, batch_heads, above, kept, size_0, size_1, size_2, ke
 def count_users_kernel(p_parents, p_count, batch_heads, above, kept,
                        size_0, size_1, size_2, key_0, key_1, key_2,
                        KEY_BITS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """How many query families kept each key family."""
+    """Number of query families that kept each key family."""
     _, _, _, o_key, m = load_entries(
         p_parents, batch_heads, above, kept, size_0, size_1, size_2, key_0, key_1, key_2,
         KEY_BITS, BLOCK,
