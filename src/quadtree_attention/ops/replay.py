@@ -31,7 +31,7 @@ MOST_PLANS = 512  # then all are forgotten: sizes that change all the time are n
 
 
 def is_asked_for() -> bool:
-    """Setting of the environment variable."""
+    """Whether the environment variable turns it on."""
     value = os.environ.get(ENVIRONMENT_VARIABLE, "")
     if value not in ("", "0", "1"):
         raise OptionError(
