@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is published: the archives, and the first command from an environment that has only them."""
 
+import os
 import subprocess
 import sys
 import tarfile
@@ -50,10 +51,11 @@ def archives(tmp_path_factory):
     return wheel, source
 
 
-def run(*arguments, python=sys.executable, **options):
-    return subprocess.run(
-        [python, *arguments], check=True, capture_output=True, text=True, **options
-    )
+def run(*arguments, python=sys.executable):
+    """Runs Python; a package on its path would count as installed."""
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    command = [python, *arguments]
+    subprocess.run(command, check=True, capture_output=True, text=True, env=environment)
 
 
 @pytest.mark.slow

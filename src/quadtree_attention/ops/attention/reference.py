@@ -8,12 +8,13 @@ memory stays near `WORKSPACE_BYTES` a level however large the map is.
 Letters: R query cells of a chunk, S key cells, C candidates of a query (K kept cells x F children).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.forward_ad import unpack_dual
 from torch.utils.checkpoint import checkpoint
 
 from quadtree_attention.ops.attention.base import Level
@@ -245,7 +246,16 @@ def _call(step: Callable[..., Result], *args: Tensor | None) -> Result:
 
 
 def _recompute(step: Callable[..., Result], *args: Tensor | None) -> Result:
+    if _has_tangents(args):  # torch 2.11 has no forward mode of checkpoints
+        return step(*args)
     return checkpoint(step, *args, use_reentrant=False, preserve_rng_state=False)
+
+
+def _has_tangents(args: Sequence[Tensor | None]) -> bool:
+    """Whether a tensor carries a tangent of forward mode."""
+    if torch.compiler.is_compiling():
+        return False
+    return any(x is not None and unpack_dual(x).tangent is not None for x in args)
 
 
 def _are_hooks_allowed() -> bool:
