@@ -384,6 +384,7 @@ def test_a_folder_that_is_missing_or_empty(tmp_path, monkeypatch):
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").write_text("text")
     assert "none" in refused("sfm", "none", "out")
+    assert "batch must be at least 1, got 0" in refused("sfm", "empty", "out", "--batch", 0)
     assert "empty" in refused("sfm", "empty", "out")
     assert "file" in refused("sfm", "file", "out")
 

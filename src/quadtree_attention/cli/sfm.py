@@ -5,6 +5,7 @@ from pathlib import Path
 
 import typer
 
+from quadtree_attention import checks
 from quadtree_attention.cli.options import FILE, FLOAT, INT, TEXT, argument, option
 from quadtree_attention.cli.output import FAILED, command, exclusive, say, say_json, tell
 
@@ -73,6 +74,7 @@ def sfm(context: typer.Context) -> None:
     exclusive(context, "pairs", "sequential", "nearest")
     exclusive(context, "sequential", "nearest")
     exclusive(context, "camera", "focal")
+    checks.at_least(1, batch=o["batch"])
 
     from quadtree_attention.cli.predict import join_cluster, make_pair_matcher
     from quadtree_attention.sfm.database import colmap
