@@ -2,7 +2,7 @@
 """The small vision transformer of benchmarks/vit.py, dense and with variant C by `accelerate`.
 
 End to end: one image, without gradients, at several numbers of tokens. The weights are random.
-"dense" is PyTorch's fused attention. Rows of one size are timed in turns.
+"dense" is PyTorch's fused attention.
 """
 
 from argparse import Namespace
@@ -25,12 +25,9 @@ ATTENTIONS = {  # options of `accelerate`
 
 
 def plan(options: Namespace) -> list[list[Work]]:
-    """The attentions of one size in turns."""
-    planned = []
-    for side in options.sides:
-        of_size = cases(side=[side], attention=options.attentions)
-        planned.append([Work(case, options.device, {"topk": options.topk}) for case in of_size])
-    return planned
+    """One row at a time: dense attention takes long at many tokens, and is then timed once."""
+    planned = cases(side=options.sides, attention=options.attentions)
+    return [[Work(case, options.device, {"topk": options.topk})] for case in planned]
 
 
 def prepare(work: Work) -> Call:

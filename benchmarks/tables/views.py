@@ -210,8 +210,8 @@ def section(name: str, result: Result) -> str:
     """Section of a result file: heading, tables, missing rows and, folded, provenance."""
     rows = _rows(result)
     lines = [heading(name, result["runs"][0])]
-    for run in result["runs"]:
-        lines += [line for about in _limits(run["settings"]) for line in ("", about)]
+    limits = [about for run in result["runs"] for about in _limits(run["settings"])]
+    lines += [line for about in dict.fromkeys(limits) for line in ("", about)]
     for view in stored_views().get(result["kind"], []):
         if table := view.markdown(rows):
             notes = _notes(view.rows(rows))
@@ -281,7 +281,13 @@ def _limits(settings: Mapping[str, Any]) -> list[str]:
     """Settings that change what the tables mean, one paragraph each."""
     limit, variant = settings.get("memory_gib"), settings.get("variant")
     memory = [] if limit is None else [f"PyTorch was given {number(limit)} GiB of the GPU."]
-    return [*([f"Variant {variant}."] if variant else []), *memory]
+    points, error = settings.get("points"), settings.get("error")
+    fidelity = (
+        []
+        if points is None
+        else [f"At most {points} points an image; K is calibrated for an error of {error:g}."]
+    )
+    return [*([f"Variant {variant}."] if variant else []), *memory, *fidelity]
 
 
 def _methods(settings: Mapping[str, Any]) -> list[str]:
