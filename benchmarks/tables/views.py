@@ -285,7 +285,9 @@ def _limits(settings: Mapping[str, Any]) -> list[str]:
     fidelity = (
         []
         if points is None
-        else [f"At most {points} points an image; K is calibrated for an error of {error:g}."]
+        else [
+            f"K is calibrated for an error of {error:g}. LightGlue has at most {points} points an image."
+        ]
     )
     return [*([f"Variant {variant}."] if variant else []), *memory, *fidelity]
 
