@@ -286,7 +286,8 @@ def _limits(settings: Mapping[str, Any]) -> list[str]:
         []
         if points is None
         else [
-            f"K is calibrated for an error of {error:g}. LightGlue has at most {points} points an image."
+            f"K is calibrated for an error of {error:g}; LightGlue has at most {points} points "
+            "an image."
         ]
     )
     return [*([f"Variant {variant}."] if variant else []), *memory, *fidelity]
