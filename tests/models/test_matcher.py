@@ -182,7 +182,7 @@ def test_manifest_converts_with_nothing_left_over(path):
     if name == "loftr":
         assert infer_matcher(converted) == "loftr"
     else:
-        raises(CheckpointError, r"indoor .* and .*outdoor .* name the", infer_matcher, converted)
+        raises(CheckpointError, r"indoor .* and .*outdoor .* pass the name", infer_matcher, converted)
 
 
 def test_names_that_are_not_official_are_refused():

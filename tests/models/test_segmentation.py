@@ -83,7 +83,7 @@ def test_other_attentions():
         ("semfpn_test_quadtree", {"global_pool": "avg"}, "got 'global_pool'"),
         ("semfpn_test_quadtree", {"norm": "layer"}, "norm must be one of batch, group"),
         ("semfpn_test_quadtree", {"norm": "group", "head_channels": 8}, "a multiple of 32"),
-        ("semfpn_test_quadtree", {"dropout": 1.0}, "dropout must be from 0"),
+        ("semfpn_test_quadtree", {"dropout": 1.0}, "dropout must be in .0, 1.,"),
         ("semfpn_test_quadtree", {"channels": 0}, "channels must be at least 1, got 0"),
     ],
 )

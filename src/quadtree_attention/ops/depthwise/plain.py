@@ -22,7 +22,7 @@ def depthwise(
     out = out.movedim(1, -1)
     if activation is None:
         return out
-    if torch.is_inference_mode_enabled() and not torch.compiler.is_compiling():
+    if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
         in_place: Tensor = _IN_PLACE[activation](out)  # the widest map of a network: one less
         return in_place
     return ACTIVATIONS[activation](out)
