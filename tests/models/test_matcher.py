@@ -182,7 +182,8 @@ def test_manifest_converts_with_nothing_left_over(path):
     if name == "loftr":
         assert infer_matcher(converted) == "loftr"
     else:
-        raises(CheckpointError, r"indoor .* and .*outdoor .* pass the name", infer_matcher, converted)
+        fits = r"indoor .* and .*outdoor .* pass the name"
+        raises(CheckpointError, fits, infer_matcher, converted)
 
 
 def test_names_that_are_not_official_are_refused():
