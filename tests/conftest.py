@@ -3,8 +3,10 @@
 
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +18,24 @@ from tests.support.poison import poisoned
 
 ROOT = Path(__file__).parents[1]
 GOLDEN = (ROOT / "tests" / "golden", ROOT.parent / "shared" / "golden")  # a selection, and all
+
+CHROMIUM = [
+    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
+    *("--disable-sync", "--disable-background-networking", "--disable-component-update"),
+]
+
+
+@pytest.fixture(scope="session")
+def chromium() -> Iterator[Any]:
+    """The browser of this process; Playwright allows one at a time."""
+    api = pytest.importorskip("playwright.sync_api", reason="needs the extra 'dev'")
+    path = shutil.which("chromium")
+    if path is None:
+        pytest.skip("needs Chromium: apt-get install chromium")
+    with api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=path, args=CHROMIUM)
+        yield browser
+        browser.close()
 
 
 def pytest_configure(config: pytest.Config) -> None:

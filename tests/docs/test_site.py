@@ -4,7 +4,6 @@
 import importlib.util
 import json
 import os
-import shutil
 import subprocess
 import sys
 from functools import partial
@@ -117,25 +116,16 @@ def test_charts_show_the_results(name):
     assert pictures.CHARTS[name]() == (ROOT / "docs/images" / f"{name}.svg").read_bytes()
 
 
-@pytest.mark.skipif(shutil.which("chromium") is None, reason="there is no Chromium to look with")
-def test_search_works_from_disk(site):
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(
-            executable_path=shutil.which("chromium"), args=["--no-sandbox"]
-        )
-        page = browser.new_page()
-        asked = []
-        page.on("request", lambda request: asked.append(request.url))
-        page.goto((site / "index.html").as_uri())
-        page.click("[data-md-component=search-query]")
-        page.keyboard.type("calibrate_topk")
-        page.wait_for_selector(".md-search-result__item a", state="attached", timeout=20_000)
-        found = page.locator(".md-search-result__item a").evaluate_all(
-            "all => all.map(a => a.href)"
-        )
-        browser.close()
+def test_search_works_from_disk(site, chromium):
+    page = chromium.new_page()
+    asked = []
+    page.on("request", lambda request: asked.append(request.url))
+    page.goto((site / "index.html").as_uri())
+    page.click("[data-md-component=search-query]")
+    page.keyboard.type("calibrate_topk")
+    page.wait_for_selector(".md-search-result__item a", state="attached", timeout=20_000)
+    found = page.locator(".md-search-result__item a").evaluate_all("all => all.map(a => a.href)")
+    page.close()
     assert any("#quadtree_attention.calibrate_topk" in link for link in found), found
     assert all(url.startswith(("file:", "data:")) for url in asked)
 

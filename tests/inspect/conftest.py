@@ -1,26 +1,8 @@
-"""Chromium, without a network, and pages that must not complain or ask for anything."""
+"""Pages in Chromium, without a network, that must not complain or ask for anything."""
 
-import shutil
 from contextlib import contextmanager
 
 import pytest
-from playwright.sync_api import sync_playwright
-
-FLAGS = [
-    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
-    *("--disable-sync", "--disable-background-networking", "--disable-component-update"),
-]
-
-
-@pytest.fixture(scope="session")
-def chromium():
-    path = shutil.which("chromium")
-    if path is None:
-        pytest.skip("needs Chromium: apt-get install chromium")
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=path, args=FLAGS)
-        yield browser
-        browser.close()
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from pathlib import Path
 from PIL import Image
 from playwright.sync_api import sync_playwright
 
-from tests.inspect.conftest import FLAGS
+from tests.conftest import CHROMIUM
 
 SIZES = {"wide": (1280, 1180, 1), "narrow": (375, 1010, 2)}  # width, height, pixels per CSS pixel
 
@@ -20,7 +20,7 @@ SIZES = {"wide": (1280, 1180, 1), "narrow": (375, 1010, 2)}  # width, height, pi
 def main(page_file: str, folder: str) -> None:
     with sync_playwright() as playwright:
         path = shutil.which("chromium")
-        browser = playwright.chromium.launch(executable_path=path, args=FLAGS)
+        browser = playwright.chromium.launch(executable_path=path, args=CHROMIUM)
         for name, (width, height, ratio) in SIZES.items():
             for scheme in ("light", "dark"):
                 page = browser.new_page(

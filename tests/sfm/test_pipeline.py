@@ -19,7 +19,6 @@ from PIL import ExifTags, Image
 from quadtree_attention.errors import DataError, OptionError
 from quadtree_attention.sfm import Chosen, PairMatcher, build_model
 from quadtree_attention.sfm.matching import _turned_back
-from tests.inspect.conftest import chromium  # noqa: F401
 from tests.support.commands import (
     START,
     command,
@@ -126,7 +125,7 @@ def test_files_agree_with_the_model(scene):
 
 
 @pytest.mark.parametrize("size", [(1280, 900), (390, 844)], ids=["wide", "phone"])
-def test_the_report_in_a_browser(scene, chromium, size):  # noqa: F811
+def test_the_report_in_a_browser(scene, chromium, size):
     """It draws points and cameras, turns, zooms, names cameras, fits the window, is accessible."""
     axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="extra 'dev'")
     width, height = size
