@@ -174,7 +174,7 @@ def _matches(raw: dict[str, Tensor], item: PreparedPair, turn: int = 0) -> Match
         scale = np.divide(item.sizes[i], item.seen[i])
         sides.append((points + 0.5) * scale - 0.5)
     confidence = np.tile(raw["confidence"].float().numpy(), 2)
-    return Matches(*sides, confidence, seen=item.seen)
+    return Matches(sides[0], sides[1], confidence, seen=item.seen)
 
 
 def _turned_back(points: Array, turn: int, size: Size) -> Array:
@@ -251,10 +251,12 @@ def match_pairs(
     matched = _matched if cluster is None else cluster.run
     with tqdm(total=sum(map(len, left)), unit="pair", leave=False, disable=hidden) as bar:
         for found in matched(matcher, source, left):
-            for _, result in found:
+            results = {}
+            for i, result in found:
                 if isinstance(result, Exception):
                     raise result
-            store.put({source.name(i): result for i, result in found})
+                results[source.name(i)] = result
+            store.put(results)
             bar.update(len(found))
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 _CONVOLUTIONS: dict[int, Any] = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "relu": F.relu}
-_IN_PLACE = {"gelu": torch.ops.aten.gelu_.default, "relu": F.relu_}
+_IN_PLACE: dict[str, Any] = {"gelu": torch.ops.aten.gelu_.default, "relu": F.relu_}
 
 
 def depthwise(
