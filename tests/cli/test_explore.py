@@ -69,6 +69,8 @@ def test_explore_rows(all_weights):
     assert layer["cross"] and layer["levels"] == 4
     sample = layer["samples"][0]
     assert sample["flat"] and sample["disparity"]["count"] == sample["grid"][1]
+    rows = f"{len(layer['samples'])} of {layer['rows']} rows of {sample['keyGrid'][1]} cells"
+    assert rows in Path("explore.html").read_text("utf-8")
 
 
 def test_a_second_network_beside(all_weights, tmp_path):

@@ -27,6 +27,7 @@ from quadtree_attention.inspect.still import (
     draw_record,
     images_of,
     query_of,
+    rows_of,
 )
 from quadtree_attention.viz.page import Page, data_uri, make_page
 from quadtree_attention.viz.palette import CONFIDENCE
@@ -201,8 +202,8 @@ def _layer(layer: "Layer", images: int, block: Block, rows: int, short: str) -> 
         raise OptionError(f"{layer.name} was not called while record(model) was open; call it")
     first = layer[0]
     samples = []
+    count = rows_of(layer, images)
     if len(first.grid) == 1:  # rows of the first image
-        count = len(layer) // images
         for i in range(rows):
             row = int((i + 0.5) * count / rows)
             band = [row / count, (row + 1) / count]
@@ -225,6 +226,7 @@ def _layer(layer: "Layer", images: int, block: Block, rows: int, short: str) -> 
         "weights": _weights(first),
         "heads": first.heads,
         "channels": first.q.shape[-1],
+        "rows": count,
         "samples": samples,
     }
 
@@ -298,6 +300,15 @@ def _at_columns(disparity: Array, sample: Mapping[str, Any], scale: float) -> Ar
     return (disparity[row, places] * scale).astype(np.float32)
 
 
+def _maps(layer: Mapping[str, Any]) -> str:
+    """HTML: how many maps or rows of a layer the page holds, and their size."""
+    samples = layer["samples"]
+    rows, columns = samples[0]["keyGrid"]
+    if samples[0]["flat"]:
+        return f"{len(samples)} of {layer['rows']} rows of {columns} cells"
+    return f"{len(samples)} of {rows} &times; {columns} cells"
+
+
 def _words(
     layers: Sequence[Mapping[str, Any]],
     begin: str,
@@ -322,8 +333,7 @@ def _words(
             "Dark cells were not compared."
         )
     rows = "".join(
-        f"<tr><td>{html.escape(layer['label'])}</td><td>{len(layer['samples'])} "
-        f"of {' &times; '.join(str(n) for n in layer['samples'][0]['keyGrid'] if n > 1)} cells</td>"
+        f"<tr><td>{html.escape(layer['label'])}</td><td>{_maps(layer)}</td>"
         f"<td>{layer['heads']}</td><td>{layer['levels']}</td>"
         f"<td>{', '.join(map(str, layer['topk'])) or '&ndash;'}</td>"
         f"<td>{', '.join(f'{100 * w:.0f} %' for w in layer['weights'])}</td></tr>"
