@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Recorded queries and keys, and all that follows from them."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any, Literal, NamedTuple
@@ -156,9 +156,8 @@ class Attention:
                 found[level][place] += values / len(heads)
         return [(level[0], level[1], level[2]) for level in found]
 
-    @torch.no_grad()
     def scores(self, at: Tensor, topk: int | Sequence[int] | None = None) -> list[Tensor]:
-        """Return the scores of queries on every level; 0 where they did not look.
+        """Return the scores of queries on every level; 0 for keys that are no candidates.
 
         Args:
             at: Numbers (Q,) of query cells of the first sample, row by row.
@@ -167,12 +166,29 @@ class Attention:
         Returns:
             (Q, N, *key_grid_l) per level, coarse -> fine.
         """
-        kept = check_topk(self.topk if topk is None else topk, self.num_levels)
+        return [scores for scores, _, _ in self.levels(at, topk)]
+
+    @torch.no_grad()
+    def levels(
+        self, at: Tensor, topk: int | Sequence[int] | None = None
+    ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Yield scores and kept cells of queries level by level, coarse -> fine.
+
+        Only these queries are computed, unlike in `selection`.
+
+        Args:
+            at: As for `scores`, likewise `topk`.
+            topk: Cells to keep.
+
+        Yields:
+            Scores (Q, N, *key_grid_l); kept cells (Q, N, K), row by row, best first, none at the
+            finest level; which of them exist (Q, N, K).
+        """
+        kept = (*check_topk(self.topk if topk is None else topk, self.num_levels), 0)
         queries = _levels(self.q, self.query_mask, self.num_levels)
         keys = _levels(self.k, self.key_mask, self.num_levels)
         place = torch.unravel_index(at, self.grid)
-        found: list[Tensor] = []
-        chosen = torch.zeros(())
+        scores = chosen = torch.zeros(())
         for level, ((q_map, _), (k_map, shown)) in enumerate(zip(queries, keys, strict=True)):
             side = 2 ** (self.num_levels - 1 - level)
             q = q_map[0][tuple(axis // side for axis in place)].float()  # (Q, N, D)
@@ -188,17 +204,16 @@ class Attention:
                 for axis in range(2, e.ndim):
                     total = _summed(total, axis, 2)
                 share = e / _children(total, e).clamp(min=1e-300)
-                scores = (share * _children(found[-1], e)).float()
+                scores = (share * _children(scores, e)).float()
             else:
                 scores = logits.flatten(2).softmax(dim=-1).nan_to_num().view_as(logits)
-            found.append(scores)
-            if level < self.num_levels - 1:
-                rank = scores if self.variant == "A" else logits
-                rank = torch.where(looked, rank, -torch.inf).flatten(2)
-                best = rank.topk(min(kept[level], rank.shape[-1])).indices
-                chosen = torch.zeros_like(rank, dtype=torch.bool).scatter(-1, best, True)
-                chosen = (chosen & looked.flatten(2)).view_as(logits)
-        return found
+            rank = scores if self.variant == "A" else logits
+            rank = torch.where(looked, rank, -torch.inf).flatten(2)
+            best = rank.topk(min(kept[level], rank.shape[-1])).indices  # sorted
+            exists = looked.flatten(2).gather(-1, best)
+            chosen = torch.zeros_like(rank, dtype=torch.bool).scatter(-1, best, exists)
+            chosen = chosen.view_as(logits)
+            yield scores, best, exists
 
     @torch.no_grad()
     def dense(self, at: Tensor) -> Tensor:
@@ -260,34 +275,30 @@ def mass_inside(attention: Attention, topk: Sequence[int], queries: int) -> list
     Args:
         attention: Of a quadtree layer.
         topk: Cells kept per level that selects.
-        queries: Query cells that are looked at, spread evenly.
+        queries: Visible query cells to compute, spread evenly.
 
     Returns:
         (Q, N, K) per level that selects, coarse -> fine.
     """
-    selection = attention.selection(topk)
-    cells = prod(attention.grid)
-    wanted = min(cells, queries)
-    chosen = torch.arange(wanted) * cells // wanted
+    mask = attention.query_mask
+    cells = (
+        torch.arange(prod(attention.grid)) if mask is None else mask[0].flatten().nonzero()[:, 0]
+    )
+    wanted = min(len(cells), queries)
+    chosen = cells[torch.arange(wanted) * len(cells) // max(1, wanted)]
     step = max(1, SCORES_AT_ONCE // (attention.heads * prod(attention.key_grid)))
     parts = []
     for at in chosen.split(step):
-        dense = attention.dense(at)  # (Q, N, *key_grid)
-        parts.append([_inside(attention, dense, at, i, kept) for i, kept in enumerate(selection)])
+        totals = [attention.dense(at)]  # (Q, N, *key_grid)
+        for _ in range(attention.num_levels - 1):
+            pooled = totals[0]
+            for axis in range(2, pooled.ndim):
+                pooled = _summed(pooled, axis, 2)
+            totals.insert(0, pooled)
+        parts.append(
+            [
+                total.flatten(2).gather(-1, best) * exists
+                for total, (_, best, exists) in zip(totals, attention.levels(at, topk), strict=True)
+            ][:-1]
+        )
     return [torch.cat(level) for level in zip(*parts, strict=True)]
-
-
-def _inside(
-    attention: Attention, dense: Tensor, at: Tensor, level: int, kept: LevelSelection
-) -> Tensor:
-    """The sum of dense scores (Q, N, *key_grid) in each cell that the ancestors of queries kept."""
-    cell = 2 ** (attention.num_levels - 1 - level)
-    totals = dense
-    for axis in range(2, dense.ndim):
-        totals = _summed(totals, axis, cell)
-    place = torch.zeros((), dtype=torch.long)
-    for i, size in enumerate(Tree(attention.key_grid, attention.num_levels).grid_at(level)):
-        place = place * size + kept.cells[0][..., i].clamp(min=0)  # (*grid_l, N, K)
-    query = tuple(axis // cell for axis in torch.unravel_index(at, attention.grid))
-    place, exists = (x[query] for x in (place, kept.cells[0][..., 0] >= 0))  # (Q, N, K)
-    return totals.flatten(2).gather(-1, place) * exists

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from quadtree_attention.files import StrPath
 
 QUERIES = 256  # query cells of a sample that are looked at
-SAMPLES = 32  # of a layer and image, such as rows of the stereo network
+SAMPLES = 8  # of a layer and image, such as rows of the stereo network
 ALL = 2**20  # more cells than any level has
 
 
