@@ -29,7 +29,7 @@ self and the last cross attention.
 Examples:
   quadtree explore a.jpg b.jpg
   quadtree explore left.png right.png --task stereo --out rows.html
-  quadtree explore a.jpg b.jpg --layers "*.4.attn,*.5.attn" --at 320,200
+  quadtree explore a.jpg b.jpg --layers "*.2.attn,*.3.attn" --at 320,200
   quadtree explore photo.jpg --weights b2.safetensors --layers "stages.0.*"
 """
 PAGE = Path("explore.html")
