@@ -90,6 +90,22 @@ def test_expected_error_of_a_layer_is_that_of_its_result(model):
 
 
 @torch.no_grad()
+def test_k_whose_output_misses_the_error_are_not_kept(model, monkeypatch):
+    asked, choices = [], iter([32, 1, 32])
+
+    def chosen(found, error, *_):
+        asked.append(error)
+        return dict.fromkeys(found, next(choices))
+
+    monkeypatch.setattr(calibrate_error, "_chosen", chosen)
+    with accelerate(model, min_tokens=1, num_levels=3, use_plan=False):
+        found = calibrate_error.calibrate_error(model, images(), 0.2, by_time=False)
+    assert set(found.values()) == {32} and found.output_error < 0.2
+    assert asked[0] == 0.2 < asked[1]  # more was allowed, and then less again
+    assert asked[0] < asked[2] < asked[1]
+
+
+@torch.no_grad()
 def test_outputs_that_cannot_be_compared(model):
     """Tensors whose shapes vary do not count; without others the errors of layers do."""
 

@@ -170,6 +170,16 @@ def test_prefix_and_grid_together_are_dense_attention():
     )
 
 
+def test_an_empty_prefix_changes_nothing():
+    q, k, v = torch.randn(3, 1, 4, 6, 2, 8).unbind()
+    empty, options = q.new_zeros(1, 0, 2, 8), {"num_levels": 2, "topk": 2, "variant": "C"}
+    expected = quadtree_attention(q, k, v, **options)
+    keys = {"prefix_keys": empty, "prefix_values": empty}
+    assert torch.equal(quadtree_attention(q, k, v, **options, **keys), expected)
+    out, prefix_out = quadtree_attention(q, k, v, **options, **keys, prefix_queries=empty)
+    assert torch.equal(out, expected) and prefix_out.shape == (1, 0, 2, 8)
+
+
 def test_grouped_queries_share_key_heads():
     q = torch.randn(1, 6, 9, 6, 8)
     k, v = torch.randn(2, 1, 6, 9, 2, 8).unbind()

@@ -231,7 +231,7 @@ def _run(
         backend, problem, q, k, v,
         query_mask=query_mask, key_mask=key_mask, with_selection=with_selection,
     )  # fmt: skip
-    if prefix.keys is not None and prefix.values is not None:
+    if prefix.keys is not None and prefix.values is not None and prefix.keys.shape[1]:
         rows = q[-1].flatten(1, -3).transpose(1, 2)  # (B, N, T, D)
         keys, values = prefix.keys.transpose(1, 2), prefix.values.transpose(1, 2)
         part, part_lse = dense(rows, keys, values, prefix.mask, problem.scale)
@@ -252,7 +252,7 @@ def _attend_densely(
     mask = None if key_mask is None else key_mask.flatten(1)
     queries = prefix.queries.transpose(1, 2)
     parts = [dense(queries, keys, values, mask, problem.scale)]
-    if prefix.keys is not None and prefix.values is not None:
+    if prefix.keys is not None and prefix.values is not None and prefix.keys.shape[1]:
         first = (prefix.keys.transpose(1, 2), prefix.values.transpose(1, 2))
         parts.append(dense(queries, *first, prefix.mask, problem.scale))
     out, lse = merge_attentions(*zip(*parts, strict=True))
