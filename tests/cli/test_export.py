@@ -22,7 +22,7 @@ def classifier():
     """Weights with one level per stage, so that an export takes seconds."""
     network = models.create("test_quadtree", **OPTIONS)
     card = {"model": "test_quadtree", "kwargs": OPTIONS, "task": "classify"}
-    return save_weights("c.safetensors", network.state_dict(), card | {"classes": ["cat", "dog"]})
+    save_weights("c.safetensors", network.state_dict(), card | {"classes": ["cat", "dog"]})
 
 
 def test_a_fixed_size_is_exported_and_said(classifier):
