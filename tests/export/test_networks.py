@@ -20,7 +20,13 @@ from quadtree_attention import models, tasks
 from quadtree_attention.errors import ExportError, OptionError
 from quadtree_attention.export import to_onnx
 from quadtree_attention.export.networks import batched_nms, exportable, topk
-from quadtree_attention.export.onnx import compare_rows, compare_values
+from quadtree_attention.export.onnx import (
+    LEAST_AGREEMENT,
+    LEAST_COMMON,
+    compare_rows,
+    compare_values,
+    pictures,
+)
 from quadtree_attention.models.weights import save_weights
 from quadtree_attention.tasks.contract import NAMES, get_task
 from tests.conftest import ROOT
@@ -246,8 +252,6 @@ def test_every_network(task, tmp_path):
     wrapped = exportable(network)
     assert exported.fixed == ("" if wrapped.dynamic_batch else "batch size 1")
     session = onnxruntime.InferenceSession(path)
-    from quadtree_attention.export.onnx import pictures
-
     for size in OTHER_SIZES:
         images = pictures((size,) * len(wrapped.images), wrapped.channels, 1, 9)
         zero = () if wrapped.threshold is None else (torch.tensor(0.0),)
@@ -261,7 +265,8 @@ def test_every_network(task, tmp_path):
             dict(zip(wrapped.outputs, found, strict=True)),
             dict(zip(wrapped.outputs, (x.numpy() for x in wanted), strict=True)),
         )
-        assert compare(*pairs)[0] >= 0.99, size
+        least = LEAST_AGREEMENT if wrapped.threshold is None else LEAST_COMMON
+        assert compare(*pairs)[0] >= least, size
 
 
 def block(title):
@@ -278,7 +283,7 @@ def test_code_of_the_documentation(task, tmp_path, monkeypatch):
     predictor = reference(task, tmp_path, **LIGHT[task])
     names = {"match": "matcher", "classify": "classifier", "detect": "detector"}
     to_onnx(predictor, f"{names.get(task, 'segmenter' if task == 'segment' else task)}.onnx")
-    images = tiny.sample(task, size=(760, 520) if task == "match" else (360, 250))
+    images = tiny.sample(task, size=(760, 520) if task == "match" else (200, 140))
     files = {"match": ("a.jpg", "b.jpg"), "stereo": ("left.png", "right.png")}
     paths = files.get(task, ("cat.jpg" if task == "classify" else "street.jpg",))
     for path, image in zip(paths, images, strict=True):
@@ -304,9 +309,11 @@ def test_code_of_the_documentation(task, tmp_path, monkeypatch):
     elif task == "segment":
         assert (found["labels"] == wanted.labels).mean() >= 0.99
     else:
-        shown = np.isfinite(found["disparity"])
-        difference = np.abs(found["disparity"] - wanted.disparity)[shown]
-        assert shown.any() and np.median(difference) < 0.1
+        raw = np.asarray(found["maps"][0]) * images[0].width / found["size"][0]
+        np.testing.assert_allclose(np.median(np.abs(raw - wanted.disparity)), 0, atol=0.1)
+        assert raw.std() > 0 and np.abs(found["occlusion"] - wanted.occlusion).max() < 0.05
+        hidden = found["occlusion"] > 0.5  # of which the page shows no disparity
+        np.testing.assert_array_equal(np.isnan(found["disparity"]), hidden)
 
 
 @pytest.mark.slow
@@ -331,8 +338,6 @@ def close_rows(found, wanted, tolerance):
 
 
 def test_images_of_checks_have_something_to_match():
-    from quadtree_attention.export.onnx import pictures
-
     first, second = pictures(((64, 80), (72, 64)), 1, 2, 0)
     assert (first.shape, second.shape) == ((2, 1, 64, 80), (2, 1, 72, 64))
     assert torch.equal(first[:, :, :, 4:64], second[:, :, :64, :60])
