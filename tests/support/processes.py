@@ -36,4 +36,6 @@ def _call(output: Path, function: Callable[..., Any], arguments: Any) -> None:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     torch.set_num_threads(1)
+    # Workers of loaders are its children then, and end when it is killed
+    multiprocessing.set_start_method("fork", force=True)
     function(*arguments)
