@@ -224,8 +224,8 @@ def saved_bytes(problem: Problem) -> int:
     """Bytes that quadtree attention saves for backward, beyond its inputs."""
     cells = _cells(problem.query_tree)
     numbers = sum(cells) if _in_tree_order(problem) else cells[0] * _kept_per_cell(problem)
-    if problem.variant == "C":  # the state of every level
-        numbers = sum(cells) * (1 + problem.value_dim)
+    if problem.variant == "C":  # the state of every level; of the finest, its log-sum-exp
+        numbers = sum(cells) + sum(cells[:-1]) * problem.value_dim
     statistics = _rows(problem) * numbers * _wide(problem)
     return sum(_pyramid_bytes(problem)) + _selection_bytes(problem) + statistics
 
