@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The packaged networks with K by attention mass beside their fixed K, in turns on a CPU.
 
-K of every layer is that of the results of `quality calibration`. The call is the whole network on
-one pair of noise, without reading and scaling of images.
+K per layer comes from the results of `quality calibration`. A call is a forward pass of the whole
+network on one pair of noise images; reading and resizing of images are not timed.
 """
 
 from argparse import ArgumentParser, Namespace
