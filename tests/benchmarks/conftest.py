@@ -13,7 +13,7 @@ pytest.importorskip("poselib", reason="estimators need the extra 'models'")
 pytest.importorskip("pytorch_lightning", reason="training needs the extra 'train'")
 
 from benchmarks.__main__ import main
-from benchmarks.result import check
+from benchmarks.result import check, read_all
 from tests.conftest import ROOT
 
 
@@ -46,6 +46,11 @@ def read(path: Path) -> dict[str, Any]:
     result = json.loads(path.read_text())
     check(result)
     return result
+
+
+def stored(kind: str) -> dict[str, Any]:
+    """A committed result of a kind, which a test may change."""
+    return next(iter(read_all(kind).values()))
 
 
 def run_of(**settings: Any) -> dict[str, Any]:

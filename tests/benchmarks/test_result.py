@@ -19,7 +19,7 @@ from benchmarks.result import (
     read_all,
 )
 from benchmarks.training.comparison import comparisons
-from tests.benchmarks.conftest import read, result_of, run_of, times
+from tests.benchmarks.conftest import read, result_of, run_of, stored, times
 
 CASE = {"model": "m", "attention": "sr", "part": "network", "image": [4, 3], "batch": 1,
         "precision": "float32", "mode": "eager"}  # fmt: skip
@@ -27,28 +27,49 @@ ROW = {"case": CASE, "values": times(4.0)}
 KIND = "speed/detectors"
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda r: r.pop("runs"), "result must have the keys"),
-        (lambda r: r.update(schema=1), "schema is 1, this version reads 2"),
-        (lambda r: r.update(kind="speed/prices"), "kind is 'speed/prices', expected one of"),
-        (lambda r: r["runs"][0].pop("date"), r"runs\[0\] must have the keys"),
-        (lambda r: r["runs"][0]["machine"].update(cores="2"), "machine.cores must be"),
-        (lambda r: r["runs"][0]["settings"].update(x=1), r"runs\[0\].settings must have the keys"),
-        (lambda r: r["rows"][0].update(run=1), r"rows\[0\].run must be one of 1 runs"),
-        (lambda r: r["rows"][0]["values"].update(median_ms="4"), "values.median_ms must be float"),
-        (lambda r: r["rows"][0]["values"].pop("peak_mib"), r"rows\[0\].values must have the keys"),
-        (lambda r: r["rows"][0]["case"].update(part="head"), r"part must be network\|detector"),
-        (lambda r: r["rows"][0]["case"].update(image=[4, "3"]), r"image\[1\] must be int"),
-        (lambda r: r["rows"][0].pop("case"), r"rows\[0\].case must have the keys"),
-        (lambda r: r["rows"][0].update(error=3), r"rows\[0\].error must be str"),
-        (lambda r: r["rows"][0].update(error="no", values={"ms": 1}), "must have the keys"),
-    ],
-)
-def test_invalid_results_are_refused(change, message):
-    result = result_of(KIND, ROW)
-    change(result)
+GONE = object()
+MISTAKES = [  # kind, the place of a change in a committed result, the new value, what is said
+    (KIND, "runs", GONE, "result must have the keys"),
+    (KIND, "schema", 1, "schema is 1, this version reads 2"),
+    (KIND, "kind", "speed/prices", "kind is 'speed/prices', expected one of"),
+    (KIND, "runs.0.date", GONE, r"runs\[0\] must have the keys"),
+    (KIND, "runs.0.machine.cores", "2", "machine.cores must be"),
+    (KIND, "runs.0.settings.x", 1, r"runs\[0\].settings must have the keys"),
+    (KIND, "rows.0.run", 1, r"rows\[0\].run must be one of 1 runs"),
+    (KIND, "rows.0.values.median_ms", "4", "values.median_ms must be float"),
+    (KIND, "rows.0.values.peak_mib", GONE, r"rows\[0\].values must have the keys"),
+    (KIND, "rows.0.case.part", "head", r"part must be network\|detector"),
+    (KIND, "rows.0.case.image.1", "3", r"image\[1\] must be int"),
+    (KIND, "rows.0.case", GONE, r"rows\[0\].case must have the keys"),
+    (KIND, "rows.0.error", 3, r"rows\[0\].error must be str"),
+    (KIND, "rows.0", {"run": 0, "error": "no", "values": {"ms": 1}}, "must have the keys"),
+    ("quality/matching", "rows.0.details.pairs.0", GONE, r"details.pairs has \d+ pairs of"),
+    ("quality/matching", "rows.0.values.truth", "flow", "truth must be pose.homography"),
+    ("quality/matching", "rows.0.values.estimators.opencv.auc.5", GONE, "auc must have"),
+    ("quality/stereo", "rows.0.details.pairs.0", GONE, r"details.pairs has \d+ pairs of"),
+    ("training/attentions", "kind", "training", "kind is 'training', expected one of"),
+    ("training/attentions", "rows.0.kind", GONE, r"rows\[0\].kind must be run\|step"),
+    ("training/attentions", "rows.0.case.seed", GONE, r"rows\[0\].case must have the keys"),
+    ("training/attentions", "rows.0.details.history.epoch.19", GONE, r"with epoch \[19\] of 20"),
+    ("training/attentions", "rows.0.details.history.seconds.0", GONE, "has 19 epochs of 20"),
+    ("training/attentions", "runs.2.settings.batch", GONE, r"runs\[2\].settings must have"),
+    ("training/match-attentions", "rows.0.details.weights.sha256", GONE, "weights must have"),
+    ("training/match-attentions", "rows.6.details.errors.opencv.0", GONE, "has 99 pairs of 100"),
+    ("training/match-attentions", "runs.2.settings.synthetic.seed", GONE, "synthetic must have"),
+]
+
+
+@pytest.mark.parametrize(("kind", "place", "value", "message"), MISTAKES)
+def test_results_with_a_mistake_are_refused(kind, place, value, message):
+    result = found = stored(kind)
+    *path, last = (int(x) if x.isdigit() else x for x in place.split("."))
+    for key in path:
+        found = found[key]
+    last = str(last) if isinstance(found, dict) else last  # "5" of an area
+    if value is GONE:
+        del found[last]
+    else:
+        found[last] = value
     with pytest.raises(ValueError, match=message):
         check(result)
 

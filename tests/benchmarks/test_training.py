@@ -29,8 +29,7 @@ from quadtree_attention.models.weights import read_checkpoint
 from quadtree_attention.tasks.match.data import MatchData
 from quadtree_attention.tasks.match.module import images
 from quadtree_attention.tasks.match.readers import read_pairs
-from tests.benchmarks.conftest import command, read, refused
-from tests.benchmarks.test_training_tables import match_result
+from tests.benchmarks.conftest import command, read, refused, stored
 from tests.conftest import ROOT
 
 DATA = ROOT.parent / "shared" / "data" / "matching"
@@ -464,12 +463,13 @@ def assert_scenes_are_new(folder: Path) -> None:
 def test_weights_of_other_runs_are_refused(tmp_path, capsys):
     weights, path = tmp_path / "weights", tmp_path / "x.json"
     weights.mkdir()
-    path.write_text(json.dumps(match_result()))
+    before = stored("training/match-attentions")
+    path.write_text(json.dumps(before))
     evaluate = ["training match-attentions evaluate --sets synthetic", "--results", path]
     evaluate += ["--weights", weights]
     assert "there are no weights in" in refused(capsys, *evaluate)
     (weights / "linear-s0.safetensors").write_bytes(b"others")
     assert "linear-s0.safetensors holds weights of no run" in refused(capsys, *evaluate)
-    assert read(path) == match_result()
+    assert read(path) == before
     path.write_text('{"kind": "quality/matching"}')
     assert "is not a result file" in refused(capsys, *evaluate)
