@@ -15,6 +15,7 @@ import typer
 from quadtree_attention.cli.options import INT, TEXT, argument, flag, option
 from quadtree_attention.cli.output import command, imported
 from quadtree_attention.errors import CheckpointError, OptionError
+from quadtree_attention.tasks.contract import table
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -35,6 +36,7 @@ Examples:
   quadtree convert indoor.ckpt --save indoor.safetensors --model loftr_quadtree_indoor
   quadtree convert sceneflow_pretrained_model.pth.tar --save sttr.safetensors
 """
+Options = Mapping[str, Any]  # of the command, by name
 LICENCE = "of the source checkpoint; see its authors"
 OWN = {
     "checkpoint": argument(
@@ -59,30 +61,6 @@ OWN = {
 
 
 @dataclass(frozen=True)
-class Request:
-    """Options of the command."""
-
-    checkpoint: Path
-    save: Path
-    model: str | None = None
-    act: str | None = None
-    topk: int | None = None
-    num_classes: str = "auto"
-    position: str | None = None
-    force: bool = False
-
-    def command(self) -> str:
-        """The command line, without folders."""
-        options = {"--model": self.model, "--act": self.act, "--topk": self.topk}
-        options["--num-classes"] = None if self.num_classes == "auto" else self.num_classes
-        options["--position"] = self.position
-        words = ["quadtree", "convert", self.checkpoint.name, "--save", self.save.name]
-        for name, value in options.items():
-            words += [] if value is None else [name, str(value)]
-        return shlex.join(words + ["--force"] * self.force)
-
-
-@dataclass(frozen=True)
 class Converted:
     """Converted tensors, and a record of all other tensors of the checkpoint."""
 
@@ -102,21 +80,19 @@ def register(app: typer.Typer) -> None:
 def run(context: typer.Context) -> None:
     from quadtree_attention.models.weights import check_target, read_checkpoint, save_weights
 
-    request = Request(**{name: context.params[name] for name in OWN})
+    o = context.params
     imported()
     # Checks for writing, before the slow part
-    check_target(request.save, overwrite=request.force)
-    state = read_checkpoint(request.checkpoint)
-    if request.save.exists() and os.path.samefile(request.checkpoint, request.save):
-        raise OptionError(f"--save must not be the checkpoint itself, got {str(request.save)!r}")
-    converted = convert(state, request)
-    card = save_weights(
-        request.save, converted.tensors, _card(converted, request), overwrite=request.force
-    )
-    print(json.dumps(card, indent=2) if context.params["json"] else as_text(converted, request))
+    check_target(o["save"], overwrite=o["force"])
+    state = read_checkpoint(o["checkpoint"])
+    if o["save"].exists() and os.path.samefile(o["checkpoint"], o["save"]):
+        raise OptionError(f"--save must not be the checkpoint itself, got {str(o['save'])!r}")
+    converted = convert(state, o)
+    card = save_weights(o["save"], converted.tensors, _card(converted, o), overwrite=o["force"])
+    print(json.dumps(card, indent=2) if o["json"] else as_text(converted, o))
 
 
-def convert(state: "Mapping[str, Tensor]", request: Request) -> Converted:
+def convert(state: "Mapping[str, Tensor]", o: Options) -> Converted:
     """Converts the official tensors and checks all of them against our model."""
     from quadtree_attention.models import convert as converter
     from quadtree_attention.models.matcher_convert import is_official_matcher
@@ -124,23 +100,23 @@ def convert(state: "Mapping[str, Tensor]", request: Request) -> Converted:
     from quadtree_attention.models.stereo_convert import is_official_stereo
 
     if is_official_matcher(state):
-        return _convert_matcher(state, request)
+        return _convert_matcher(state, o)
     if is_official_stereo(state):
-        return _convert_stereo(state, request)
+        return _convert_stereo(state, o)
     if not converter.is_official_backbone(state):
         raise CheckpointError(
-            f"{request.checkpoint} has no tensors of an official backbone, such as "
+            f"{o['checkpoint']} has no tensors of an official backbone, such as "
             f"patch_embed1.proj.weight, nor of a matcher or STTR; it has "
             f"{', '.join([*state][:3])} and so on, {len(state)} in all; give a classification, "
             "detection, segmentation, matching or stereo checkpoint"
         )
-    _check_without(request, "position", "a matcher", "a backbone")
+    _check_without(o, "a backbone", position="a matcher")
     backbone, left_out = converter.split_backbone(state)
     tensors = converter.convert_backbone(backbone)
-    name = converter.infer_name(tensors) if request.model is None else request.model
+    name = converter.infer_name(tensors) if o["model"] is None else o["model"]
     options = converter.infer_options(tensors)
     has_classifier = options["num_classes"] > 0
-    given = _given(request)
+    given = _given(o)
     options |= given
     if options["num_classes"] == 0:
         left_out += [key for key in tensors if key.startswith("head.")]
@@ -151,17 +127,18 @@ def convert(state: "Mapping[str, Tensor]", request: Request) -> Converted:
     return Converted(name, options, tensors, _parameters(model), left_out, has_classifier)
 
 
-def _convert_matcher(state: "Mapping[str, Tensor]", request: Request) -> Converted:
+def _convert_matcher(state: "Mapping[str, Tensor]", o: Options) -> Converted:
     from quadtree_attention.models.convert import check_fit
-    from quadtree_attention.models.matcher_convert import convert_matcher
+    from quadtree_attention.models.matcher_convert import convert_matcher, infer_matcher
     from quadtree_attention.models.registry import create, current_name
 
-    _check_without(request, "act", "a backbone", "a matcher")
-    _check_without(request, "num_classes", "a backbone", "a matcher")
+    _check_without(o, "a matcher", act="a backbone", num_classes="a backbone")
     tensors = convert_matcher(state)
-    name = current_name(request.model or _matcher_name(tensors))
-    options: dict[str, Any] = {"topk": request.topk, "position": request.position}
-    options = {option: value for option, value in options.items() if value is not None}
+    try:
+        name = current_name(o["model"] or infer_matcher(tensors))
+    except CheckpointError as error:
+        raise CheckpointError(f"{error} by --model") from error
+    options = {key: o[key] for key in ("topk", "position") if o[key] is not None}
     if "coarse_matching.bin_score" in tensors:
         options["matching"] = "optimal_transport"
     model = create(name, device="meta", **options)
@@ -169,110 +146,89 @@ def _convert_matcher(state: "Mapping[str, Tensor]", request: Request) -> Convert
     return Converted(name, options, tensors, _parameters(model), [], task="match")
 
 
-def _convert_stereo(state: "Mapping[str, Tensor]", request: Request) -> Converted:
+def _convert_stereo(state: "Mapping[str, Tensor]", o: Options) -> Converted:
     from quadtree_attention.models.convert import check_fit
     from quadtree_attention.models.registry import create, current_name
     from quadtree_attention.models.stereo_convert import convert_stereo
 
-    for given, of in (("act", "a backbone"), ("num_classes", "a backbone"),
-                       ("topk", "quadtree attention"), ("position", "a matcher")):  # fmt: skip
-        _check_without(request, given, of, "STTR")
+    backbone = dict.fromkeys(("act", "num_classes"), "a backbone")
+    _check_without(o, "STTR", **backbone, topk="quadtree attention", position="a matcher")
     tensors, left_out = convert_stereo(state)
-    name = current_name(request.model or "sttr")
+    name = current_name(o["model"] or "sttr")
     model = create(name, device="meta")
     check_fit(model, tensors)
     return Converted(name, {}, tensors, _parameters(model), left_out, task="stereo")
-
-
-def _matcher_name(tensors: "Mapping[str, Tensor]") -> str:
-    from quadtree_attention.models.matcher_convert import infer_matcher
-
-    try:
-        return infer_matcher(tensors)
-    except CheckpointError as error:
-        raise CheckpointError(f"{error} by --model") from error
 
 
 def _parameters(model: "nn.Module") -> int:
     return sum(p.numel() for p in model.parameters())
 
 
-def _check_without(request: Request, option: str, of: str, found: str) -> None:
-    value, default = getattr(request, option), getattr(Request, option)
-    if value != default:
-        raise OptionError(
-            f"--{option.replace('_', '-')} is for {of}, and {request.checkpoint} holds {found}, "
-            f"got {value!r}; leave it out"
-        )
+def _check_without(o: Options, found: str, **owners: str) -> None:
+    """Raises `OptionError` for options of other checkpoints than the one `found`."""
+    for name, of in owners.items():
+        if o[name] != OWN[name][1]:
+            raise OptionError(
+                f"--{name.replace('_', '-')} is for {of}, and {o['checkpoint']} holds {found}, "
+                f"got {o[name]!r}; leave it out"
+            )
 
 
-def _given(request: Request) -> dict[str, Any]:
+def _given(o: Options) -> dict[str, Any]:
     """Options of the model given on the command line."""
-    if not re.fullmatch(r"auto|\d{1,9}", request.num_classes):
+    count = o["num_classes"]
+    if not re.fullmatch(r"auto|\d{1,9}", count):
         raise OptionError(
-            f"--num-classes must be auto or a number, got {request.num_classes!r}; "
-            "0 omits the classifier"
+            f"--num-classes must be auto or a number, got {count!r}; 0 omits the classifier"
         )
-    given = {
-        "num_classes": None if request.num_classes == "auto" else int(request.num_classes),
-        "topk": request.topk,
-        "value_act": request.act,
-    }
+    given = {"num_classes": None if count == "auto" else int(count)}
+    given |= {"topk": o["topk"], "value_act": o["act"]}
     return {name: value for name, value in given.items() if value is not None}
 
 
-def _card(converted: Converted, request: Request) -> dict[str, Any]:
+def _card(converted: Converted, o: Options) -> dict[str, Any]:
     from quadtree_attention.files import file_sha256
 
+    words = ["quadtree", "convert", o["checkpoint"].name, "--save", o["save"].name]  # no folders
+    for name in ("model", "act", "topk", "num_classes", "position"):
+        given = o[name] != OWN[name][1]
+        words += [f"--{name.replace('_', '-')}", str(o[name])] if given else []
     return {
         "model": converted.model,
         "kwargs": converted.kwargs,
         **({} if converted.task is None else {"task": converted.task}),
         "parameters": converted.parameters,
         "source": {
-            "file": request.checkpoint.name,
-            "sha256": file_sha256(request.checkpoint),
+            "file": o["checkpoint"].name,
+            "sha256": file_sha256(o["checkpoint"]),
             "tensors_left_out": len(converted.left_out),
             "left_out": _left_out(converted.left_out),
         },
-        "command": request.command(),
+        "command": shlex.join(words + ["--force"] * o["force"]),
         "licence": LICENCE,
     }
 
 
-def as_text(converted: Converted, request: Request) -> str:
-    known = "" if request.model else ", by its blocks and channels"
+def as_text(converted: Converted, o: Options) -> str:
+    kwargs, save = converted.kwargs, o["save"]
     rows = {
-        "model": converted.model + known,
+        "model": converted.model + ("" if o["model"] else ", by its blocks and channels"),
         "parameters": f"{converted.parameters:,} in {len(converted.tensors)} tensors",
     }
     if converted.task is None:
-        rows |= _backbone_rows(converted, request)
+        rows["num_classes"] = str(kwargs["num_classes"] or "0, no classifier")
+        for name, given in (("topk", "topk"), ("value_act", "act")):
+            if name in kwargs:
+                rows[name] = f"{kwargs[name]}, {_why(converted, o[given], f'--{given}')}"
     elif converted.task == "match":
-        rows |= _matcher_rows(request)
+        rows |= {} if o["topk"] is None else {"topk": f"{o['topk']}, as given by --topk"}
+        why = "as given by --position"
+        if o["position"] is None:
+            why = "as in most checkpoints; not stored in the tensors, --position changes it"
+        rows["position"] = f"{o['position'] or 'fixed'}, {why}"
     rows["left out"] = _left_out(converted.left_out)
-    rows["written"] = f"{request.save} and {request.save.with_suffix('.json').name}"
-    lines = [f"{name:11}  {value}" for name, value in rows.items()]
-    return "\n".join([*lines, "", *_usage(converted, request.save)])
-
-
-def _backbone_rows(converted: Converted, request: Request) -> dict[str, str]:
-    kwargs = converted.kwargs
-    rows = {
-        "num_classes": str(kwargs["num_classes"] or "0, no classifier"),
-        "topk": f"{kwargs['topk']}, {_why(converted, request.topk, '--topk')}",
-    }
-    if "value_act" in kwargs:
-        rows["value_act"] = f"{kwargs['value_act']}, {_why(converted, request.act, '--act')}"
-    return rows
-
-
-def _matcher_rows(request: Request) -> dict[str, str]:
-    rows = {} if request.topk is None else {"topk": f"{request.topk}, as given by --topk"}
-    why = "as given by --position"
-    if request.position is None:
-        why = "as in most checkpoints; not stored in the tensors, --position changes it"
-    return rows | {"position": f"{request.position or 'fixed'}, {why}"}
+    rows["written"] = f"{save} and {save.with_suffix('.json').name}"
+    return table(rows) + "\n\n" + "\n".join(_usage(converted, save))
 
 
 def _why(converted: Converted, given: object, option: str) -> str:
@@ -290,16 +246,13 @@ def _left_out(names: Sequence[str]) -> str:
 
 
 def _usage(converted: Converted, output: Path) -> list[str]:
-    if converted.task == "match":
-        return [
-            "from quadtree_attention.tasks import Matcher",
-            f"matches = Matcher.from_pretrained({str(output)!r})(image0, image1)",
-        ]
-    if converted.task == "stereo":
-        return [
-            "from quadtree_attention.tasks import StereoMatcher",
-            f"found = StereoMatcher.from_pretrained({str(output)!r})(left, right)",
-        ]
+    name, call = {
+        "match": ("Matcher", "matches = {}(image0, image1)"),
+        "stereo": ("StereoMatcher", "found = {}(left, right)"),
+    }.get(converted.task or "", ("", ""))
+    if name:
+        made = call.format(f"{name}.from_pretrained({str(output)!r})")
+        return [f"from quadtree_attention.tasks import {name}", made]
     result = "logits = model(images)"
     if not converted.kwargs["num_classes"]:
         result = "maps = model.forward_intermediates(images, intermediates_only=True)"

@@ -3,48 +3,19 @@
 
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 from typing import Annotated
 
 import typer
 
 from quadtree_attention import __version__
-from quadtree_attention.cli import (
-    attention,
-    calibrate,
-    classify,
-    convert,
-    detect,
-    evaluate,
-    explore,
-    export,
-    info,
-    match,
-    segment,
-    sfm,
-    stereo,
-    train,
-    warmup,
-)
 from quadtree_attention.cli.options import RENAMED
 from quadtree_attention.cli.output import MISTAKE, errors_on_one_line, tell
 
-COMMANDS = (
-    *(
-        info,
-        match,
-        stereo,
-        classify,
-        detect,
-        segment,
-        sfm,
-        evaluate,
-        train,
-        convert,
-        export,
-        warmup,
-    ),
-    *(explore, attention, calibrate),
-)
+COMMANDS = (  # modules of this package, in the order of the help
+    "info", "match", "stereo", "classify", "detect", "segment", "sfm", "evaluate", "train",
+    "convert", "export", "warmup", "explore", "attention", "calibrate",
+)  # fmt: skip
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -52,8 +23,8 @@ app = typer.Typer(
     rich_markup_mode=None,  # plain text reads the same in a terminal, in a pipe and in a log
     pretty_exceptions_enable=False,
 )
-for module in COMMANDS:
-    module.register(app)
+for name in COMMANDS:
+    import_module(f"quadtree_attention.cli.{name}").register(app)
 
 
 def _show_version(asked: bool) -> None:

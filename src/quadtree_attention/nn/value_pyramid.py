@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from quadtree_attention.errors import OptionError
 from quadtree_attention.nn.renamed import rename_on_load
 from quadtree_attention.ops.attention.tree import Tree, accumulation_dtype, hide, is_known
+from quadtree_attention.ops.autograd import is_transformed
 from quadtree_attention.ops.norms.functional import can_fuse_map, map_norm
 from quadtree_attention.ops.values.functional import can_fuse, norm_act_linear
 
@@ -81,7 +82,9 @@ def norm_of_maps(
     Shapes: (B, *grid, C) with (B, *grid) bool or None -> (B, *grid, C)
     """
     wide = x.to(accumulation_dtype(x.dtype))
-    if visible is None and x.is_cpu:  # a tenth of the time, but on a GPU it copies the maps
+    if visible is None and x.is_cpu and not is_transformed(x):
+        # A tenth of the time; on a GPU it would copy the maps. In torch 2.11, `group_norm` of
+        # channels-last maps raises in forward mode and in `vmap`
         weight, bias = weight.to(wide.dtype), bias.to(wide.dtype)
         return F.group_norm(wide.movedim(-1, 1), 1, weight, bias, eps).movedim(1, -1).to(x.dtype)
     axes = tuple(range(1, x.ndim))

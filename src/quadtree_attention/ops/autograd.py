@@ -11,7 +11,7 @@ and modes see operators, and all other derivatives raise one sentence instead of
 | backward of backward, forward mode, `torch.func` (`vmap`, `grad`, ...) | raises | yes |
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -69,15 +69,17 @@ def apply(what: str, function: type[torch.autograd.Function], *arguments: Any) -
     try:
         return function.apply(*arguments)
     except (NotImplementedError, RuntimeError) as error:
-        if not _is_transformed(arguments):
+        if not is_transformed(*arguments):
             raise
         raise BackendUnsupportedError(
             f"{what} has no forward-mode derivatives and no torch.func transforms; {INSTEAD}"
         ) from error
 
 
-def _is_transformed(arguments: Sequence[Any]) -> bool:
-    """Whether something other than a plain backward pass is to follow; asked after an error."""
+def is_transformed(*arguments: Any) -> bool:
+    """True if a `torch.func` transform is active or an argument has a forward-mode tangent."""
+    if torch.compiler.is_compiling():
+        return False
     if torch._C._are_functorch_transforms_active():
         return True
     tensors = (x for x in arguments if isinstance(x, Tensor))

@@ -29,6 +29,7 @@ REPROJECTION = 1.25  # largest error of an observation, in pixels as the network
 WORTH = 0.01  # share by which refined cameras must lower the error
 ROUNDS = 2  # of adjustment and filter
 LEAST_ANGLE = 1.5  # degrees between the rays of a point, as COLMAP has it
+FORWARD_ANGLE = 4.0  # least median angle of a first pair that may move forward; COLMAP's is 16
 
 
 def verified(
@@ -54,17 +55,20 @@ class Attempt:
     Args:
         refines: Refine cameras while photographs are added; False: keep them until the end.
         two_views: Use points that only two photographs see.
+        forward: The first pair may move forward and have a median angle of `FORWARD_ANGLE`. With
+            COLMAP's limits there is no first pair if all cameras move along their view.
     """
 
     refines: bool
     two_views: bool = False
+    forward: bool = False
 
 
 # In this order, until all photographs that are linked are registered. A focal length that is known
 # is kept first: where photographs show a plane or move forward, it is hardly determined.
-KNOWN = (Attempt(False), Attempt(False, True), Attempt(True))
-GUESSED = (Attempt(True), Attempt(True, True), Attempt(False))
-CALIBRATED = (Attempt(False), Attempt(False, True))
+KNOWN = (Attempt(False), Attempt(False, True), Attempt(False, True, True), Attempt(True))
+GUESSED = (Attempt(True), Attempt(True, True), Attempt(True, True, True), Attempt(False))
+CALIBRATED = (Attempt(False), Attempt(False, True), Attempt(False, True, True))
 
 
 def map_images(
@@ -127,6 +131,9 @@ def _incrementally(
     options.triangulation.ignore_two_view_tracks = not attempt.two_views
     if attempt.two_views:
         options.mapper.abs_pose_min_num_inliers = LEAST_MATCHES
+    if attempt.forward:
+        options.mapper.init_max_forward_motion = 1.0
+        options.mapper.init_min_tri_angle = FORWARD_ANGLE
     if scale is not None:
         coarser = scale / COLMAP_SCALE
         options.mapper.init_max_error *= max(1.0, coarser)

@@ -7,7 +7,7 @@ import pytorch_lightning as pl
 import torch
 from torch import nn
 
-from quadtree_attention.errors import DataError, OptionError
+from quadtree_attention.errors import DataError
 from quadtree_attention.tasks.classify.data import MEAN, STD, ClassifyData, GeneratedClassifyData
 from tests.support import training
 from tests.support.commands import refusal
@@ -143,19 +143,3 @@ def test_npz(tmp_path):
     make_npz(tmp_path, labels=np.array([0, -1, 1, -1, 0]))
     with pytest.raises(DataError, match="2 of 5 images of train have no label"):
         _ = from_folder(tmp_path).classes
-
-
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        ({"augment": "all"}, "augment must be one of timm, batch, none, got 'all'"),
-        ({"image_size": 0}, "image_size must be at least 1, got 0"),
-        ({"generated_classes": 0}, "generated_classes must be at least 1, got 0"),
-        ({"generated_count": 3}, "generated_count must be at least 4, got 3"),
-        ({"crop_scale": 0.0}, "crop_scale must be above 0, got 0.0"),
-        ({"eval_crop": 1.5}, "eval_crop must be in [0, 1], got 1.5"),
-        ({"auto_augment": "rnd-m9"}, "timm cannot augment with {'auto_augment': 'rnd-m9'"),
-    ],
-)
-def test_options_that_are_not_accepted(options, expected):
-    assert refusal(OptionError, generated, **options).startswith(expected)

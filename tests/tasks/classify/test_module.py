@@ -7,7 +7,6 @@ import re
 import pytest
 import torch
 
-from quadtree_attention.errors import OptionError
 from quadtree_attention.nn.block import DropPath
 from quadtree_attention.tasks.classify.data import GeneratedClassifyData
 from quadtree_attention.tasks.classify.module import ClassifyModule
@@ -98,16 +97,3 @@ def test_grad_checkpointing_changes_nothing(tmp_path):
         fit(tmp_path, module)
     for name, tensor in plain.state_dict().items():
         torch.testing.assert_close(checkpointed.state_dict()[name], tensor, rtol=0, atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("model", "options", "told"),
-    [
-        ("quadtre_b_b0", {}, "got 'quadtre_b_b0'; did you mean quadtree_b_b0"),
-        ("test_quadtree", {"attention": "windows"}, r"got 'windows'; did you mean 'window'\?"),
-        ("test_quadtree", {"topkk": 3}, r"got 'topkk'; did you mean topk\?"),
-    ],
-)
-def test_unknown_names(model, options, told):
-    with pytest.raises(OptionError, match=told):
-        ClassifyModule(model, options)

@@ -11,6 +11,7 @@ from PIL import Image
 from quadtree_attention.errors import CheckpointError, DataError, OptionError
 from quadtree_attention.files import file_sha256
 from quadtree_attention.tasks import Classifier, evaluate
+from tests.support import raises
 from tests.tasks.classify.test_predictor import CLASSES, pixels, write_weights
 from tests.tasks.classify.test_readers import make_npz
 
@@ -77,8 +78,7 @@ def test_labels_are_those_of_the_network(tmp_path, weights):
     again = evaluate("classify", data=root, predictions=tmp_path / "out.npz")
     assert again.mean == scores.mean and again.settings is None
     other = write_images(tmp_path / "cars", classes=["bus", "van"])
-    with pytest.raises(CheckpointError, match="it does not know bus, van"):
-        run(weights, other, tmp_path / "cars.npz")
+    raises(CheckpointError, "it does not know bus, van", run, weights, other, tmp_path / "cars.npz")
 
 
 def test_images_of_npz_files(tmp_path, weights):
@@ -140,8 +140,6 @@ def test_scores_by_hand(tmp_path):
 )
 def test_files_that_are_no_predictions(tmp_path, changes, message):
     path = write_predictions(tmp_path / "p.npz", **changes)
-    with pytest.raises(DataError, match=message):
-        alone(path)
+    raises(DataError, message, alone, path)
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-    with pytest.raises(DataError, match="cannot read"):
-        alone(path)
+    raises(DataError, "cannot read", alone, path)

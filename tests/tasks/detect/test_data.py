@@ -9,6 +9,7 @@ from PIL import Image
 from quadtree_attention.errors import DataError
 from quadtree_attention.tasks.detect.data import DetectData, GeneratedDetectData
 from quadtree_attention.tasks.detect.generated import CLASSES, GeneratedShapes
+from tests.support import raises
 from tests.tasks.detect.files import entry, with_mask, write_split
 
 SIZES = ((40, 30), (32, 36), (50, 20), (24, 24), (36, 30))
@@ -73,22 +74,18 @@ def test_unusable_images_of_validation_are_left_out_and_told(root, capsys):
     assert [len(b["images"]) for b in found] == [1, 1]
     reasons = [reason for b in found for reason in b["skipped"]]
     assert len(reasons) == 2 and "cannot decode" in reasons[0] and "is 9x9" in reasons[1]
-    with pytest.raises(DataError, match=r"missing|there is no file"):
-        batches(root, "val", strict=True)
+    raises(DataError, r"missing|there is no file", batches, root, "val", strict=True)
     write_split(root, "val", annotations=OBJECTS[:1], sizes=SIZES[:1])
     (root / "images" / "val" / "1.png").write_bytes(b"")
-    with pytest.raises(DataError, match=r"leave out --data\.strict"):
-        batches(root, "val", strict=True)
+    raises(DataError, r"leave out --data\.strict", batches, root, "val", strict=True)
     (empty,) = batches(root, "val")
     assert empty["images"] == [] and empty["indices"].shape == (0,) and len(empty["skipped"]) == 1
 
 
 def test_refusals(root, tmp_path):
-    with pytest.raises(DataError, match=r"pass --data\.root"):
-        DetectData().setup()
+    raises(DataError, r"pass --data\.root", DetectData().setup)
     write_split(tmp_path, "val", annotations=[], sizes=SIZES)
-    with pytest.raises(DataError, match="5 validation images show no object"):
-        batches(root, "val")
+    raises(DataError, "5 validation images show no object", batches, root, "val")
 
 
 def test_generated_shapes():

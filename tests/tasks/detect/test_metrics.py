@@ -22,6 +22,7 @@ from quadtree_attention.tasks.detect.result import DetectionsCodec
 from quadtree_attention.tasks.detect.rle import decode_mask, encode_mask, run_lengths
 from quadtree_attention.tasks.evaluation import score as score_store
 from quadtree_attention.tasks.store import Store
+from tests.support import raises
 from tests.tasks.detect.files import SHARED, entry, with_mask, write_split, write_weights
 
 pytestmark = pytest.mark.usefixtures("only_reference")
@@ -219,16 +220,14 @@ def test_perfect_results_have_ap_100(tmp_path):
 def test_results_that_are_none(tmp_path, content, reason):
     truth = write_split(tmp_path)
     (tmp_path / "r.json").write_text(content)
-    with pytest.raises(DataError, match=reason):
-        score(tmp_path / "r.json", truth)
+    raises(DataError, reason, score, tmp_path / "r.json", truth)
 
 
 def test_masks_of_another_size_are_refused(tmp_path):
     truth = write_split(tmp_path, annotations=[with_mask(entry(1, [4, 4, 10, 10]))])
     wrong = encode_mask(np.ones((40, 30), bool))
     path = write_results(tmp_path / "r.json", [result([1, 1, 2, 2], 0.5, segmentation=wrong)])
-    with pytest.raises(DataError, match=r"result 0 .* size \[40, 30\], the image is \[30, 40\]"):
-        score(path, truth)
+    raises(DataError, r"result 0 .* size \[40, 30\], the image is \[30, 40\]", score, path, truth)
 
 
 def test_labels_stand_for_the_classes_of_the_network(tmp_path):
@@ -304,11 +303,8 @@ def test_changed_files_and_other_data_are_refused(data, tmp_path):
     root, out = shutil.copytree(data, tmp_path / "copy"), tmp_path / "r.json"
     run(root, out)
     truth = write_split(root, annotations=[], sizes=[(40, 30)])  # without the second image
-    with pytest.raises(OptionError, match=r"holds results of other data as 2\.png"):
-        run(root, out)
+    raises(OptionError, r"holds results of other data as 2\.png", run, root, out)
     out.write_text("[]")  # no longer what the note is of
     assert evaluate("detect", data=root, predictions=out).settings is None
-    with pytest.raises(OptionError, match=r"without a r\.settings\.json that"):
-        run(root, out, force=True)
-    with pytest.raises(OptionError, match=r"instances_val\.json' exists without a"):
-        run(root, truth, force=True)
+    raises(OptionError, r"without a r\.settings\.json that", run, root, out, force=True)
+    raises(OptionError, r"instances_val\.json' exists without a", run, root, truth, force=True)

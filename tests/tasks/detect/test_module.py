@@ -212,26 +212,6 @@ def test_schedules(tmp_path):
     assert cosine[2] > cosine[8] > cosine[15] > 0 and cosine[8] == pytest.approx(0.5, abs=0.05)
 
 
-@pytest.mark.parametrize(
-    ("name", "instead"),
-    [
-        ("num_classes", "the data"),
-        ("backbone_weights", "--model.backbone_weights"),
-        ("grad_checkpointing", "--model.grad_checkpointing"),
-    ],
-)
-def test_options_that_the_module_has_itself(name, instead):
-    with pytest.raises(OptionError, match=f"must not name {name}, which is set by {instead}; "):
-        DetectModule("retinanet_test_quadtree", {**OPTIONS, name: 3})
-
-
-def test_options_that_do_not_do():
-    with pytest.raises(OptionError, match="schedule must be one of step, cosine, got 'poly'"):
-        module(schedule="poly")
-    with pytest.raises(OptionError, match="did you mean retinanet_quadtree_b_b0"):
-        module("retinanet_quadtree_b_b00")
-
-
 @pytest.mark.slow
 def test_overfits_four_photographs(tmp_path):
     """13 objects of 7 classes; four minutes on one core."""

@@ -2,16 +2,14 @@
 """The detector for images of any kind, what it gives back, and weights it cannot use."""
 
 import json
-import shutil
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
-from quadtree_attention.errors import CheckpointError, OptionError
 from quadtree_attention.models.registry import create
-from quadtree_attention.models.weights import card_path, read_checkpoint
+from quadtree_attention.models.weights import read_checkpoint
 from quadtree_attention.tasks.detect.predictor import Detector
 from quadtree_attention.tasks.detect.result import Detections
 from quadtree_attention.tasks.detect.rle import decode_mask
@@ -147,18 +145,3 @@ def test_results_are_saved_and_loaded(folder, image, tmp_path, kind):
     assert len(Detections.load(tmp_path / "b.json")) == 0
     first, _ = detect.many([image, image.crop((0, 0, 30, 45))], batch=2)
     assert np.allclose(first.boxes, found.boxes, atol=1e-3)
-
-
-def test_a_card_that_does_not_fit(folder, tmp_path):
-    path = shutil.copy(folder / "boxes.safetensors", tmp_path)
-    card = json.loads(card_path(folder / "boxes.safetensors").read_text())
-    card_path(path).write_text(json.dumps({**card, "classes": ["one"]}))
-    with pytest.raises(CheckpointError, match="names of the 3 classes of the model, got 1 names"):
-        Detector.from_pretrained(path)
-
-
-@pytest.mark.parametrize("options", [{"threshold": 50}, {"shorter_side": 0}])
-def test_options_that_do_not_do(folder, options):
-    (name,) = options
-    with pytest.raises(OptionError, match=rf"{name} must be (in \[0, 1\], got 50|at least 1)"):
-        Detector.from_pretrained(folder / "boxes.safetensors", **options)

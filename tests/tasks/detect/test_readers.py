@@ -18,6 +18,7 @@ from quadtree_attention.tasks.detect.rle import (
     mask_problem,
     run_lengths,
 )
+from tests.support import raises
 from tests.tasks.detect.files import SHARED, entry, with_mask, write_split
 
 SQUARE = [[4, 3, 12, 3, 12, 9, 4, 9]]  # a polygon
@@ -114,8 +115,7 @@ def test_images_that_are_missing_or_of_another_size(tmp_path):
     assert counted(coco.problems) == "1 missing image"
     assert str(folder / "2.png") in coco.problems[0].reason
     assert len(coco) == 1  # opening does not read the other
-    with pytest.raises(DataError, match=r"1\.png is 50x30, .* says 40x30 of image 1"):
-        coco.images(0)
+    raises(DataError, r"1\.png is 50x30, .* says 40x30 of image 1", coco.images, 0)
     assert len(CocoFile(path)) == 2  # images are not needed for scores
 
 
@@ -131,10 +131,8 @@ def test_images_that_are_missing_or_of_another_size(tmp_path):
 def test_files_that_are_none(tmp_path, content, message):
     path = tmp_path / "a.json"
     path.write_text(content)
-    with pytest.raises(DataError, match=message):
-        CocoFile(path)
-    with pytest.raises(DataError, match="there is no file"):
-        CocoFile(tmp_path / "b.json")
+    raises(DataError, message, CocoFile, path)
+    raises(DataError, "there is no file", CocoFile, tmp_path / "b.json")
 
 
 def test_run_lengths_as_the_library_writes_them():
@@ -195,8 +193,7 @@ def test_broken_masks(tmp_path, segmentation, reason):
     coco = opened(path, masks=True)
     assert counted(coco.problems) == "1 broken mask"
     assert [a.id for a in coco.truths[0].annotations] == [2]
-    with pytest.raises(DataError, match=f"annotation 1: .*{reason}"):
-        opened(path, masks=True, strict=True)
+    raises(DataError, f"annotation 1: .*{reason}", opened, path, masks=True, strict=True)
     assert opened(path, strict=True).truth(0).objects == 2  # boxes alone are in order
 
 
@@ -210,8 +207,7 @@ def test_names_of_folders(tmp_path):
         assert (found.path, found.folder) == (theirs, tmp_path / "b" / "val2017")
     with pytest.raises(DataError, match="no JSON file of the train objects"):
         open_source(tmp_path / "b", split="train")
-    with pytest.raises(DataError, match=r"pass --data\.root"):
-        open_source(None, split="train", images=tmp_path)
+    raises(DataError, r"pass --data\.root", open_source, None, split="train", images=tmp_path)
     paths = {"images": tmp_path / "b" / "val2017", "annotations": theirs}
     assert len(open_source(None, split="train", **paths)) == 2
 
@@ -222,8 +218,7 @@ def test_images_are_needed_for_training_only(tmp_path):
     (tmp_path / "images" / "val" / "2.png").unlink()
     found = open_source(tmp_path, split="val")
     assert (len(found), found.skipped) == (2, [])
-    with pytest.raises(DataError, match=r"cannot read .*2\.png"):
-        found.images(1)
+    raises(DataError, r"cannot read .*2\.png", found.images, 1)
     assert len(open_source(tmp_path, split="val", check_images=True)) == 1
     shutil.rmtree(tmp_path / "images")
     assert len(open_source(tmp_path, split="val")) == 2

@@ -9,7 +9,6 @@ from PIL import Image
 
 pytest.importorskip("poselib", reason="estimators need the extra 'models'")
 
-from quadtree_attention.errors import OptionError
 from quadtree_attention.synthetic import ProceduralTextures, homography_pairs
 from quadtree_attention.tasks import Matcher
 from quadtree_attention.tasks.match import guided
@@ -119,8 +118,3 @@ def test_upright_images_match_as_without_guide(photo):
     always = Matcher.from_pretrained(device="cpu", size=240, guided="always")
     assert always(photo, other).seen != found.seen
     assert plain.guide is None
-
-
-def test_what_is_refused():
-    with pytest.raises(OptionError, match="guided must be one of auto, always, never"):
-        Matcher.from_pretrained(guided="sometimes")

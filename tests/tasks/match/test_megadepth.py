@@ -12,6 +12,7 @@ from quadtree_attention.errors import DataError, OptionError
 from quadtree_attention.tasks.match.megadepth import MegaDepthData, fitted
 from quadtree_attention.tasks.match.module import MatchModule, images, views
 from quadtree_attention.tasks.match.truth import true_matches, view_from_flow
+from tests.support import raises
 from tests.support.training import train
 from tests.tasks.match.posed_files import batch_of, megadepth_pairs, objects, write_megadepth
 
@@ -156,8 +157,7 @@ class Hostile:
 def test_code_in_an_index_does_not_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_index(tmp_path, pair_infos=objects([((0, 1), 0.5, Hostile())]))
-    with pytest.raises(DataError, match=r"0000\.npz wants to run \w+\.mkdir"):
-        ready(tmp_path, val_scenes=0)
+    raises(DataError, r"0000\.npz wants to run \w+\.mkdir", ready, tmp_path, val_scenes=0)
     assert not (tmp_path / "hostile").exists()
 
 
@@ -203,15 +203,11 @@ def test_depth_that_cannot_be_read_is_named(root, pairs, tmp_path):
     stored = tmp_path / "train" / "phoenix" / "0001" / "0.h5"
     stored.write_bytes(b"not h5")
     data = ready(tmp_path, val_scenes=1, strict=True)
-    with pytest.raises(DataError, match=r"cannot read .*0001/0\.h5"):
-        next(iter(data.val_dataloader()))
+    raises(DataError, r"cannot read .*0001/0\.h5", next, iter(data.val_dataloader()))
 
 
 def test_what_is_refused_before_any_work(tmp_path):
-    with pytest.raises(OptionError, match="size must be a multiple of 8, got 100"):
-        MegaDepthData(root="x", size=100)
-    with pytest.raises(DataError, match=r"no folder .*index or .*megadepth_indices; put LoFTR's"):
-        ready(tmp_path)
+    raises(OptionError, "size must be a multiple of 8, got 100", MegaDepthData, root="x", size=100)
+    raises(DataError, r"no folder .*index or .*megadepth_indices; put LoFTR's", ready, tmp_path)
     write_index(tmp_path)
-    with pytest.raises(DataError, match=r"no folder .*scene_info_val_1500; .*--data\.val_scenes"):
-        ready(tmp_path)
+    raises(DataError, r"no folder .*scene_info_val_1500; .*--data\.val_scenes", ready, tmp_path)

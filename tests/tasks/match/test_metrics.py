@@ -26,6 +26,7 @@ from quadtree_attention.tasks.match.metrics import (
 from quadtree_attention.tasks.match.pose import homography, relative_pose
 from quadtree_attention.tasks.match.readers import PairLine
 from quadtree_attention.tasks.match.result import Matches
+from tests.support import raises
 from tests.tasks.match.geometry import K0, K1, POSE, points_of_a_scene, rotation
 
 MATRIX = np.array([[0.9, 0.1, 20.0], [-0.05, 1.1, -10.0], [1e-4, -5e-5, 1.0]])
@@ -216,8 +217,7 @@ def test_poses_are_measured_at_a_size_of_their_own(tmp_path, monkeypatch):
     assert scores.mean["pose_precision"] == pytest.approx(given.mean["pose_precision"])
     assert scores.facts["pose_size"] == [640, 480] and "pose_size" not in given.facts
     for wrong in ("640", "0x480", "640*480"):
-        with pytest.raises(OptionError, match="pose_size must be WIDTHxHEIGHT"):
-            MatchMetric(pose_size=wrong)
+        raises(OptionError, "pose_size must be WIDTHxHEIGHT", MatchMetric, pose_size=wrong)
 
 
 def test_points_of_turned_images(tmp_path):
@@ -341,15 +341,12 @@ def test_mistakes(tmp_path):
     save_wall(tmp_path)
     (tmp_path / "a0__a1.npz").write_bytes(b"no matches")
     lines = pose_line(), homography_line()
-    with pytest.raises(DataError, match=r"a0__a1\.npz"):
-        scores_of(tmp_path, *lines)
+    raises(DataError, r"a0__a1\.npz", scores_of, tmp_path, *lines)
     save(tmp_path, "a0__a1", *np.full((2, 9, 2), np.nan))
-    with pytest.raises(DataError, match=r"a0__a1\.npz must hold finite points"):
-        scores_of(tmp_path, *lines)
+    raises(DataError, r"a0__a1\.npz must hold finite points", scores_of, tmp_path, *lines)
     save_scene(tmp_path)
     (tmp_path / "wall1.png").unlink()
-    with pytest.raises(DataError, match=r"cannot read .*wall1\.png"):
-        scores_of(tmp_path, *lines)
+    raises(DataError, r"cannot read .*wall1\.png", scores_of, tmp_path, *lines)
 
 
 @pytest.mark.parametrize(
@@ -357,5 +354,4 @@ def test_mistakes(tmp_path):
 )
 def test_settings_that_make_no_sense(options):
     (name,) = options
-    with pytest.raises(OptionError, match=f"{name} must be .* got {options[name]}"):
-        MatchMetric(**options)
+    raises(OptionError, f"{name} must be .* got {options[name]}", MatchMetric, **options)

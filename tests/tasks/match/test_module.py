@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from quadtree_attention.errors import CheckpointError, OptionError
+from quadtree_attention.errors import CheckpointError
 from quadtree_attention.models.registry import create
 from quadtree_attention.models.weights import save_weights
 from quadtree_attention.tasks.match.data import MOTION, MatchData, grey
@@ -91,19 +91,6 @@ def test_curriculum_grows_the_motion():
         low, middle, full = (getattr(span, name)[1] for span in spans)
         assert low == pytest.approx(0.25 * full) and low < middle < full
     assert 1 < spans[0].focal_ratio[1] < spans[2].focal_ratio[1]
-
-
-@pytest.mark.parametrize(
-    ("options", "told"),
-    [
-        ({"scene": {"basline": [0, 1]}}, "an option of scene must be one of objects, .* 'basline'"),
-        ({"planes": 2}, r"planes must be in \[0, 1\], got 2"),
-        ({"procedural": 0}, "textures must be at least one"),
-    ],
-)
-def test_wrong_options_are_named(options, told):
-    with pytest.raises(OptionError, match=told):
-        MatchData(**options).setup()
 
 
 def test_true_matches_are_correct_and_give_the_pose(data):

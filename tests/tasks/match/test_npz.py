@@ -10,6 +10,7 @@ import pytest
 
 from quadtree_attention.errors import DataError
 from quadtree_attention.tasks.match.npz import read_npz, strings
+from tests.support import raises
 from tests.tasks.match.posed_files import objects
 
 
@@ -88,8 +89,7 @@ def test_files_of_older_numpy_are_read(tmp_path, protocol):
     ],
 )
 def test_what_else_is_refused(tmp_path, made):
-    with pytest.raises(DataError, match=r"bad\.npz"):
-        read_npz(stored_as(tmp_path, made))
+    raises(DataError, r"bad\.npz", read_npz, stored_as(tmp_path, made))
 
 
 class Forged:
@@ -101,11 +101,9 @@ class Forged:
 
 
 def test_missing_and_damaged_files(tmp_path):
-    with pytest.raises(DataError, match=r"there is no file .*a\.npz"):
-        read_npz(tmp_path / "a.npz")
+    raises(DataError, r"there is no file .*a\.npz", read_npz, tmp_path / "a.npz")
     (tmp_path / "a.npz").write_bytes(b"PK\x03\x04 and more")
-    with pytest.raises(DataError, match=r"cannot read .*a\.npz"):
-        read_npz(tmp_path / "a.npz")
+    raises(DataError, r"cannot read .*a\.npz", read_npz, tmp_path / "a.npz")
     np.savez(tmp_path / "b.npz", x=np.zeros(2))
     with pytest.raises(DataError, match=r"b\.npz must hold x, y, got x; y is missing"):
         read_npz(tmp_path / "b.npz", ["x", "y"])

@@ -13,6 +13,7 @@ from quadtree_attention.tasks.match.pose import (
     read_camera,
     relative_pose,
 )
+from tests.support import raises
 from tests.tasks.match.geometry import K0, K1, POSE, points_of_a_scene
 
 ESTIMATORS = ("poselib", "opencv")
@@ -89,11 +90,9 @@ def test_cameras_as_text(tmp_path):
         ("nan,510,320,240", "K0 must be a camera matrix"),
         ("500 0 0 0 510 0 320 240 1", r"--K0 must end in 0, 0, 1, got \[320.0, 240.0, 1.0\]"),
     ):
-        with pytest.raises(QuadtreeAttentionError, match=words):
-            read_camera("--K0", given)
+        raises(QuadtreeAttentionError, words, read_camera, "--K0", given)
     path.write_bytes(b"\xff\xfe\xff")
-    with pytest.raises(OptionError, match=r"got .*camera.txt', which is neither"):
-        read_camera("--K0", str(path))
+    raises(OptionError, r"got .*camera.txt', which is neither", read_camera, "--K0", str(path))
 
 
 @pytest.mark.parametrize(
@@ -127,8 +126,7 @@ def test_threshold_of_opencv_is_in_pixels_of_both_cameras(monkeypatch):
 
 def test_wrong_camera():
     for camera in ((0, 400, 240, 200), (400, 0, 240, 200)):
-        with pytest.raises(ShapeError, match="must be a camera matrix"):
-            camera_matrix(camera)
+        raises(ShapeError, "must be a camera matrix", camera_matrix, camera)
     points = np.zeros((10, 2))
     with pytest.raises(ShapeError, match=r"K1 must be a camera matrix \(3, 3\)"):
         relative_pose(points, points, K0, np.eye(4))

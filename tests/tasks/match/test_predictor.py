@@ -6,7 +6,7 @@ import pytest
 import torch
 from PIL import Image
 
-from quadtree_attention.errors import CheckpointError, OptionError
+from quadtree_attention.errors import CheckpointError
 from quadtree_attention.models.registry import create
 from quadtree_attention.models.weights import save_weights
 from quadtree_attention.synthetic import ProceduralTextures, homography_pairs
@@ -142,16 +142,3 @@ def test_weights_that_are_broken(tmp_path):
     write_weights(path, **{"fine_windows.merge.bias": torch.full((16,), 1e6)})  # too much for half
     with pytest.raises(CheckpointError, match="numbers that are not finite, in fine_windows"):
         Matcher.from_pretrained(path)
-
-
-@pytest.mark.parametrize(
-    ("options", "told"),
-    [
-        ({"size": 8}, "size must be at least 16, got 8"),
-        ({"threshold": 1.0}, r"threshold must be in \[0, 1\), got 1"),
-        ({"top": 0}, "top must be at least 1, got 0"),
-    ],
-)
-def test_what_is_refused(weights, options, told):
-    with pytest.raises(OptionError, match=told):
-        Matcher.from_pretrained(weights, **options)

@@ -10,6 +10,7 @@ from PIL import Image
 from quadtree_attention.errors import DataError, OptionError
 from quadtree_attention.tasks.match.readers import PairLine, open_source, read_pairs
 from tests.conftest import ROOT
+from tests.support import raises
 
 CAMERA = "500 0 320 0 510. 240 0 0 1"
 MOTION = "0 -1 0 0.5 1 0 0 -2 0 0 1 3e-1 0 0 0 1"
@@ -90,8 +91,7 @@ def test_a_source_of_pairs(read, tmp_path):
     assert source.truth(0).sizes() == ((6, 4), (5, 3))
     (tmp_path / "photos").mkdir()
     elsewhere = open_source(tmp_path / "pairs.txt", images=tmp_path / "photos")
-    with pytest.raises(DataError, match=r"cannot read .*photos/a.png"):
-        elsewhere.images(0)
+    raises(DataError, r"cannot read .*photos/a.png", elsewhere.images, 0)
     with pytest.raises(DataError, match="there is no folder of images 'nowhere'"):
         open_source(tmp_path / "pairs.txt", images="nowhere")
     with pytest.raises(OptionError, match="split must be one of val, got 'train'"):
@@ -143,12 +143,8 @@ def test_lines_that_are_wrong(read, line, words):
 
 
 def test_files_that_are_wrong(read, tmp_path):
-    with pytest.raises(DataError, match=r"pairs.txt lists no pairs; write one to a line"):
-        read("# nothing\n\n")
-    with pytest.raises(DataError, match=r"there is no file .*none.txt"):
-        read_pairs(tmp_path / "none.txt")
-    with pytest.raises(DataError, match=r"cannot read .*: Is a directory"):
-        read_pairs(tmp_path)
+    raises(DataError, r"pairs.txt lists no pairs; write one to a line", read, "# nothing\n\n")
+    raises(DataError, r"there is no file .*none.txt", read_pairs, tmp_path / "none.txt")
+    raises(DataError, r"cannot read .*: Is a directory", read_pairs, tmp_path)
     (tmp_path / "photo.txt").write_bytes(b"\xff\xd8\xff\xe0")
-    with pytest.raises(DataError, match="pass a file of pairs, text in UTF-8"):
-        read_pairs(tmp_path / "photo.txt")
+    raises(DataError, "pass a file of pairs, text in UTF-8", read_pairs, tmp_path / "photo.txt")

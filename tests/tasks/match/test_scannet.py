@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 import torch
 
-from quadtree_attention.errors import DataError, OptionError
+from quadtree_attention.errors import DataError
 from quadtree_attention.tasks.match.metrics import MatchMetric
 from quadtree_attention.tasks.match.module import add_poses, views
 from quadtree_attention.tasks.match.scannet import ScanNetData
 from quadtree_attention.tasks.match.truth import true_matches, view_from_flow
+from tests.support import raises
 from tests.support.training import train
 from tests.tasks.match.posed_files import batch_of, scannet_pairs, write_scannet
 from tests.tasks.match.test_module import pose_errors
@@ -247,22 +248,4 @@ def test_broken_files(root, kind):
         next(iter(data.val_dataloader()))
     assert told in str(caught.value)
     lenient = ready(root).val_dataloader()  # both directions have the broken file
-    with pytest.raises(DataError, match="50 pairs in a row cannot be read"):
-        next(iter(lenient))
-
-
-@pytest.mark.parametrize(
-    ("options", "told"),
-    [
-        ({"root": None}, r"ScanNet needs the folder .* pass --data\.root"),
-        ({"min_overlap": 1}, "0 <= min_overlap < max_overlap <= 1"),
-        ({"min_overlap": 0.5, "max_overlap": 0.5}, r"got min_overlap=0\.5 and max_overlap=0\.5"),
-        ({"scenes": 0}, "scenes must be at least 1, got 0"),
-        ({"pairs_per_scene": 0}, "pairs_per_scene must be at least 1, got 0"),
-        ({"root": "nowhere"}, "there is no folder nowhere; pass the one of ScanNet"),
-        ({}, r"no folder .*scannet_indices or .*index; put LoFTR's"),
-    ],
-)
-def test_what_is_refused_before_any_work(tmp_path, options, told):
-    with pytest.raises((OptionError, DataError), match=told):
-        ScanNetData(**{"root": str(tmp_path)} | options).setup()
+    raises(DataError, "50 pairs in a row cannot be read", next, iter(lenient))

@@ -5,7 +5,7 @@ import pytest
 import torch
 from PIL import Image
 
-from quadtree_attention.errors import DataError, OptionError
+from quadtree_attention.errors import DataError
 from quadtree_attention.tasks.segment.data import GeneratedSegmentData, SegmentData
 from quadtree_attention.tasks.segment.metrics import IGNORE
 from tests.tasks.segment.files import CLASSES, label_map, write_set
@@ -59,17 +59,3 @@ def test_strict_looks_at_all_files_first(root):
     told = str(caught.value)
     assert told.startswith("3 files of train cannot be used: ")
     assert all(reason in told for reason in ("has no label map", "cannot decode", "9x9 pixels"))
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"height": 0}, "height must be at least 1, got 0"),
-        ({"scale_min": 2.0, "scale_max": 1.0}, "scale_max must be at least 2, got 1"),
-        ({"flip": 1.5}, r"flip must be in \[0, 1\], got 1.5"),
-        ({"workers": -1}, "workers must be at least 0"),
-    ],
-)
-def test_options_that_do_not_do(root, options, message):
-    with pytest.raises(OptionError, match=message):
-        data(root, **options)

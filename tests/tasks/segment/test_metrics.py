@@ -14,6 +14,7 @@ from quadtree_attention.errors import CheckpointError, DataError
 from quadtree_attention.tasks.evaluation import evaluate
 from quadtree_attention.tasks.segment.metrics import IGNORE, SegmentMetric, class_scores, confusion
 from quadtree_attention.tasks.segment.result import Segmentation
+from tests.support import raises
 from tests.tasks.segment.files import IGNORED, write_set
 
 NAMES = ["a", "b", "c", "d"]
@@ -54,8 +55,7 @@ def test_by_hand():
     assert found.mean["miou"] == pytest.approx(100 / 3) and by_name(found, "recall")["c"] is None
     found = class_scores(confusion(torch.tensor([1]), torch.tensor([IGNORE]), 2))
     assert found["iou"].isnan().all() and math.isnan(found["accuracy"].item())
-    with pytest.raises(DataError, match="no pixel of the truth has a class"):
-        metric_of([1], [IGNORE]).compute()
+    raises(DataError, "no pixel of the truth has a class", metric_of([1], [IGNORE]).compute)
 
 
 def test_classes_in_another_order():
@@ -126,11 +126,9 @@ def test_label_maps_on_disk(root, tmp_path):
     assert sum(row["pixels"] for row in found.rows) == 3 * (40 * 56 - 10 * 14)
     folder = tmp_path / "out"
     Image.fromarray(np.zeros((9, 8), np.uint8)).save(folder / "0.png")
-    with pytest.raises(DataError, match="label map of 0 has 8x9 pixels, the truth 56x40"):
-        score(root, folder)
+    raises(DataError, "label map of 0 has 8x9 pixels, the truth 56x40", score, root, folder)
     Image.fromarray(np.full((40, 56), 3, np.uint8)).save(folder / "0.png")
-    with pytest.raises(DataError, match="of 0 must have classes from 0 to 2, got 3"):
-        score(root, folder)
+    raises(DataError, "of 0 must have classes from 0 to 2, got 3", score, root, folder)
 
 
 def test_cars_taken_for_roads(root, tmp_path):

@@ -21,6 +21,7 @@ from quadtree_attention.tasks.segment.module import (
     pixel_loss,
 )
 from quadtree_attention.tasks.segment.predictor import Segmenter
+from tests.support import raises
 from tests.support.training import Rates, fit, train
 from tests.tasks.segment.files import CLASSES, write_set
 
@@ -80,25 +81,6 @@ def test_schedule_of_a_run_that_steps_end(tmp_path, schedule):
 def test_a_run_needs_an_end(tmp_path):
     with pytest.raises(OptionError, match="the schedule needs an end"):
         fit(tmp_path, module(), data(), max_epochs=-1, limit_val_batches=0)
-    with pytest.raises(OptionError, match="schedule must be one of poly, cosine, got 'step'"):
-        module(schedule="step")
-
-
-@pytest.mark.parametrize(
-    ("option", "instead"),
-    [
-        ({"drop_path_rate": 0.2}, r"--model\.drop_path;"),
-        ({"num_classes": 7}, "the data;"),
-        ({"backbone_weights": "a.safetensors"}, r"--model\.backbone_weights;"),
-        ({"weights": "a.safetensors"}, r"--model\.backbone_weights;"),
-        ({"grad_checkpointing": True}, r"--model\.grad_checkpointing;"),
-        ({"name": "semfpn_test_quadtree"}, r"--model\.model;"),
-    ],
-)
-def test_options_that_something_else_sets(option, instead):
-    message = f"must not name {next(iter(option))}, which is set by {instead}"
-    with pytest.raises(OptionError, match=message):
-        module(options={**OPTIONS, **option})
 
 
 def test_weights_score_what_training_said(tmp_path, capsys):
@@ -135,5 +117,4 @@ def test_weights_of_another_backbone(tmp_path):
     wide = models.create("test_quadtree", embed_dims=(16, 16, 24, 32), num_classes=0)
     path = tmp_path / "wide.safetensors"
     save_weights(path, wide.state_dict(), {"model": "test_quadtree", "kwargs": {}})
-    with pytest.raises(CheckpointError, match="mismatched: patch_embed"):
-        module(backbone_weights=str(path))
+    raises(CheckpointError, "mismatched: patch_embed", module, backbone_weights=str(path))

@@ -6,10 +6,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from quadtree_attention.errors import CheckpointError, OptionError
+from quadtree_attention.errors import CheckpointError
 from quadtree_attention.tasks.segment import predictor
 from quadtree_attention.tasks.segment.predictor import Segmenter, best_classes
 from quadtree_attention.viz.palette import distinct
+from tests.support import raises
 from tests.tasks.segment.files import CLASSES, photo, write_weights
 
 pytestmark = pytest.mark.usefixtures("only_reference")
@@ -92,38 +93,7 @@ def test_a_card_without_names(tmp_path):
     assert found.names == ["0", "1", "2"] and found.palette == distinct(3)
 
 
-@pytest.mark.parametrize(
-    ("card", "message"),
-    [
-        ({"classes": ["a"]}, "must have names of the 3 classes of the model, got 1 names"),
-        ({"palette": [[1, 2, 3]]}, "a colour of three bytes for each of 3 classes"),
-        ({"palette": [[1, 2], [3], []]}, "a colour of three bytes for each of 3 classes"),
-        ({"base_size": "big"}, "base_size in the card of .* must be pixels or null, got 'big'"),
-    ],
-)
-def test_weights_that_do_not_do(tmp_path, card, message):
-    path = write_weights(tmp_path / "bad.safetensors", **card)
-    with pytest.raises(CheckpointError, match=message):
-        load(path)
-
-
 def test_weights_that_answer_nothing(weights):
     broken = load(weights)
     torch.nn.init.constant_(broken.network.classifier.bias, torch.nan)
-    with pytest.raises(CheckpointError, match="answers nan"):
-        broken(photo(20, 30))
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"size": 0}, "size must be at least 1"),
-        ({"shorter_side": 0}, "shorter_side must be at least 1"),
-        ({"window": 0}, "window must be at least 1"),
-        ({"window": 8, "stride": 9}, "stride must be from 1 to the window, got stride 9 and"),
-        ({"stride": 9}, "got stride 9 and window None; pass a window"),
-    ],
-)
-def test_options_that_do_not_do(weights, options, message):
-    with pytest.raises(OptionError, match=message):
-        load(weights, **options)
+    raises(CheckpointError, "answers nan", broken, photo(20, 30))

@@ -16,6 +16,7 @@ from quadtree_attention.tasks.segment.readers import (
     read_classes,
     read_label_map,
 )
+from tests.support import raises
 from tests.support.commands import refusal
 from tests.tasks.segment.files import CAMVID, CLASSES, IGNORED, NO_CAMVID, label_map, write_set
 
@@ -146,8 +147,7 @@ def test_values_beyond_sixteen_bits(root, value):
 def test_colours_are_no_classes(tmp_path, mode):
     path = tmp_path / ("a.tif" if mode == "F" else "a.png")
     Image.new(mode, (4, 3)).save(path)
-    with pytest.raises(DataError, match=rf"of one channel.* mode {mode}; write numbers"):
-        read_label_map(path)
+    raises(DataError, rf"of one channel.* mode {mode}; write numbers", read_label_map, path)
 
 
 def test_missing_partners_and_other_files(root):
@@ -165,8 +165,7 @@ def test_missing_partners_and_other_files(root):
     ]
     for path in (root / "labels/train").iterdir():
         path.unlink()
-    with pytest.raises(DataError, match="there are no images with label maps in"):
-        open_source(root, split="train")
+    raises(DataError, "there are no images with label maps in", open_source, root, split="train")
 
 
 def test_label_map_of_another_size_or_unknown_classes(root):
@@ -208,8 +207,7 @@ def test_classes_that_do_not_do(tmp_path, content, message):
     path = tmp_path / "classes.json"
     if content is not None:
         path.write_text(content)
-    with pytest.raises(DataError, match=message):
-        read_classes(path)
+    raises(DataError, message, read_classes, path)
 
 
 def test_classes_with_colours_and_several_values_for_none(tmp_path):

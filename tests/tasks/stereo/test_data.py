@@ -4,10 +4,11 @@
 import pytest
 import torch
 
-from quadtree_attention.errors import DataError, OptionError
+from quadtree_attention.errors import DataError
 from quadtree_attention.synthetic import ProceduralTextures, StereoOptions, stereo_pairs, warp
 from quadtree_attention.tasks.stereo.data import StereoData, SyntheticStereoData, cropped
 from quadtree_attention.tasks.training.loader import Draw
+from tests.support import raises
 from tests.tasks.stereo.test_readers import make_folder, save
 
 SIZE = (48, 96)
@@ -168,28 +169,6 @@ def test_validation_sees_whole_images_one_at_a_time(root):
     assert len(other.val_dataloader()) == 2 and other.batches_per_epoch == 3
 
 
-@pytest.mark.parametrize(
-    ("make", "options", "message"),
-    [
-        (SyntheticStereoData, {"pairs": 0}, "pairs must be at least 1, got 0"),
-        (
-            SyntheticStereoData,
-            {"scene": {"baseline": [0, 1]}},
-            "of scene must be .* got 'baseline'",
-        ),
-        (SyntheticStereoData, {"scene": {"thin": 2}}, "thin must lie between 0 and 1, got 2"),
-        (StereoData, {}, "pass --data.root FOLDER"),
-        (StereoData, {"root": "x", "jitter": -1}, "jitter must be in \\[0, 1\\], got -1"),
-        (StereoData, {"root": "x", "workers": -1}, "workers must be at least 0"),
-    ],
-)
-def test_wrong_options_are_named(make, options, message):
-    with pytest.raises(OptionError, match=message):
-        make(**options)
-
-
 def test_what_is_missing_is_named(root):
-    with pytest.raises(DataError, match="there is no folder nowhere"):
-        files("nowhere")
-    with pytest.raises(DataError, match=r"of the split 'val' .*--data.val_root"):
-        files(root / "train")
+    raises(DataError, "there is no folder nowhere", files, "nowhere")
+    raises(DataError, r"of the split 'val' .*--data.val_root", files, root / "train")

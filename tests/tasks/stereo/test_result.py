@@ -12,6 +12,7 @@ from quadtree_attention.tasks import Disparity, evaluate
 from quadtree_attention.tasks.stereo.formats import write_disparity
 from quadtree_attention.tasks.stereo.readers import open_source
 from tests.conftest import ROOT
+from tests.support import raises
 
 SIZE = (50, 90)  # height, width
 
@@ -61,8 +62,7 @@ def test_points_are_those_of_the_pixels(tmp_path):
     assert f"element vertex {len(points)}\n".encode() in head
     np.testing.assert_array_equal(np.frombuffer(body, "<f4", 3), points[0])
     assert list(body[12:15]) == colours[0].tolist() and len(body) == 15 * len(points)
-    with pytest.raises(OptionError, match=r"as \.ply, got"):
-        found.save_points(tmp_path / "p.obj", 100, 0.5)
+    raises(OptionError, r"as \.ply, got", found.save_points, tmp_path / "p.obj", 100, 0.5)
     assert set(Disparity(disparity=truth()).points(100, 0.5)[1].ravel()) == {128}
 
 
@@ -148,8 +148,7 @@ def test_answers_that_are_refused(data, tmp_path):
     with pytest.raises(DataError, match=r"a.npz must hold an occlusion \(50, 90\).* got \(2, 2\)"):
         scored(data, tmp_path)
     (tmp_path / "a.npz").write_bytes(b"PK\x03\x04 broken")
-    with pytest.raises(DataError, match=r"cannot read .*a.npz"):
-        scored(data, tmp_path)
+    raises(DataError, r"cannot read .*a.npz", scored, data, tmp_path)
 
 
 def test_the_truth_of_real_pairs_scores_best(tmp_path):

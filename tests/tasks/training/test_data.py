@@ -16,6 +16,7 @@ from quadtree_attention.tasks.training.data import (
     listed,
     read_or_replace,
 )
+from tests.support import raises
 
 
 class Numbers:
@@ -166,8 +167,7 @@ def test_limit_and_counts():
 @pytest.mark.parametrize("option", [{"batch_size": 0}, {"workers": -1}, {"limit_images": 0}])
 def test_values_out_of_range(option):
     (name, value), *_ = option.items()
-    with pytest.raises(OptionError, match=rf"{name} must be at least \d, got {value}"):
-        NumberData(**option)
+    raises(OptionError, rf"{name} must be at least \d, got {value}", NumberData, **option)
 
 
 def test_sources_are_opened_once_reported_and_compared(capsys):
@@ -206,8 +206,7 @@ def test_shared_options_are_offered_and_misspelt_ones_refused():
     assert "--data.height" in shown and "--data.size" not in shown
     found = parser.instantiate_classes(parser.parse_args(["--data.pairs", "6"])).data
     assert (found.pairs, found.size) == (6, (32, 64))
-    with pytest.raises(ArgumentError, match="pars"):
-        parser.parse_args(["--data.pars", "6"])
+    raises(ArgumentError, "pars", parser.parse_args, ["--data.pars", "6"])
 
 
 def test_synthetic_pairs_are_new_in_every_epoch_and_others_in_validation():

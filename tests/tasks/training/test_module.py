@@ -11,7 +11,7 @@ from quadtree_attention.errors import DataError, OptionError
 from quadtree_attention.models.registry import create
 from quadtree_attention.tasks.contract import get_task
 from quadtree_attention.tasks.training.module import TaskModule, run_length
-from tests.support import tiny
+from tests.support import raises, tiny
 
 
 class Tiny(TaskModule):
@@ -100,8 +100,7 @@ def test_build_keeps_what_the_card_needs():
     ],
 )
 def test_hyper_parameters_out_of_range(options, told):
-    with pytest.raises(OptionError, match=told):
-        Tiny(**options)
+    raises(OptionError, told, Tiny, **options)
 
 
 @pytest.mark.parametrize(
@@ -296,5 +295,4 @@ def test_validation_without_any_usable_sample():
     module = Tiny()
     module.note_skipped({"skipped": ["cannot decode a.png"]})
     assert validated(module, sanity=True) == {}
-    with pytest.raises(DataError, match=r"can be scored: cannot decode a\.png; check the files"):
-        validated(module)
+    raises(DataError, r"can be scored: cannot decode a\.png; check the files", validated, module)
