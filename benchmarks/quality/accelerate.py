@@ -208,12 +208,12 @@ def _vit(work: Work, options: Namespace) -> dict[str, Any]:
     with torch.inference_mode():
         items = [normalised(one[None], PATCH * side).to(options.device) for one in few]
         with attention(model, work, options, items) as accelerated:
-            for i, one in enumerate(images):
-                x = normalised(one[None], PATCH * side).to(options.device)
+            for i, some in enumerate(images.split(options.batch)):
+                x = normalised(some, PATCH * side).to(options.device)
                 began = time.perf_counter()
                 features = model.forward_features(x)
                 answers.append(model.head(features[:, 0]).argmax(-1).cpu())
-                seconds.append(time.perf_counter() - began)
+                seconds.append((time.perf_counter() - began) / len(some))
                 if work["attention"] == "dense":
                     dense.append((features.cpu(), answers[-1]))
                 known_features = dense[i][0].double()
