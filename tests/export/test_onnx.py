@@ -27,3 +27,20 @@ def test_dynamic_sizes(kind, first, tmp_path):
         x = torch.randn(1, *grid, 16)
         (got,) = session.run(None, {name: x.numpy()})
         torch.testing.assert_close(torch.from_numpy(got), module(x), rtol=0, atol=1e-5)
+
+
+def test_fewer_cells_than_k(tmp_path):
+    """Guards of the example give its coarsest map at least 2 x 2 cells; the file has no guards."""
+    torch.manual_seed(0)
+    options = {"num_levels": 2, "topk": 4, "value_pyramid": "conv", "backend": "reference"}
+    module = QuadtreeAttention(8, 2, **options).eval()
+    dynamic = {1: torch.export.Dim.DYNAMIC, 2: torch.export.Dim.DYNAMIC}
+    traced = torch.export.export(module, (torch.randn(1, 8, 12, 8),), dynamic_shapes=(dynamic,))
+    program = torch.onnx.export(traced, dynamo=True, optimize=False, verbose=False)
+    program.save(tmp_path / "module.onnx")
+    session = onnxruntime.InferenceSession(tmp_path / "module.onnx")
+    (name,) = (x.name for x in session.get_inputs())
+    for grid in [(1, 3), (5, 2), (3, 4), (7, 3)]:  # 2, 3, 4 and 8 cells
+        x = torch.randn(1, *grid, 8)
+        (got,) = session.run(None, {name: x.numpy()})
+        torch.testing.assert_close(torch.from_numpy(got), module(x), rtol=0, atol=1e-5)

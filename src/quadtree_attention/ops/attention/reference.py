@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from quadtree_attention.ops.attention.base import Level
 from quadtree_attention.ops.attention.levels import levelwise
 from quadtree_attention.ops.attention.problem import Problem, Variant
-from quadtree_attention.ops.attention.tree import accumulation_dtype, is_exporting, repeat
+from quadtree_attention.ops.attention.tree import accumulation_dtype, is_exporting, is_known, repeat
 
 WORKSPACE_BYTES = 256 * 2**20
 
@@ -41,7 +41,7 @@ def attend_coarse(
 ) -> Level:
     batch, heads, cells, dim = q.shape
     dtype = q.dtype
-    if topk is not None and (k.shape[2] >= topk) is not True:  # fewer, or symbolic in an export
+    if topk is not None and not is_known(k.shape[2] >= topk):
         visible = k.new_ones(batch, k.shape[2], dtype=torch.bool) if visible is None else visible
         k, v = F.pad(k, (0, 0, 0, topk)), F.pad(v, (0, 0, 0, topk))
         visible = F.pad(visible, (0, topk))

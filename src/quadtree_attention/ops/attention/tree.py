@@ -22,9 +22,15 @@ from torch.torch_version import TorchVersion
 
 
 def is_known(condition: bool | torch.SymBool) -> bool:
-    """True if a condition on sizes certainly holds; never puts a guard on a symbolic size."""
+    """True if a condition on sizes certainly holds; never puts a guard on a symbolic size.
+
+    In an export a condition on symbolic sizes is never known: PyTorch would derive it from guards
+    on the sizes of the example, and exported files run without guards.
+    """
     if isinstance(condition, bool):
         return condition
+    if is_exporting():
+        return False
     from torch.fx.experimental.symbolic_shapes import statically_known_true
 
     return statically_known_true(condition)
