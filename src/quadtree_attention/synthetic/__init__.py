@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Synthetic pairs of images with exact truth, to train matchers and stereo networks on."""
+"""Synthetic image pairs with exact ground truth, for training matchers and stereo networks."""
 
 from quadtree_attention.synthetic.cameras import depth_to_flow, warp
 from quadtree_attention.synthetic.homography import HomographyPair, homography_pairs

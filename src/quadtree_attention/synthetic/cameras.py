@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pinhole cameras: rotations, intrinsics, and where a pixel of one view lies in the other.
+"""Pinhole cameras: rotations, intrinsics, projection, and flow from depth.
 
 Conventions: the centre of the top left pixel is (0, 0); cameras look along +z, x points right
-and y down; `T_0to1` takes points of camera 0 to camera 1.
+and y down; `T_0to1` maps points of camera 0 to camera 1.
 """
 
 from collections.abc import Callable
@@ -14,14 +14,14 @@ from torch import Tensor
 
 from quadtree_attention.errors import ShapeError
 
-BEHIND = -1e6  # pixel coordinate given to points that are not in front of the other camera
-ROUNDING = 2e-3  # pixels by which rounding may take a point over the edge of an image
-NEAR = 1e-4  # depth from which on a point is in front
+BEHIND = -1e6  # pixel coordinate of points that are not in front of the other camera
+ROUNDING = 2e-3  # pixels by which rounding may move a point across the edge of an image
+NEAR = 1e-4  # minimum depth of points in front of a camera
 
 
 @dataclass(frozen=True)
 class Camera:
-    """Cameras of a batch in the world."""
+    """Intrinsics and world poses of the cameras of a batch."""
 
     K: Tensor  # (B, 3, 3)
     rotation: Tensor  # (B, 3, 3), its columns are the camera's axes
@@ -29,15 +29,15 @@ class Camera:
     size: tuple[int, int]  # height, width
 
     def to_world(self, points: Tensor) -> Tensor:
-        """(B, ..., 3) in the camera -> in the world."""
+        """Transform points (B, ..., 3) from camera to world coordinates."""
         return rotate(self.rotation, points) + _spread(self.centre, points)
 
     def from_world(self, points: Tensor) -> Tensor:
-        """(B, ..., 3) in the world -> in the camera."""
+        """Transform points (B, ..., 3) from world to camera coordinates."""
         return rotate(self.rotation.mT, points - _spread(self.centre, points))
 
     def rays(self, dx: float | Tensor = 0.0, dy: float | Tensor = 0.0) -> tuple[Tensor, Tensor]:
-        """Image coordinates at depth 1, x (B, 1, W) and y (B, H, 1), of every pixel + (dx, dy)."""
+        """Return x (B, 1, W) and y (B, H, 1) at depth 1 of every pixel, shifted by (dx, dy)."""
         height, width = self.size
         columns = torch.arange(width, device=self.K.device) + dx
         rows = torch.arange(height, device=self.K.device) + dy
@@ -49,29 +49,29 @@ class Camera:
         return self.map(lambda t: t.to(device, dtype))
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "Camera":
-        """The camera whose tensors `function` made of these."""
+        """Apply a function to all tensors."""
         K, rotation, centre = (function(t) for t in (self.K, self.rotation, self.centre))
         return Camera(K, rotation, centre, self.size)
 
     def resized(self, height: int, width: int) -> "Camera":
-        """The same view in other pixels."""
+        """Return the camera of the same view at another resolution."""
         scale = torch.tensor([width / self.size[1], height / self.size[0], 1.0]).to(self.K)
         K = self.K * scale[:, None]
-        # Edges of the image, not centres of its corner pixels, stay in place
+        # The edges of the image stay fixed, not the centres of its corner pixels
         K[:, :2, 2] += (scale[:2] - 1) / 2
         return Camera(K, self.rotation, self.centre, (height, width))
 
 
 def _spread(vector: Tensor, like: Tensor) -> Tensor:
-    """(B, C) -> (B, 1, ..., C) with as many axes as `like`."""
+    """Reshape (B, C) to (B, 1, ..., C) with as many axes as `like`."""
     return vector.reshape(vector.shape[0], *(1,) * (like.ndim - 2), vector.shape[-1])
 
 
 def rotate(matrix: Tensor, points: Tensor) -> Tensor:
-    """(B, 3, 3) times (B, ..., 3).
+    """Multiply matrices (B, 3, 3) with points (B, ..., 3).
 
-    Sums instead of a matrix product: those may be set to run in TF32 or bfloat16, which would
-    move points by pixels.
+    Uses sums instead of a matrix product, which may run in TF32 or bfloat16 and move points by
+    pixels.
     """
     columns = (_spread(matrix[..., i], points) * points[..., i, None] for i in range(3))
     first, second, third = columns
@@ -79,7 +79,7 @@ def rotate(matrix: Tensor, points: Tensor) -> Tensor:
 
 
 def intrinsics(focal: Tensor, centre: Tensor) -> Tensor:
-    """(B,) focal lengths and (B, 2) principal points in pixels -> (B, 3, 3)."""
+    """Return camera matrices (B, 3, 3) from focal lengths (B,) and principal points (B, 2)."""
     K = torch.zeros(len(focal), 3, 3).to(focal)
     K[:, 0, 0] = K[:, 1, 1] = focal
     K[:, :2, 2] = centre
@@ -88,7 +88,7 @@ def intrinsics(focal: Tensor, centre: Tensor) -> Tensor:
 
 
 def transform(camera0: Camera, camera1: Camera) -> Tensor:
-    """`T_0to1`, (B, 4, 4)."""
+    """Return `T_0to1` (B, 4, 4)."""
     T = torch.eye(4).to(camera0.K).repeat(len(camera0.K), 1, 1)
     turn = camera1.rotation.mT
     T[:, :3, :3] = torch.stack([rotate(turn, camera0.rotation[..., i]) for i in range(3)], dim=-1)
@@ -97,7 +97,7 @@ def transform(camera0: Camera, camera1: Camera) -> Tensor:
 
 
 def from_axis_angle(vector: Tensor) -> Tensor:
-    """(..., 3) axes times angles in radians -> (..., 3, 3)."""
+    """Return rotation matrices (..., 3, 3) from axes times angles in radians (..., 3)."""
     angle = vector.norm(dim=-1, keepdim=True)
     x, y, z = (vector / angle.clamp(min=1e-12)).unbind(-1)
     zero = torch.zeros_like(x)
@@ -108,7 +108,7 @@ def from_axis_angle(vector: Tensor) -> Tensor:
 
 
 def from_quaternion(quaternion: Tensor) -> Tensor:
-    """(..., 4) of any length -> (..., 3, 3)."""
+    """Return rotation matrices (..., 3, 3) from quaternions (..., 4) of any norm."""
     w, x, y, z = F.normalize(quaternion, dim=-1).unbind(-1)
     rows = [
         *(1 - 2 * (y * y + z * z), 2 * (x * y - w * z), 2 * (x * z + w * y)),
@@ -119,7 +119,7 @@ def from_quaternion(quaternion: Tensor) -> Tensor:
 
 
 def pixel_grid(height: int, width: int, like: Tensor) -> Tensor:
-    """(H, W, 2) coordinates (x, y) of pixel centres."""
+    """Return coordinates (x, y) of pixel centres, (H, W, 2)."""
     rows = torch.arange(height, device=like.device, dtype=like.dtype)
     columns = torch.arange(width, device=like.device, dtype=like.dtype)
     y, x = torch.meshgrid(rows, columns, indexing="ij")
@@ -127,13 +127,13 @@ def pixel_grid(height: int, width: int, like: Tensor) -> Tensor:
 
 
 def unproject(depth: Tensor, K: Tensor) -> Tensor:
-    """(B, H, W) depths -> (B, H, W, 3) points of the camera."""
+    """Back-project depths (B, H, W) to points (B, H, W, 3) of the camera."""
     x, y = Camera(K, K, K[:, 0], (depth.shape[1], depth.shape[2])).rays()
     return torch.stack([x * depth, y * depth, depth], dim=-1)
 
 
 def project(points: Tensor, K: Tensor) -> Tensor:
-    """(B, ..., 3) points of a camera -> (B, ..., 2) pixels; `BEHIND` where not in front of it."""
+    """Project points (B, ..., 3) of a camera to pixels (B, ..., 2); `BEHIND` if not in front."""
     depth = points[..., 2:]
     in_front = depth > NEAR
     focal = _spread(torch.stack([K[:, 0, 0], K[:, 1, 1]], dim=-1), points)
@@ -142,7 +142,7 @@ def project(points: Tensor, K: Tensor) -> Tensor:
 
 
 def inside(pixels: Tensor, size: tuple[int, int]) -> Tensor:
-    """Whether (..., 2) pixels lie among the pixel centres of an image of (height, width)."""
+    """Return True for pixels (..., 2) inside an image of (height, width), up to rounding."""
     x, y = pixels.unbind(-1)
     in_x = (x >= -ROUNDING) & (x <= size[1] - 1 + ROUNDING)
     in_y = (y >= -ROUNDING) & (y <= size[0] - 1 + ROUNDING)
@@ -159,7 +159,7 @@ def depth_to_flow(depth: Tensor, K0: Tensor, K1: Tensor, T_0to1: Tensor) -> Tens
         T_0to1: (B, 4, 4).
 
     Returns:
-        (B, H, W, 2), (x, y) in pixels; points behind view 1 go to `BEHIND`, outside every image.
+        (B, H, W, 2), (x, y) in pixels; points behind camera 1 map to `BEHIND`, outside any image.
 
     Raises:
         ShapeError: The shapes do not fit.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Work on every pixel, compiled into a few kernels where a GPU does it.
+"""Compilation of functions on all pixels into a few kernels on a GPU.
 
-One by one, the operations of rendering would read and write all pixels thousands of times.
+Eager operations of rendering would read and write all pixels thousands of times.
 """
 
 import warnings
@@ -14,20 +14,20 @@ from torch import Tensor
 
 
 class _Switch:
-    """Whether to compile; off for good once the compiler failed, which it then would every time."""
+    """Whether functions are compiled; disabled permanently after the compiler failed once."""
 
     on_cpu = False
     works = True
 
 
 def compiles(device: torch.device) -> bool:
-    """Whether work on the device is compiled."""
+    """Return True if functions are compiled for the device."""
     return _Switch.works and (device.type == "cuda" or _Switch.on_cpu)
 
 
 @contextmanager
 def compile_everywhere() -> Iterator[None]:
-    """Compiles on CPUs too, which takes longer than it saves: to test what GPUs run."""
+    """Compile on CPUs too, for tests of the compiled code; slower in total than eager mode."""
     _Switch.on_cpu = True
     try:
         yield
@@ -37,7 +37,7 @@ def compile_everywhere() -> Iterator[None]:
 
 @contextmanager
 def plainly() -> Iterator[None]:
-    """Compiles nothing: to test against."""
+    """Compile nothing, for tests."""
     works, _Switch.works = _Switch.works, False
     try:
         yield
@@ -47,10 +47,10 @@ def plainly() -> Iterator[None]:
 
 @contextmanager
 def apart(device: torch.device) -> Iterator[None]:
-    """Keeps what a training loop has switched on out of the making of data.
+    """Disable autocast and inference mode while data is generated.
 
-    Autocast would compute in 8 bits of precision; tensors made in inference mode would have the
-    compiler start anew when training goes on.
+    Autocast would compute in bfloat16; tensors created in inference mode would cause a
+    recompilation when training continues.
     """
     with ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))
@@ -60,16 +60,16 @@ def apart(device: torch.device) -> Iterator[None]:
 
 
 class Fused:
-    """A function that is compiled where its first argument is on a GPU.
+    """A function that is compiled if its first argument is on a GPU.
 
-    It takes tensors whose first axis is the batch, then whatever stays the same from batch to
-    batch, and returns tensors whose first axis is the batch. Batches of any number of items use the
-    same kernels, so an item is the same in all of them. If it cannot be compiled, a warning says so
-    once, and the function runs as it is.
+    Its first arguments are tensors whose first axis is the batch, the others are the same for all
+    batches; it returns tensors whose first axis is the batch. The same kernels run for any batch
+    size, so that the result of an item does not depend on its batch. If compilation fails, a
+    warning is issued once, and the function runs in eager mode.
 
     Args:
-        function: What to run.
-        batched: How many of its arguments have the axis of the batch.
+        function: The function.
+        batched: Number of arguments with a batch axis.
     """
 
     def __init__(self, function: Callable[..., Any], batched: int) -> None:
@@ -78,9 +78,9 @@ class Fused:
         self._compiled: Callable[..., Any] | None = None
 
     def __call__(self, *arguments: Any, **plain: Any) -> Any:
-        """Runs the function; keywords are for the uncompiled one alone.
+        """Run the function; keywords are passed to the eager function only.
 
-        They hold what differs from batch to batch and would be compiled into the kernels.
+        They differ between batches and would otherwise be constants of the kernels.
         """
         if not compiles(arguments[0].device) or _needs_gradients(arguments):
             return self.function(*arguments, **plain)
@@ -88,7 +88,7 @@ class Fused:
             return self._run(arguments)
         except torch.OutOfMemoryError:
             raise
-        except Exception as error:  # of any part of the compiler, or of the system it calls
+        except Exception as error:  # from any part of the compiler, or of the system tools it calls
             _Switch.works = False
             _warn(self.function.__name__, error)
             return self.function(*arguments, **plain)
@@ -98,7 +98,7 @@ class Fused:
             self._compiled = torch.compile(self.function, fullgraph=True)
         batched, shared = arguments[: self.batched], arguments[self.batched :]
         count = len(batched[0])
-        if count == 1:  # a length of 1 would be compiled for itself: make it twice
+        if count == 1:  # size 1 would be specialised: repeat the item
             batched = tuple(torch.cat([t, t]) for t in batched)
         with apart(batched[0].device):
             batched = tuple(t.clone() if t.is_inference() else t for t in batched)
@@ -111,7 +111,7 @@ class Fused:
 
 
 def fused(batched: int) -> Callable[[Callable[..., Any]], Fused]:
-    """Makes a function `Fused`."""
+    """Decorate a function as `Fused`."""
     return lambda function: Fused(function, batched)
 
 
@@ -131,9 +131,9 @@ def _warn(name: str, error: Exception) -> None:
 
 
 def send(values: Tensor, device: torch.device) -> Tensor:
-    """A tensor of the CPU on the device, without waiting for what the device is doing.
+    """Copy a CPU tensor to a device without synchronisation.
 
-    An ordinary copy to a GPU would wait, and keep the host from preparing what comes next.
+    A blocking copy to a GPU would keep the host from preparing the next batch.
     """
     if device.type != "cuda":
         return values.to(device)

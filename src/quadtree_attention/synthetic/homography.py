@@ -16,21 +16,21 @@ from quadtree_attention.synthetic.photometric import distort
 from quadtree_attention.synthetic.render import PATTERNS
 from quadtree_attention.synthetic.textures import Bank, Textures
 
-ATTEMPTS = 8  # homographies tried for a pair
-PROBE = 12  # points along each side by which their overlap is measured
-HORIZON = 1e-3  # smallest denominator that is still in front of the camera
+ATTEMPTS = 8  # candidate homographies per pair
+PROBE = 12  # points along each side at which the overlap is measured
+HORIZON = 1e-3  # minimum denominator of points in front of the camera
 
 
 @dataclass(frozen=True)
 class HomographyPair:
-    """Two views of a plane. Pixel centres are whole numbers, points are (x, y)."""
+    """Two views of a plane. Pixel centres are integers, points are (x, y)."""
 
     image0: Tensor  # (B, 3, H0, W0) between 0 and 1
     image1: Tensor  # (B, 3, H1, W1)
-    H_0to1: Tensor  # (B, 3, 3), pixels of view 0 to view 1
+    H_0to1: Tensor  # (B, 3, 3), maps pixels of view 0 to view 1
     flow0to1: Tensor  # (B, H0, W0, 2) pixels; `BEHIND` beyond the horizon
     flow1to0: Tensor  # (B, H1, W1, 2)
-    visible0: Tensor  # (B, H0, W0) bool: within view 1
+    visible0: Tensor  # (B, H0, W0) bool: inside view 1
     visible1: Tensor  # (B, H1, W1)
 
 
@@ -46,12 +46,12 @@ def homography_pairs(
     """Render pairs of views of one textured plane each, on the device of the textures.
 
     Args:
-        textures: To choose from.
-        indices: Numbers of the pairs to make, one batch.
+        textures: Textures of the planes.
+        indices: Indices of the pairs of the batch.
         size: (height, width) of the first view.
-        size1: Of the second view; as the first if None.
-        seed: Of the data set.
-        options: How hard.
+        size1: (height, width) of the second view; None: as the first.
+        seed: Seed of the data set.
+        options: Ranges of the homographies and photometric distortion.
 
     Raises:
         OptionError: A size, seed or index is not accepted.
@@ -98,7 +98,7 @@ def homography_pairs(
 
 
 def apply_homography(H: Tensor, points: Tensor) -> Tensor:
-    """(B, 3, 3) on (..., 2) points -> (B, ..., 2); `BEHIND` beyond the horizon."""
+    """Map points (..., 2) by homographies (B, 3, 3) to (B, ..., 2); `BEHIND` beyond the horizon."""
     x, y, w = _homogeneous(H, points)
     in_front = w > HORIZON
     w = w.where(in_front, 1)
@@ -106,7 +106,7 @@ def apply_homography(H: Tensor, points: Tensor) -> Tensor:
 
 
 def _homogeneous(H: Tensor, points: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Sums, not a matrix product, which may be set to a precision that moves points."""
+    """Map to homogeneous points, by sums: a matrix product may run in a lower precision."""
     axes = (1,) * (points.ndim - 1)
     rows = (H[:, i].reshape(-1, 3, *axes) for i in range(3))
     x, y, w = (row[:, 0] * points[..., 0] + row[:, 1] * points[..., 1] + row[:, 2] for row in rows)
@@ -116,7 +116,7 @@ def _homogeneous(H: Tensor, points: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def _homography(
     draws: Draws, size: tuple[int, int], size1: tuple[int, int], options: HomographyOptions
 ) -> Tensor:
-    """(B, 3, 3), of several drawn the first with enough overlap; scaled so that w = 1 mid-view."""
+    """Return the first candidate with enough overlap (B, 3, 3), with w = 1 in mid-view."""
     tries = _unit_to_pixels(size1) @ _candidates(draws, options) @ _pixels_to_unit(size)
     flat = tries.flatten(0, 1)
     shared = torch.minimum(
@@ -129,7 +129,7 @@ def _homography(
 
 
 def _candidates(draws: Draws, options: HomographyOptions) -> Tensor:
-    """(B, ATTEMPTS, 3, 3) in units of half the diagonal; later ones move less."""
+    """Draw (B, ATTEMPTS, 3, 3) in units of half the diagonal; later candidates move less."""
     motion = torch.linspace(2, 0.02, ATTEMPTS, dtype=torch.float64).clamp(max=1)
     sign = torch.where(draws.chance(0.5, ATTEMPTS), -1.0, 1.0)
     angle = torch.deg2rad(draws.uniform(*options.rotation, ATTEMPTS)) * sign * motion
@@ -159,7 +159,7 @@ def _unit_to_pixels(size: tuple[int, int]) -> Tensor:
 
 
 def _overlap(H: Tensor, size: tuple[int, int], other: tuple[int, int]) -> Tensor:
-    """(N,) share of a view that lies in the other."""
+    """Return the share of a view that is inside the other view, (N,)."""
     scale = torch.tensor([size[1] - 1, size[0] - 1]) / (PROBE - 1)
     points = pixel_grid(PROBE, PROBE, like=H) * scale
     return inside(apply_homography(H, points), other).flatten(1).double().mean(dim=1)
@@ -168,7 +168,7 @@ def _overlap(H: Tensor, size: tuple[int, int], other: tuple[int, int]) -> Tensor
 def _to_texels(
     draws: Draws, size: tuple[int, int], texels: int, scale: tuple[float, float]
 ) -> Tensor:
-    """(B, 3, 3) from pixels of view 0 to texels; the middle of the view is within the texture."""
+    """Map pixels of view 0 to texels, (B, 3, 3); the middle of the view is inside the texture."""
     density = 1 / draws.log_uniform(*scale)
     where = draws.uniform(0.3, 0.7, 2) * texels
     zero, one = torch.zeros_like(density), torch.ones_like(density)
@@ -179,8 +179,8 @@ def _to_texels(
 
 
 def _pack(to_texels: Tensor, to_other: Tensor, texture: Tensor) -> Tensor:
-    """(B, 20): all numbers of a view, so that they travel at once."""
-    # Of the matrix as it will be rounded; on a GPU it would be waited for
+    """Concatenate all parameters of a view, (B, 20), for a single copy to the device."""
+    # Determinant of the matrix rounded to float32, on the CPU: on a GPU it would synchronise
     determinant = torch.linalg.det(to_texels.float().double()).abs()
     parts = [to_texels.flatten(1), to_other.flatten(1), determinant[:, None], texture[:, None]]
     return torch.cat(parts, dim=1)
@@ -196,7 +196,7 @@ def _view(
     other_size: tuple[int, int],
     samples: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Image, flow to the other view, and what is within it."""
+    """Return the image, the flow to the other view, and the mask of points inside it."""
     bank = Bank(texels, levels, texture_size)
     image = _render(bank, packed, size, samples)
     grid = pixel_grid(*size, like=packed)
@@ -205,7 +205,7 @@ def _view(
 
 
 def _render(bank: Bank, packed: Tensor, size: tuple[int, int], samples: int) -> Tensor:
-    """(B, 3, H, W) of the plane."""
+    """Render the plane, (B, 3, H, W)."""
     batch = len(packed)
     H = packed[:, :9].unflatten(1, (3, 3))  # from pixels to texels
     determinant, texture = packed[:, 18, None, None], packed[:, 19, None, None].long()
@@ -214,8 +214,8 @@ def _render(bank: Bank, packed: Tensor, size: tuple[int, int], samples: int) -> 
     total: Tensor | None = None
     for dx, dy in PATTERNS[samples]:
         x, y, w = _homogeneous(H, torch.stack([grid[..., 0] + dx, grid[..., 1] + dy], dim=-1))
-        w = w.clamp(min=HORIZON)  # beyond the horizon there is no plane: its mean colour
-        area = determinant / w**3 / samples  # texels in a pixel
+        w = w.clamp(min=HORIZON)  # beyond the horizon: the mean colour of the texture
+        area = determinant / w**3 / samples  # texels per pixel
         colour = bank.look_up(index, (x / w).flatten(), (y / w).flatten(), area.sqrt().flatten())
         colour = colour.unflatten(1, (batch, *size))
         total = colour if total is None else total.add_(colour)

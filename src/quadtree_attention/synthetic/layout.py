@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draws scenes: a room, the objects in it, their surfaces, and where the cameras stand.
+"""Random scenes: a room, the objects in it, their surfaces, and the cameras.
 
-All of it is small and runs on the CPU in float64. The world is the frame of the first camera.
+Everything is computed on the CPU in float64. World coordinates are those of the first camera.
 """
 
 import math
@@ -27,21 +27,21 @@ from quadtree_attention.synthetic.draws import Draws
 from quadtree_attention.synthetic.options import ContentOptions, Range, SceneOptions
 from quadtree_attention.synthetic.solids import Kind, Sight, Solids, cast, see
 
-# Which slots are filled is drawn, so every mix of kinds occurs
+# Slots are filled at random, so that every combination of kinds occurs
 PATTERN: tuple[Kind, ...] = ("plane", "box", "ellipsoid", "bar", "plane", "box", "plane")
-ATTEMPTS = 8  # second cameras drawn for a scene
-ROUNDS = (0, 1, 3, ATTEMPTS)  # where rounds of trying them begin: most scenes need but the first
+ATTEMPTS = 8  # candidates of the second camera per scene
+ROUNDS = (0, 1, 3, ATTEMPTS)  # first candidate of each round: most scenes need one candidate only
 PROBE = (12, 16)  # size of the images in which their overlap is measured
-SAME_SURFACE = 3e-5  # relative difference of depths that rounding can make
+SAME_SURFACE = 3e-5  # relative difference of depths due to rounding
 
 
 @dataclass(frozen=True)
 class Surfaces:
-    """The texture on each of six faces of each solid.
+    """The texture of each of six faces of each solid.
 
-    A point (u, v) on a face shows texel `axes @ (u, v) + offset` of `texture`, whose colour c
-    becomes `gain * (c - 0.5) + bias`. A second, much larger and fainter texture lies on top of it,
-    so that what a texture's mirror images repeat can be told apart.
+    A point (u, v) of a face has texel `axes @ (u, v) + offset` of `texture`, whose colour c
+    becomes `gain * (c - 0.5) + bias`. A second, much larger and fainter texture is added, so that
+    mirrored repetitions of a texture differ.
     """
 
     texture: Tensor  # (B, S, 6) int64
@@ -55,15 +55,15 @@ class Surfaces:
 
 @dataclass(frozen=True)
 class Scene:
-    """Scenes of a batch."""
+    """The scenes of a batch."""
 
     solids: Solids
     surfaces: Surfaces
-    light: Tensor  # (B, 3), direction to the light; its length is its strength
+    light: Tensor  # (B, 3), direction to the light, scaled by its intensity
 
 
 def first_camera(draws: Draws, size: tuple[int, int], focal: Range) -> Camera:
-    """A camera at the origin of the world."""
+    """Draw the intrinsics of a camera at the world origin."""
     height, width = size
     batch = len(draws)
     middle = torch.tensor([(width - 1) / 2, (height - 1) / 2], dtype=torch.float64)
@@ -74,7 +74,7 @@ def first_camera(draws: Draws, size: tuple[int, int], focal: Range) -> Camera:
 
 
 def place(draws: Draws, camera: Camera, options: ContentOptions, textures: int) -> Scene:
-    """A scene in front of the camera, with `textures` to choose from."""
+    """Draw a scene in front of the camera; `textures` is the number of textures."""
     room = _room(draws, options.room)
     solids = _with_objects(draws, room, camera, options)
     surfaces = _surfaces(draws, solids, camera, options, textures)
@@ -83,7 +83,7 @@ def place(draws: Draws, camera: Camera, options: ContentOptions, textures: int) 
 
 
 def _room(draws: Draws, length: Range) -> Solids:
-    """A room around the camera, which stands in its rear part and looks ahead."""
+    """Draw a room around the camera, which is in the rear part and looks ahead."""
     degrees = torch.stack(
         [draws.uniform(-25, 20), draws.uniform(-50, 50), draws.uniform(-8, 8)], dim=-1
     )
@@ -132,7 +132,7 @@ def _join(a: Solids, b: Solids) -> Solids:
 def _centres(
     draws: Draws, room: Solids, camera: Camera, depth: Range, count: int
 ) -> tuple[Tensor, Tensor]:
-    """(B, count, 3) centres of objects, seen all over the image, and (B, count) distances."""
+    """Draw centres of objects (B, count, 3) all over the image, and distances (B, count)."""
     height, width = camera.size
     pixels = draws.uniform(-0.05, 1.05, count, 2) * torch.tensor([width, height])
     rays = (pixels - camera.K[:, None, :2, 2]) / camera.K[:, None, 0, :1]
@@ -144,12 +144,12 @@ def _centres(
 
 
 def _rotations(draws: Draws, room: Solids, kinds: tuple[Kind, ...]) -> Tensor:
-    """(B, count, 3, 3): half of the objects stand upright in the room, others are at any angle."""
+    """Draw rotations (B, count, 3, 3): half of the objects are upright, the others at any angle."""
     count = len(kinds)
     yaw = draws.uniform(-math.pi, math.pi, count, 1) * torch.tensor([0.0, 1.0, 0.0])
     upright = room.rotation @ from_axis_angle(yaw.double())
     free = from_quaternion(draws.normal(count, 4))
-    # Planes at any angle would mostly be seen edge-on: tilt those away from facing the camera
+    # Planes at random angles would often be seen edge-on: tilt them from the fronto-parallel pose
     tilt = draws.uniform(-math.pi, math.pi, count, 1)
     tilt = torch.cat([tilt.cos(), tilt.sin(), torch.zeros_like(tilt)], dim=-1)
     tilt = from_axis_angle(tilt * draws.uniform(0, math.radians(75), count, 1))
@@ -163,7 +163,7 @@ def _rotations(draws: Draws, room: Solids, kinds: tuple[Kind, ...]) -> Tensor:
 def _halves(
     draws: Draws, kinds: tuple[Kind, ...], distance: Tensor, camera: Camera, thin_share: float
 ) -> Tensor:
-    """(B, count, 3) half lengths; sizes are drawn as seen, so near objects hide no whole scene."""
+    """Draw half lengths (B, count, 3) relative to the view, so that near objects do not fill it."""
     count = len(kinds)
     view = max(camera.size) / camera.K[:, 0, 0, None]  # width of the view at depth 1
     seen = (distance * view)[..., None]  # (B, count, 1)
@@ -181,7 +181,7 @@ def _halves(
 
 
 def _wires(draws: Draws, count: int) -> Tensor:
-    """(B, count, 3) half lengths over the width of the view: 1.5 to 8 pixels wide out of 640."""
+    """Draw half lengths (B, count, 3) relative to the view: 1.5 to 8 pixels wide out of 640."""
     width = draws.log_uniform(0.0012, 0.006, count, 1)
     length = draws.log_uniform(0.1, 0.5, count, 1)
     return torch.cat([width, length, width], dim=-1)
@@ -225,7 +225,7 @@ def _surfaces(
 
 
 def _to_walls(solids: Solids) -> Tensor:
-    """(B, 6): about how far away the seen parts of the six faces of the room are."""
+    """Return the approximate distance of the visible part of each face of the room, (B, 6)."""
     half = solids.half[:, 0]
     camera = rotate(solids.rotation[:, 0].mT, -solids.centre[:, 0])
     nearest = torch.stack([half + camera, half - camera], dim=-1).flatten(1)
@@ -235,8 +235,8 @@ def _to_walls(solids: Solids) -> Tensor:
 def second_camera(
     draws: Draws, scene: Scene, camera: Camera, size: tuple[int, int], options: SceneOptions
 ) -> Camera:
-    """The first of several drawn cameras that shares enough of its view with `camera`."""
-    from quadtree_attention.synthetic.probe import first_depth  # Numba takes a while
+    """Return the first of several random cameras whose view overlaps enough with `camera`."""
+    from quadtree_attention.synthetic.probe import first_depth  # Numba is slow to import
 
     depth = first_depth(_probe_sight(scene.solids, camera), *camera.resized(*PROBE).rays())
     typical = depth.flatten(1).median(dim=1).values
@@ -254,13 +254,13 @@ def second_camera(
         left = (misfit.amin(dim=1) > 0).nonzero()[:, 0]
         if not len(left):
             break
-    # argmin gives the first where several fit
+    # argmin returns the first of several cameras with enough overlap
     best = misfit.argmin(dim=1) + torch.arange(len(draws)) * ATTEMPTS
     return _choose_cameras(tries, best)
 
 
 def _in_room(solids: Solids, tries: Camera) -> Camera:
-    """The cameras, `ATTEMPTS` per scene, moved into the room where they are not."""
+    """Move cameras, `ATTEMPTS` per scene, into the room if they are outside."""
     rotation, centre, half = (
         t[:, 0].repeat_interleave(ATTEMPTS, 0)
         for t in (solids.rotation, solids.centre, solids.half * 0.9)
@@ -281,9 +281,9 @@ def _choose_cameras(cameras: Camera, item: Tensor) -> Camera:
 def _candidates(
     draws: Draws, camera: Camera, typical: Tensor, size: tuple[int, int], options: SceneOptions
 ) -> Camera:
-    """`ATTEMPTS` cameras per scene; later ones move less and the last hardly at all."""
+    """Draw `ATTEMPTS` cameras per scene; later ones move less, the last one hardly at all."""
     shape = (ATTEMPTS,)
-    # Half of them as asked for, then less and less
+    # The full range for the first half, then decreasing
     motion = torch.linspace(2, 0.02, ATTEMPTS, dtype=torch.float64).clamp(max=1)
     way = draws.unit(*shape) * torch.tensor([1.0, 0.7, 0.6])
     way = F.normalize(way, dim=-1) * draws.uniform(*options.baseline, *shape, 1)
@@ -326,9 +326,9 @@ def _probe_sight(solids: Solids, camera: Camera) -> Sight:
 
 
 def _shared(solids: Solids, camera: Camera, depth: Tensor, other: Camera) -> Tensor:
-    """(B,) share of their views that both cameras see, of the one that shares less.
+    """Return the overlap of two views (B,): the smaller share of visible pixels.
 
-    `depth` is that of `camera`, on the grid of the probe.
+    `depth` is the depth of `camera`, at resolution `PROBE`.
     """
     from quadtree_attention.synthetic.probe import first_depth
 
@@ -352,17 +352,17 @@ def transfer(
     sight: Sight,
     first_depth: Callable[[Sight, Tensor, Tensor], Tensor] = cast_depth,
 ) -> tuple[Tensor, Tensor]:
-    """Project the surface points of a view to the other one, with their visibility.
+    """Project the surface points of a view to the other view, with their visibility.
 
-    A point is seen if the first surface on the other camera's ray to it is the point itself: an
+    A point is visible if it is the first surface on the ray of the other camera through it: an
     exact test, independent of the pixels of the other view.
 
     Args:
         depth: (B, H, W) of the view.
-        camera: Of the view.
+        camera: Camera of the view.
         other: The other camera.
         sight: The solids from the other camera.
-        first_depth: Gives the depth of the first surface on rays.
+        first_depth: Function that returns the depth of the first surface on rays.
 
     Returns:
         Pixels (B, H, W, 2) and visibility (B, H, W).

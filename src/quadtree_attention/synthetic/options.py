@@ -19,7 +19,7 @@ SAMPLES = (1, 2, 4)
 class ContentOptions:
     """Content of a scene, and photometric distortion.
 
-    Lengths have no unit: only their ratios show in images.
+    Lengths have no unit: images depend on their ratios only.
     """
 
     objects: tuple[int, int] = (3, 12)
@@ -60,8 +60,8 @@ class ContentOptions:
 class SceneOptions(ContentOptions):
     """Options of scenes with two free cameras; a curriculum widens the ranges of the motion.
 
-    The second camera moves by `baseline`, turns to look at what the first one looked at, and is
-    then turned away from it by `rotation` and about its axis by `roll`.
+    The second camera is translated by `baseline`, oriented towards the point that the first camera
+    looks at, then rotated away from it by `rotation` and about its optical axis by `roll`.
     """
 
     baseline: Range = (0.05, 0.6)

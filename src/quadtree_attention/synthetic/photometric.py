@@ -14,9 +14,9 @@ from quadtree_attention.synthetic.draws import Draws, hash_noise
 from quadtree_attention.synthetic.fused import fused, send
 from quadtree_attention.synthetic.options import check_number
 
-REACH = 4  # pixels on each side that blur mixes in
-BLOCK = 8  # of JPEG
-# The luminance table of the JPEG standard is near this plane: finer detail, coarser steps
+REACH = 4  # radius of the blur kernels in pixels
+BLOCK = 8  # block size of JPEG
+# A plane close to the luminance table of the JPEG standard: coarser steps for finer detail
 STEPS = 10 + 6.0 * (torch.arange(BLOCK)[:, None] + torch.arange(BLOCK))
 
 
@@ -33,17 +33,17 @@ def distort(
 
     Args:
         image: (B, 3, H, W) between 0 and 1.
-        indices: B numbers of the items; the same (seed, index, view) is distorted alike.
-        seed: Of the data set.
-        view: Number of the view; views are distorted independently.
-        strength: 0 returns the image as it is, 1 is what cheap cameras do, 2 is worse.
-        jpeg: Share of images with artefacts of compression, at strength 1.
+        indices: B indices of the items; distortions are determined by (seed, index, view).
+        seed: Seed of the data set.
+        view: Index of the view; views are distorted independently.
+        strength: 0 leaves images unchanged, 1 is typical of cheap cameras, 2 is the maximum.
+        jpeg: Share of images with compression artefacts, at strength 1.
 
     Returns:
         (B, 3, H, W) between 0 and 1.
 
     Raises:
-        ShapeError: The image is of another shape.
+        ShapeError: The image has another shape.
         OptionError: An option is out of range.
 
     Example:
@@ -60,7 +60,7 @@ def distort(
     if strength == 0:
         return image
     draws = Draws(seed, indices, stream=100 + view)
-    # A training loop's autocast would compute in 8 bits of precision
+    # Autocast of a training loop would compute in bfloat16
     with torch.autocast(image.device.type, enabled=False):
         kernels = _blur_kernels(draws, strength)
         numbers = torch.cat(
@@ -81,13 +81,13 @@ def distort(
 
 
 def _blur_kernels(draws: Draws, strength: float) -> Tensor:
-    """(B, k, k) kernels: out of focus, moved, both, or, for half of the images, next to sharp."""
+    """Draw blur kernels (B, k, k): defocus, motion, both or, often, nearly none."""
     offset = torch.arange(-REACH, REACH + 1, dtype=torch.float64)
     y, x = torch.meshgrid(offset, offset, indexing="ij")
     sigma = torch.where(draws.chance(0.5), draws.uniform(0.4, 0.4 + 1.1 * strength), 0.3)
     length = torch.where(draws.chance(0.25), draws.uniform(0, min(3 * strength, REACH - 1)), 0.0)
     angle = draws.uniform(0, math.pi)
-    steps = torch.linspace(-1, 1, 9).double()  # a moving spot, exposed nine times
+    steps = torch.linspace(-1, 1, 9).double()  # nine positions of a moving point
     move = (length[:, None] * steps)[..., None, None]  # (B, 9, 1, 1)
     angle, sigma = angle[:, None, None, None], sigma[:, None, None, None]
     dx, dy = x - move * angle.cos(), y - move * angle.sin()
@@ -96,7 +96,7 @@ def _blur_kernels(draws: Draws, strength: float) -> Tensor:
 
 
 def blur(image: Tensor, kernels: Tensor) -> Tensor:
-    """Each image (B, C, H, W) by its own odd kernel (B, k, k); edges go on as they end."""
+    """Convolve images (B, C, H, W) with one odd kernel each (B, k, k), replicating edges."""
     batch, channels = image.shape[:2]
     reach = kernels.shape[-1] // 2
     weight = kernels.to(image).repeat_interleave(channels, 0)[:, None]  # (B * C, 1, k, k)
@@ -105,7 +105,7 @@ def blur(image: Tensor, kernels: Tensor) -> Tensor:
 
 
 def _vignette_numbers(draws: Draws, image: Tensor, strength: float) -> Tensor:
-    """(B, 3): centre, amount."""
+    """Draw (B, 3): centre and strength of the vignette."""
     middle = _middle(image)
     centre = torch.tensor(middle) * (1 + draws.uniform(-0.15, 0.15, 2))
     amount = torch.where(draws.chance(0.5), draws.uniform(0, 0.4 * strength), 0.0)
@@ -117,7 +117,7 @@ def _middle(image: Tensor) -> tuple[float, float]:
 
 
 def _tone_numbers(draws: Draws, strength: float) -> Tensor:
-    """(B, 7): exposure of three colours, gamma, grey, contrast, lift."""
+    """Draw (B, 7): exposure of three colours, gamma, desaturation, contrast, offset."""
     exposure = torch.exp2(draws.uniform(-0.6, 0.6) * strength)
     colour = torch.exp2(draws.uniform(-0.12, 0.12, 3) * strength)
     gamma = torch.exp2(draws.uniform(-0.4, 0.4) * strength)
@@ -129,7 +129,7 @@ def _tone_numbers(draws: Draws, strength: float) -> Tensor:
 
 
 def _noise_numbers(draws: Draws, strength: float) -> Tensor:
-    """(B, 2): variance of reading, the same everywhere, and of light, which grows with it."""
+    """Draw (B, 2): variance of the read noise, and of the shot noise per unit of brightness."""
     read = draws.uniform(0, 0.015) * strength
     shot = draws.uniform(0, 0.0012) * strength**2
     return torch.stack([read**2, shot], dim=1)
@@ -137,7 +137,7 @@ def _noise_numbers(draws: Draws, strength: float) -> Tensor:
 
 @fused(batched=3)
 def _develop(image: Tensor, numbers: Tensor, keys: Tensor) -> Tensor:
-    """Distortions per pixel: vignetting, tones, noise."""
+    """Apply the distortions per pixel: vignetting, tones, noise."""
     columns = numbers[..., None, None]  # (B, 12, 1, 1)
     image = image * _vignette(image, columns[:, :2, 0, 0], columns[:, 2])[:, None]
     image = (image * columns[:, 3:6]).clamp(1e-4, 1)
@@ -151,19 +151,19 @@ def _develop(image: Tensor, numbers: Tensor, keys: Tensor) -> Tensor:
 
 
 def _vignette(image: Tensor, centre: Tensor, amount: Tensor) -> Tensor:
-    """(B, H, W): the share of light that is left."""
+    """Return the transmittance (B, H, W)."""
     away = pixel_grid(image.shape[2], image.shape[3], image) - centre[:, None, None]
     away = away / math.hypot(*_middle(image))
     return (1 - amount * (away * away).sum(dim=-1)).clamp(min=0)
 
 
 def _compress(image: Tensor, draws: Draws, strength: float, share: float) -> Tensor:
-    """Rounds the cosine transform of 8 x 8 blocks, which is what JPEG loses."""
+    """Quantise the cosine transform of 8 x 8 blocks, as JPEG does."""
     chosen = draws.chance(share)
     coarse = draws.uniform(0.2, 0.2 + strength)
     if not chosen.any():
         return image
-    # Only those chosen: which they are is known on the CPU, nothing waits for the device
+    # Process the chosen images only; their indices are on the CPU, so nothing synchronises
     rows = send(chosen.nonzero()[:, 0], image.device)
     part = image[rows]
     height, width = part.shape[2:]
@@ -179,7 +179,7 @@ def _compress(image: Tensor, draws: Draws, strength: float, share: float) -> Ten
 
 
 def _cosines() -> Tensor:
-    """The 8 x 8 cosine transform; its rows are orthonormal."""
+    """Return the 8 x 8 matrix of the cosine transform, with orthonormal rows."""
     wave, place = torch.arange(BLOCK)[:, None], torch.arange(BLOCK) + 0.5
     basis = (wave * place * (math.pi / BLOCK)).cos() * math.sqrt(2 / BLOCK)
     basis[0] /= math.sqrt(2)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`cast` for the few rays by which cameras are chosen, on a CPU while a GPU waits for scenes.
+"""`cast` in Numba on a CPU, for the few rays that measure the overlap of cameras.
 
-There are too few rays for the operations of torch, each of which costs more than its arithmetic.
-Depths are those of `cast` to the last bit.
+For so few rays the overhead of torch operations exceeds their arithmetic. Depths are bit-identical
+to those of `cast`.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ inlined: Any = njit(nogil=True, error_model="numpy")
 
 
 def _kernel(python: Callable[..., Any]) -> Any:
-    """Compiles, and keeps the compiled code if there is a place on this machine for it."""
+    """Compile a function, cached on disk if there is a writable folder."""
     try:
         return njit(nogil=True, error_model="numpy", cache=True)(python)
     except RuntimeError:
@@ -29,7 +29,7 @@ def _kernel(python: Callable[..., Any]) -> Any:
 
 
 def first_depth(sight: Sight, x: Tensor, y: Tensor) -> Tensor:
-    """The first result of `cast`, on the CPU in float64."""
+    """Return the depths of `cast`, on the CPU in float64."""
     is_round = np.array([kind == "ellipsoid" for kind in sight.kinds])
     x, y = torch.broadcast_tensors(x, y)
     rays = (t.flatten(1).contiguous().numpy() for t in (x, y))
@@ -67,7 +67,7 @@ def _ellipsoid(slope: Any, origin: Any, x: float, y: float) -> float:
 def _first_depths(
     slope: Array, origin: Array, nearest: Array, is_round: NDArray[np.bool_], x: Array, y: Array
 ) -> Array:
-    """(B, N) depths of rays x, y (B, N); the rest as in `Sight`."""
+    """Return depths (B, N) of rays x, y (B, N); other arguments as in `Sight`."""
     depths = np.empty_like(x)
     for b in range(x.shape[0]):
         for n in range(x.shape[1]):

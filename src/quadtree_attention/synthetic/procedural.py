@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Textures made of noise, patterns, shapes and strokes: no file is needed."""
+"""Procedural textures of noise, patterns, shapes and strokes."""
 
 import math
 from collections.abc import Callable
@@ -13,18 +13,18 @@ from quadtree_attention.synthetic.cameras import pixel_grid
 from quadtree_attention.synthetic.draws import Draws, hash_bits
 from quadtree_attention.synthetic.textures import SIZE, Textures
 
-SHAPES = 48  # per texture of shapes
-GLYPH, PITCH = (5, 7), (7, 11)  # strokes of a letter, and the way to the next letter and line
+SHAPES = 48  # shapes per texture
+GLYPH, PITCH = (5, 7), (7, 11)  # size of a letter, distances of letters and lines
 
 
 class ProceduralTextures(Textures):
     """Procedural textures, determined by a seed: texture i is the same in banks of any length.
 
     Args:
-        count: How many.
-        size: Pixels on a side.
-        seed: Another seed gives other textures.
-        device: Where they are made and stay.
+        count: Number of textures.
+        size: Side in pixels.
+        seed: Seed of the textures.
+        device: Device of the textures.
 
     Example:
         >>> ProceduralTextures(4, size=32, seed=1).count
@@ -56,7 +56,7 @@ class ProceduralTextures(Textures):
 
 
 def _per_item(values: Tensor, like: Tensor) -> Tensor:
-    """(B,) or (B, C) -> (B, 1 or C, 1, 1) float32 on the device of `like`."""
+    """Reshape (B,) or (B, C) to (B, 1 or C, 1, 1), float32, on the device of `like`."""
     values = values.to(like.device, torch.float32)
     return values.reshape(len(values), -1, 1, 1)
 
@@ -64,14 +64,14 @@ def _per_item(values: Tensor, like: Tensor) -> Tensor:
 def fractal(
     draws: Draws, size: int, channels: int, like: Tensor, finest: int | None = None
 ) -> Tensor:
-    """(B, channels, S, S) noise of all scales, mean 0, deviation about 1.
+    """Return fractal noise (B, channels, S, S) with mean 0 and standard deviation about 1.
 
     Args:
         draws: The random numbers.
         size: S.
-        channels: How many independent maps.
-        like: Gives the device.
-        finest: Cells on a side of the finest noise; S if None.
+        channels: Number of independent maps.
+        like: A tensor on the device.
+        finest: Side of the finest noise in cells; None: S.
     """
     fade = draws.uniform(0.45, 0.95)
     total = draws.noise(channels, 3, 3, device=like.device)
@@ -82,12 +82,12 @@ def fractal(
         power = power + weight**2
         total += draws.noise(channels, side, side, device=like.device) * _per_item(weight, like)
     total = F.interpolate(total, (size, size), mode="bicubic", align_corners=False)
-    # Interpolation halves the variance, about
+    # Interpolation reduces the variance to about one half
     return total * _per_item((2 / power).sqrt(), like)
 
 
 def noise(draws: Draws, size: int, device: torch.device) -> Tensor:
-    """Clouds, dirt, marble: grey variation with some colour."""
+    """Return noise textures, as of clouds, dirt or marble: grey with some colour."""
     like = torch.zeros(1, device=device)
     grey = fractal(draws, size, 1, like)
     veins = (grey * _per_item(draws.uniform(2, 8), like)).sin()
@@ -99,12 +99,12 @@ def noise(draws: Draws, size: int, device: torch.device) -> Tensor:
 
 
 def _colours(draws: Draws, low: float, high: float, *shape: int) -> Tensor:
-    """(B, *shape, 3), a brightness with a cast."""
+    """Draw colours (B, *shape, 3): a brightness plus a colour cast."""
     return draws.uniform(low, high, *shape, 1) + draws.uniform(-0.2, 0.2, *shape, 3)
 
 
 def _turned(draws: Draws, size: int, like: Tensor, *, wobble: float) -> tuple[Tensor, Tensor]:
-    """Coordinates (B, S, S) of a turned and slightly bent grid, in pixels."""
+    """Return pixel coordinates (B, S, S) of a rotated and slightly bent grid."""
     grid = pixel_grid(size, size, like) + 0.5
     angle = draws.uniform(0, 2 * math.pi)
     cos, sin = (_per_item(t, like)[:, 0] for t in (angle.cos(), angle.sin()))
@@ -115,13 +115,13 @@ def _turned(draws: Draws, size: int, like: Tensor, *, wobble: float) -> tuple[Te
 
 
 def patterns(draws: Draws, size: int, device: torch.device) -> Tensor:
-    """Checkers, stripes or bricks in two colours, their parts of unlike brightness."""
+    """Return checkers, stripes or bricks in two colours, with random brightness per cell."""
     like = torch.zeros(1, device=device)
     x, y = _turned(draws, 2 * size, like, wobble=4)
     cell = _per_item(draws.log_uniform(12, 120), like)[:, 0]
     kind = _per_item(draws.integers(0, 3), like)[:, 0]
     row = (y / cell).floor()
-    # Bricks are twice as long as high, and each row is moved by half a brick
+    # Bricks have an aspect ratio of 2, and rows are shifted by half a brick
     along = torch.where(kind == 2, x / (2 * cell) + 0.5 * row.remainder(2), x / cell)
     column = torch.where(kind == 1, 0, along.floor())
     joint = ((y / cell - row) < 0.12) | ((along - along.floor()) < 0.06)
@@ -134,18 +134,18 @@ def patterns(draws: Draws, size: int, device: torch.device) -> Tensor:
 
 
 def _random_per_cell(row: Tensor, column: Tensor, key: Tensor) -> Tensor:
-    """(B, 1, S, S) between -0.5 and 0.5, constant in a cell."""
+    """Return random numbers in [-0.5, 0.5], constant per cell, (B, 1, S, S)."""
     return ((_cell_bits(row, column, key) & 0xFFFF) / 0xFFFF - 0.5)[:, None]
 
 
 def _cell_bits(row: Tensor, column: Tensor, key: Tensor) -> Tensor:
-    """Random int32 for cells of a plane."""
+    """Return a random int32 per cell."""
     bits = hash_bits(row.int() * 8191 + key.int())
     return hash_bits(bits + column.int())
 
 
 def shapes(draws: Draws, size: int, device: torch.device) -> Tensor:
-    """Discs and convex polygons over one another, as leaves on the ground."""
+    """Return overlapping discs and convex polygons."""
     like = torch.zeros(1, device=device)
     grid = (pixel_grid(size, size, like) + 0.5) / size
     image = _per_item(_colours(draws, 0.1, 0.9), like).expand(-1, -1, size, size)
@@ -167,7 +167,7 @@ def shapes(draws: Draws, size: int, device: torch.device) -> Tensor:
 
 
 def _edge_directions(draws: Draws) -> Tensor:
-    """Four normals around the circle, not even ones, for every shape."""
+    """Draw four normals per shape, in uneven directions around the circle."""
     quarter = torch.arange(4) * (math.pi / 2)
     angle = quarter + draws.uniform(-0.6, 0.6, SHAPES, 4) + draws.uniform(0, 3, SHAPES, 1)
     stretch = draws.uniform(0.7, 2.5, SHAPES, 4)
@@ -175,7 +175,7 @@ def _edge_directions(draws: Draws) -> Tensor:
 
 
 def _polygon(x: Tensor, y: Tensor, edges: Tensor) -> Tensor:
-    """Distance of points from the centre: the maximum over four directions."""
+    """Return the distance of points from the centre in the norm of a polygon."""
     out = None
     for i in range(4):
         way = edges[:, i, 0, None, None] * x + edges[:, i, 1, None, None] * y
@@ -185,7 +185,7 @@ def _polygon(x: Tensor, y: Tensor, edges: Tensor) -> Tensor:
 
 
 def strokes(draws: Draws, size: int, device: torch.device) -> Tensor:
-    """Lines of letters that belong to no alphabet: each a random choice of nine strokes."""
+    """Return lines of invented letters, each a random subset of nine strokes."""
     like = torch.zeros(1, device=device)
     x, y = _turned(draws, 2 * size, like, wobble=1.5)
     stroke = _per_item(draws.log_uniform(1.5, 9), like)[:, 0]
@@ -206,7 +206,7 @@ def strokes(draws: Draws, size: int, device: torch.device) -> Tensor:
 
 
 def _letter(x: Tensor, y: Tensor, bits: Tensor) -> Tensor:
-    """Whether a point of the 5 x 7 raster of a letter is inked."""
+    """Return True for the inked points of the 5 x 7 raster of a letter."""
     upper = y < 3
     places = [
         *(y == 0, y == 3, y == 6),
@@ -220,7 +220,7 @@ def _letter(x: Tensor, y: Tensor, bits: Tensor) -> Tensor:
 
 
 def gradients(draws: Draws, size: int, device: torch.device) -> Tensor:
-    """Walls and skies: from one colour to another, with next to nothing on it."""
+    """Return colour gradients with faint noise, as of walls and skies."""
     like = torch.zeros(1, device=device)
     x, y = _turned(draws, size, like, wobble=size / 8)
     share = torch.sigmoid((x + y) / (0.35 * size))[:, None]
@@ -230,7 +230,7 @@ def gradients(draws: Draws, size: int, device: torch.device) -> Tensor:
 
 
 Family = Callable[[Draws, int, torch.device], Tensor]
-# Shapes and noise carry most to match; plain walls are one in eight
+# Shapes and noise have most detail to match; one texture of eight is a gradient
 FAMILIES: tuple[Family, ...] = (
     *(noise, shapes, patterns, strokes),
     *(shapes, noise, shapes, gradients),

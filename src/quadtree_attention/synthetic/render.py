@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Colours of scenes: which texel every ray ends on, and how it is lit."""
+"""Colours of scenes: texture look-up and shading of the first surface on every ray."""
 
 import math
 from collections.abc import Iterable
@@ -12,18 +12,18 @@ from quadtree_attention.synthetic.layout import Scene, Surfaces
 from quadtree_attention.synthetic.solids import Sight, cast
 from quadtree_attention.synthetic.textures import Bank, Textures
 
-# Where in a pixel its rays go: spread over columns and over rows
+# Offsets of the rays in a pixel, in different columns and rows
 PATTERNS = {
     1: ((0.0, 0.0),),
     2: ((-0.25, -0.25), (0.25, 0.25)),
     4: ((-0.125, -0.375), (0.375, -0.125), (0.125, 0.375), (-0.375, 0.125)),
 }
 STAIN = (0.17, 0.09)  # texels of the stain per texel of the texture, along and across
-AMBIENT = 0.85  # brightness of a surface along which the light runs
+AMBIENT = 0.85  # brightness of a surface parallel to the light
 
 
 def render(scene: Scene, sight: Sight, camera: Camera, textures: Textures, samples: int) -> Tensor:
-    """(B, 3, H, W) float32 image; `camera` and `sight` are on the device of the textures."""
+    """Render (B, 3, H, W) float32; `camera` and `sight` are on the device of the textures."""
     place_ = textures.device, torch.float32
     own = solid_table(scene).to(*place_)
     faces = face_table(scene.surfaces, textures.size).to(*place_)
@@ -34,7 +34,7 @@ def render(scene: Scene, sight: Sight, camera: Camera, textures: Textures, sampl
 
 
 def mean_colour(colours: Iterable[Tensor]) -> Tensor:
-    """The image (B, 3, H, W) of its samples, each of that shape."""
+    """Average samples (B, 3, H, W) into an image."""
     first, *others = colours
     for colour in others:
         first = first.add_(colour)
@@ -42,7 +42,7 @@ def mean_colour(colours: Iterable[Tensor]) -> Tensor:
 
 
 def solid_table(scene: Scene) -> Tensor:
-    """(B, S, 7): what shading needs to know of a solid beside its place."""
+    """Return the shading parameters of solids (B, S, 7): half lengths, light, shape."""
     solids = scene.solids
     light = (solids.rotation.mT @ scene.light[:, None, :, None])[..., 0]  # (B, S, 3)
     round_ = torch.tensor([kind == "ellipsoid" for kind in solids.kinds])
@@ -51,7 +51,7 @@ def solid_table(scene: Scene) -> Tensor:
 
 
 def face_table(surfaces: Surfaces, texels: int) -> Tensor:
-    """(B, S, 6, 15): what shading needs to know of a face; textures have `texels` on a side."""
+    """Return the shading parameters of faces (B, S, 6, 15); textures have side `texels`."""
     columns = [
         surfaces.texture[..., None],
         surfaces.axes.flatten(3),
@@ -74,10 +74,10 @@ def paint(
     dx: float | Tensor,
     dy: float | Tensor,
 ) -> Tensor:
-    """(B, 3, H, W): colours of one of several rays of each pixel, by tables of solids and faces."""
+    """Return the colours (B, 3, H, W) of one ray per pixel, from tables of solids and faces."""
     solids = torch.cat([sight.slope.flatten(2), sight.origin, own], dim=-1).flatten(0, 1).t()
     faces = faces.flatten(0, 2).t()
-    # More rays see finer texels each
+    # With more rays per pixel, each covers fewer texels
     pixel = 1 / (camera.K[:, 0, 0] * samples**0.5)
     x, y = camera.rays(dx, dy)
     depth, slot = cast(sight, x, y)
@@ -94,7 +94,7 @@ def _shade(
     y: Tensor,
     pixel: Tensor,
 ) -> Tensor:
-    """(B, 3, H, W) colours of the points that rays end on; `pixel` (B,) is its size at depth 1."""
+    """Return colours (B, 3, H, W) of surface points; `pixel` (B,) is the pixel size at depth 1."""
     batch, height, width = depth.shape
     count = solids.shape[1] // batch
     first = torch.arange(batch, device=depth.device)[:, None, None] * count
@@ -116,7 +116,7 @@ def _shade(
     own = faces.index_select(1, row * 6 + face)  # (15, N)
     axes, gain, bias = own[1:5], own[7:10], own[10:13]
     texels_per_length = length(axes[:2])
-    # On a slanted surface a pixel is longer than wide: its mean side
+    # The footprint of a pixel on a slanted surface is elongated: use its mean side
     footprint = texels_per_length * depth * pixel * inner.clamp(min=0.05).rsqrt()
     u, v = axes[0] * u + axes[1] * v + own[5], axes[2] * u + axes[3] * v + own[6]
     colour = bank.look_up(own[0].long(), u, v, footprint)
@@ -131,9 +131,9 @@ def _shade(
 def _surface(
     point: Tensor, half: Tensor, is_round: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Face (0 ... 5), place on it in lengths, and unit normal (3, N) of points on solids.
+    """Return face (0 ... 5), coordinates on it, and unit normal (3, N) of points on solids.
 
-    An ellipsoid is a box blown up: its points belong to the face that they are over.
+    The points of an ellipsoid belong to the faces of its bounding box onto which they project.
     """
     reach = point.abs()
     on_x = (reach[0] >= reach[1]) & (reach[0] >= reach[2])
@@ -150,7 +150,7 @@ def _surface(
 
 
 def dot(a: Tensor, b: Tensor) -> Tensor:
-    """(C, N), (C, N) -> (N,); reductions over a short first axis are slow on CPUs."""
+    """Return dot products (N,) of (C, N); reductions over a short first axis are slow on CPUs."""
     first, *others = a * b
     for product in others:
         first = first + product
@@ -158,5 +158,5 @@ def dot(a: Tensor, b: Tensor) -> Tensor:
 
 
 def length(vector: Tensor) -> Tensor:
-    """(C, N) -> (N,)."""
+    """Return the norms (N,) of vectors (C, N)."""
     return dot(vector, vector).sqrt()

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pairs of views of synthetic scenes, with the truth about them: nothing to download.
+"""Pairs of views of synthetic scenes with ground truth depth, flow, visibility and cameras.
 
 A scene is a room with planes, boxes, ellipsoids and thin bars at many depths, each face with its
-own texture. Every pair is described by (seed, index) alone: it is the same in any batch, and,
-up to the last bits of floating-point numbers, on any device.
+own texture. A pair is determined by (seed, index): it is the same in any batch and, up to rounding,
+on any device.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ from quadtree_attention.synthetic.views import both_views
 
 @dataclass(frozen=True)
 class Pair:
-    """Two views of each scene of a batch. Pixel centres are whole numbers, points are (x, y)."""
+    """Two views of each scene of a batch. Pixel centres are integers, points are (x, y)."""
 
     image0: Tensor  # (B, 3, H0, W0) between 0 and 1
     image1: Tensor  # (B, 3, H1, W1)
@@ -35,7 +35,7 @@ class Pair:
     T_0to1: Tensor  # (B, 4, 4), points of camera 0 to camera 1
     flow0to1: Tensor  # (B, H0, W0, 2) pixels; `BEHIND` where the point is behind camera 1
     flow1to0: Tensor  # (B, H1, W1, 2)
-    visible0: Tensor  # (B, H0, W0) bool: the point is within view 1 and nothing hides it there
+    visible0: Tensor  # (B, H0, W0) bool: the point is inside view 1 and not occluded there
     visible1: Tensor  # (B, H1, W1)
 
 
@@ -51,12 +51,12 @@ def scene_pairs(
     """Render pairs of views of scenes, on the device of the textures.
 
     Args:
-        textures: What surfaces are covered with.
-        indices: Numbers of the pairs to make, one batch.
+        textures: Textures of the surfaces.
+        indices: Indices of the pairs of the batch.
         size: (height, width) of the first view.
-        size1: Of the second view; as the first if None.
-        seed: Of the data set.
-        options: How hard.
+        size1: (height, width) of the second view; None: as the first.
+        seed: Seed of the data set.
+        options: Content of the scenes and motion of the camera.
 
     Raises:
         OptionError: A size, seed or index is not accepted.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Boxes and ellipsoids, and the exact depth at which rays meet them."""
+"""Boxes and ellipsoids, and the exact depth of their intersections with rays."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -10,47 +10,47 @@ from torch import Tensor
 from quadtree_attention.synthetic.cameras import Camera
 
 Kind = Literal["room", "plane", "box", "bar", "ellipsoid"]
-ROUNDING = 1e-6  # relative difference of equal depths, computed twice
-NEAREST = 0.05  # a camera sees nothing nearer: no surface may fill its view with one texel
+ROUNDING = 1e-6  # relative rounding difference of depths computed twice
+NEAREST = 0.05  # minimum depth of a camera, so that no single texel fills its view
 
 
 @dataclass(frozen=True)
 class Solids:
     """The solids of every scene of a batch, in slots whose kind is the same in all scenes.
 
-    Slot 0 is the room, seen from inside. A plane is a very thin box, a bar a long one.
+    Slot 0 is the room, seen from inside. A plane is a very thin box, a bar a long box.
     """
 
     kinds: tuple[Kind, ...]
-    rotation: Tensor  # (B, S, 3, 3), columns are the solid's axes in the world
+    rotation: Tensor  # (B, S, 3, 3), columns are the axes of the solid in world coordinates
     centre: Tensor  # (B, S, 3)
-    half: Tensor  # (B, S, 3), half its lengths along its axes
+    half: Tensor  # (B, S, 3), half lengths along these axes
     active: Tensor  # (B, S) bool: the slot holds a solid
 
 
 @dataclass(frozen=True)
 class Sight:
-    """Solids from one camera, in coordinates of each solid in which it reaches from -1 to 1.
+    """Solids as seen from one camera, in coordinates in which each solid fills [-1, 1].
 
-    There, the point at `depth` on the ray through (x, y, 1) is
+    In these coordinates the point at `depth` on the ray through (x, y, 1) is
     `origin + depth * (slope[..., 0] * x + slope[..., 1] * y + slope[..., 2])`.
     """
 
     kinds: tuple[Kind, ...]
     slope: Tensor  # (B, S, 3, 3)
     origin: Tensor  # (B, S, 3)
-    nearest: Tensor  # (B, S), depth from which on it is seen; infinite for an empty slot
-    used: tuple[int, ...] | None  # slots, the room aside, that some scene fills; None: not known
+    nearest: Tensor  # (B, S), minimum depth of visible points; infinite for an empty slot
+    used: tuple[int, ...] | None  # slots other than the room that any scene fills; None: unknown
 
     def direction(self, slot: int | slice, axis: int, x: Tensor, y: Tensor) -> Tensor:
-        # Grouped so that on a grid, x (B, 1, W) and y (B, H, 1), one operation sees all pixels;
+        # Grouped so that on a grid, x (B, 1, W) and y (B, H, 1), one operation runs on all pixels;
         # no fused multiply-add, which would round differently in different batches
         a, b, c = self.slope[:, None, None, slot, axis].unbind(-1)
         return a * x + (b * y + c)
 
 
 def see(solids: Solids, camera: Camera, device: torch.device, dtype: torch.dtype) -> Sight:
-    """Both must be on the CPU in float64; the result is on `device` in `dtype`."""
+    """Transform solids on the CPU in float64 to a camera; the result has `device` and `dtype`."""
     inverse = solids.rotation.mT / solids.half[..., None]  # (B, S, 3, 3)
     slope = inverse @ camera.rotation[:, None]
     origin = (inverse @ (camera.centre[:, None] - solids.centre)[..., None])[..., 0]
@@ -64,16 +64,16 @@ def see(solids: Solids, camera: Camera, device: torch.device, dtype: torch.dtype
 
 
 def used_slots(solids: Solids) -> tuple[int, ...]:
-    """Slots, the room aside, that some scene fills; `solids` must be on the CPU."""
+    """Return the slots other than the room that any scene fills; `solids` are on the CPU."""
     filled: list[bool] = solids.active.any(dim=0).tolist()
     return tuple(slot for slot in range(1, len(filled)) if filled[slot])
 
 
 def cast(sight: Sight, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """The first surface on every ray.
+    """Return the first surface on every ray.
 
-    Where it is not known which slots are used, all are looked at together, which takes memory for
-    all of them unless a compiler fuses the operations.
+    If `used` is None, all slots are processed in one operation, which needs memory for all of them
+    unless a compiler fuses the operations.
 
     Args:
         sight: The solids.
@@ -90,7 +90,7 @@ def cast(sight: Sight, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     for index in sight.used:
         if sight.kinds[index] == "ellipsoid":
             found = _ellipsoid(sight, index, x, y)
-            hit = found < depth  # False for NaN, rays that pass by
+            hit = found < depth  # False for NaN: no intersection
         else:
             found, end = _slabs(sight, index, x, y)
             hit = found < torch.minimum(end, depth)
@@ -101,7 +101,7 @@ def cast(sight: Sight, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _cast_together(sight: Sight, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """As `cast`, by a minimum over the last axis, that of the slots."""
+    """Compute `cast` by a minimum over the last axis, the slots."""
     x, y = x[..., None], y[..., None]
     every = slice(None)
     ball = _ellipsoid(sight, every, x, y)  # (B, H, W, S)
@@ -111,8 +111,8 @@ def _cast_together(sight: Sight, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     hit = (is_round | (start < end)) & (found > sight.nearest[:, None, None])
     found = torch.where(_is(sight, "room"), end, torch.where(hit, found, torch.inf))
     depth = found.amin(dim=-1)
-    # No argmin: compiled by torch 2.11 for CPUs it names other slots. Rounding is allowed for, as
-    # kernels may compute `found` anew.
+    # No argmin: compiled by torch 2.11 for CPUs it returns wrong slots. The tolerance is needed
+    # because compiled kernels may recompute `found` with other rounding.
     nearest = found <= depth[..., None] * (1 + ROUNDING)
     number = torch.arange(len(sight.kinds), device=found.device, dtype=found.dtype)
     slot = torch.where(nearest, number, len(sight.kinds)).amin(dim=-1)
@@ -120,7 +120,7 @@ def _cast_together(sight: Sight, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _is(sight: Sight, kind: Kind) -> Tensor:
-    """(S,) bool; by comparing, since a list of constants would be copied to the device."""
+    """Return (S,) bool, by comparisons: a list of constants would be copied to the device."""
     number = torch.arange(len(sight.kinds), device=sight.origin.device)
     found = number < 0
     for index, other in enumerate(sight.kinds):
@@ -130,10 +130,10 @@ def _is(sight: Sight, kind: Kind) -> Tensor:
 
 
 def _slabs(sight: Sight, slot: int | slice, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """Distances at which rays enter and leave the box of a slot; a miss if they leave first."""
+    """Return depths at which rays enter and leave the box of a slot; a miss if start >= end."""
     start, end = None, None
     for axis in range(3):
-        # The sum changes nothing but 0, whose reciprocal times 0 would be NaN
+        # The sum affects zeros only, whose reciprocal times 0 would be NaN
         step = sight.direction(slot, axis, x, y).add_(1e-20).reciprocal_()
         middle = step * -sight.origin[:, None, None, slot, axis]
         reach = step.abs_()
@@ -145,13 +145,13 @@ def _slabs(sight: Sight, slot: int | slice, x: Tensor, y: Tensor) -> tuple[Tenso
 
 
 def _ellipsoid(sight: Sight, slot: int | slice, x: Tensor, y: Tensor) -> Tensor:
-    """Distances at which rays enter the unit ball of a slot; NaN for a miss."""
+    """Return depths at which rays enter the unit ball of a slot; NaN for a miss."""
     ox, oy, oz = sight.origin[:, None, None, slot].unbind(-1)
     dx, dy, dz = (sight.direction(slot, axis, x, y) for axis in range(3))
     a = dx * dx + dy * dy + dz * dz
     b = dx * ox + dy * oy + dz * oz
-    # The ray's nearest point to the centre gives the distance without cancellation,
-    # which b * b - a * c suffers from when the ball is small and far
+    # The point of the ray nearest to the centre gives the distance without the cancellation of
+    # b * b - a * c for a small and distant ball
     t = b / a
     nx, ny, nz = ox - t * dx, oy - t * dy, oz - t * dz
     miss = nx * nx + ny * ny + nz * nz

@@ -20,18 +20,18 @@ from quadtree_attention.synthetic.views import both_views
 
 @dataclass(frozen=True)
 class StereoPair:
-    """Left (0) and right (1) views; x on the left corresponds to x - disparity0 on the right."""
+    """Left (0) and right (1) views; left x corresponds to right x - disparity0."""
 
     image0: Tensor  # (B, 3, H, W) between 0 and 1
     image1: Tensor  # (B, 3, H, W)
     disparity0: Tensor  # (B, H, W) pixels, positive, also where occluded
-    disparity1: Tensor  # (B, H, W): x on the right is x + disparity1 on the left
-    occluded0: Tensor  # (B, H, W) bool: hidden in, or outside of, the other view
+    disparity1: Tensor  # (B, H, W): x in the right view corresponds to x + disparity1 in the left
+    occluded0: Tensor  # (B, H, W) bool: occluded in, or outside of, the other view
     occluded1: Tensor  # (B, H, W)
     depth0: Tensor  # (B, H, W)
     depth1: Tensor  # (B, H, W)
     K: Tensor  # (B, 3, 3) of both views
-    baseline: Tensor  # (B,) way from the left camera to the right one
+    baseline: Tensor  # (B,) distance of the cameras
 
 
 def stereo_pairs(
@@ -45,11 +45,11 @@ def stereo_pairs(
     """Render rectified stereo pairs, on the device of the textures.
 
     Args:
-        textures: What surfaces are covered with.
-        indices: Numbers of the pairs to make, one batch.
+        textures: Textures of the surfaces.
+        indices: Indices of the pairs of the batch.
         size: (height, width).
-        seed: Of the data set.
-        options: What is seen, and how large disparities are.
+        seed: Seed of the data set.
+        options: Content of the scenes and range of disparities.
 
     Raises:
         OptionError: A size, seed or index is not accepted.
@@ -91,7 +91,7 @@ def stereo_pairs(
 
 
 def _baseline(scene: Scene, camera: Camera, share: Tensor, device: torch.device) -> Tensor:
-    """(B,) so that the nearest pixel's disparity is `share` of the width."""
+    """Return baselines (B,) so that the largest disparity is `share` of the width."""
     place_ = device, torch.float32
     depth = cast(see(scene.solids, camera, *place_), *camera.to(*place_).rays())[0]
     nearest = depth.flatten(1).amin(dim=1).to(camera.K)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Banks of textures to look surfaces up in, from photographs or from anything else."""
+"""Texture banks with mip levels, from photographs or other images."""
 
 import os
 import warnings
@@ -15,27 +15,27 @@ from torch import Tensor
 from quadtree_attention.errors import DataError, OptionError, ShapeError
 
 SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".ppm", ".pgm"})
-SIZE = 320  # pixels on a side: keeps the detail of photographs of 481 x 321
-LANCZOS = 1  # Pillow's number of the filter
-COARSEST = 8  # size below which textures are not halved any more
+SIZE = 320  # side in pixels: keeps the detail of photographs of 481 x 321
+LANCZOS = 1  # Pillow's index of the filter
+COARSEST = 8  # smallest side of a mip level
 
 
 @dataclass(frozen=True)
 class Bank:
-    """The tensors of textures, to be looked up in."""
+    """Tensors of a texture bank, for look-ups."""
 
-    texels: Tensor  # (N,) int32 of all levels, the finest first, one texture after the other
-    levels: Tensor  # (2, L) int64: where a level starts, and its size
-    size: int  # of the finest level
+    texels: Tensor  # (N,) int32 of all levels, finest first, then by texture
+    levels: Tensor  # (2, L) int64: offset and side of each level
+    size: int  # side of the finest level
 
     def look_up(self, index: Tensor, u: Tensor, v: Tensor, footprint: Tensor) -> Tensor:
-        """Colours of points on textures, between texels and between levels.
+        """Return colours of points, interpolated between texels and between levels.
 
         Args:
-            index: (N,) int64 numbers of textures.
+            index: (N,) int64 indices of textures.
             u: (N,) texels from the left edge.
             v: (N,) texels from the upper edge.
-            footprint: (N,) texels that the point covers, along one side.
+            footprint: (N,) side of the area that the point covers, in texels.
 
         Returns:
             (3, N) float32 between 0 and 1.
@@ -92,7 +92,7 @@ class Textures:
         areas = [count * side**2 for side in self.sizes]
         starts = [sum(areas[:level]) for level in range(len(areas))]
         levels = torch.tensor([starts, self.sizes], device=images.device)
-        # A colour is one number, so that a look-up reads once
+        # A colour is packed into one integer, so that a look-up is one read
         texels = torch.cat([_pack(level).flatten() for level in _pyramid(images)])
         self.bank = Bank(texels, levels, size)
 
@@ -108,25 +108,25 @@ class Textures:
         return self.bank.texels.device
 
     def images(self) -> Tensor:
-        """(T, 3, S, S) uint8."""
+        """Return the textures (T, 3, S, S) uint8."""
         finest = self.bank.texels[: self.count * self.size**2]
         channels = _unpack(finest.reshape(self.count, self.size, self.size))
         return channels.transpose(0, 1).to(torch.uint8)
 
     def to(self, device: torch.device | str) -> Self:
-        """Moves the bank to a device, in place as modules do; pairs are made where it lies."""
-        with torch.inference_mode(False):  # validation may come first; training goes on with them
+        """Move the bank to a device, in place as modules do; pairs are rendered on this device."""
+        with torch.inference_mode(False):  # validation may run first; training uses the same bank
             bank = self.bank
             self.bank = Bank(bank.texels.to(device), bank.levels.to(device), bank.size)
         return self
 
     def look_up(self, index: Tensor, u: Tensor, v: Tensor, footprint: Tensor) -> Tensor:
-        """As `Bank.look_up`."""
+        """See `Bank.look_up`."""
         return self.bank.look_up(index, u, v, footprint)
 
 
 def level_sizes(size: int) -> list[int]:
-    """The sizes of a texture and of its halved versions."""
+    """Return the sides of the mip levels of a texture, finest first."""
     sizes = [size]
     while sizes[-1] % 2 == 0 and sizes[-1] >= 2 * COARSEST:
         sizes.append(sizes[-1] // 2)
@@ -134,7 +134,7 @@ def level_sizes(size: int) -> list[int]:
 
 
 def _pyramid(images: Tensor) -> list[Tensor]:
-    """(T, 3, S, S) uint8 of every level, finest first."""
+    """Yield (T, 3, S, S) uint8 of every level, finest first."""
     levels = [images]
     for _ in level_sizes(images.shape[-1])[1:]:
         levels.append((F.avg_pool2d(levels[-1].float(), 2) + 0.5).to(torch.uint8))
@@ -142,18 +142,18 @@ def _pyramid(images: Tensor) -> list[Tensor]:
 
 
 def _pack(images: Tensor) -> Tensor:
-    """(T, 3, S, S) uint8 -> (T, S, S) int32."""
+    """Pack colours (T, 3, S, S) uint8 into (T, S, S) int32."""
     red, green, blue = images.to(torch.int32).unbind(1)
     return red | (green << 8) | (blue << 16)
 
 
 def _unpack(colours: Tensor) -> Tensor:
-    """(...) -> (3, ...) of 0 ... 255."""
+    """Unpack colours (...) into (3, ...) in 0 ... 255."""
     return torch.stack([(colours >> shift) & 255 for shift in (0, 8, 16)])
 
 
 def _neighbours(position: Tensor, size: Tensor, finest: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The two texels around a position along one axis of a level, and the way between them."""
+    """Return the two texels around a position on one axis, and the weight of the second."""
     period = position.remainder(2 * finest)
     mirrored = torch.minimum(period, 2 * finest - period)  # 0 ... finest
     along = mirrored * (size / finest) - 0.5
@@ -163,7 +163,7 @@ def _neighbours(position: Tensor, size: Tensor, finest: int) -> tuple[Tensor, Te
 
 
 class MixedTextures(Textures):
-    """The textures of several banks of equal size; one listed twice is sampled twice as often."""
+    """The textures of several banks of equal size; a bank given twice is sampled twice as often."""
 
     def __init__(self, *banks: Textures) -> None:
         sizes = {bank.size for bank in banks}
@@ -176,18 +176,18 @@ class MixedTextures(Textures):
 
 
 class PhotoTextures(Textures):
-    """Square crops of all photographs in a folder and its sub-folders, read once.
+    """Square crops of all photographs in a folder and its subfolders, read once.
 
-    A photograph much longer than high (or the other way round) gives two crops, one of each end.
-    Files that cannot be read are left out with a warning and listed in `skipped`.
+    A photograph with a large aspect ratio gives two crops, one at each end. Unreadable files are
+    skipped with a warning and listed in `skipped`.
 
     Args:
-        folder: Where the photographs are.
-        size: Pixels on a side of a texture.
-        limit: Photographs to read at most, in the order of their names.
+        folder: Folder of the photographs.
+        size: Side of a texture in pixels.
+        limit: Maximum number of photographs, in the order of their names.
 
     Raises:
-        DataError: The folder is missing, or holds nothing that can be read.
+        DataError: The folder is missing, or contains no readable photograph.
     """
 
     def __init__(
@@ -223,8 +223,8 @@ class PhotoTextures(Textures):
 
 
 def _square_cuts(path: Path, size: int) -> list[Tensor]:
-    """(3, S, S) uint8, one or two."""
-    from quadtree_attention.images import to_image  # needs pillow, which other textures do not
+    """Return one or two crops (3, S, S) uint8."""
+    from quadtree_attention.images import to_image  # only photographs need Pillow
 
     upright = to_image(path)
     boxes = _square_boxes(*upright.size)

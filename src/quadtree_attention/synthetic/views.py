@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One view of scenes with all that is known about it, in one go on the device."""
+"""Image, depth, flow and visibility of the two views of scenes, computed on the device."""
 
 from itertools import pairwise
 from math import prod
@@ -27,12 +27,12 @@ View = tuple[Tensor, Tensor, Tensor, Tensor]  # image, depth, flow, visible
 def both_views(
     scene: Scene, cameras: tuple[Camera, Camera], textures: Textures, samples: int
 ) -> tuple[View, View]:
-    """Image, depth, flow to the other view and visibility there, for each of two cameras.
+    """Return image, depth, flow to the other view and visibility there, for each of two cameras.
 
     Args:
-        scene: On the CPU in float64.
-        cameras: Likewise.
-        textures: On the device that renders.
+        scene: Scenes on the CPU in float64.
+        cameras: Cameras on the CPU in float64.
+        textures: Textures on the device that renders.
         samples: Rays per pixel.
     """
     ways = (cameras, cameras[::-1])
@@ -63,14 +63,14 @@ def _view(
 
 
 def _shapes(slots: int) -> list[tuple[int, ...]]:
-    """Of what `_pack` packs."""
+    """Return the shapes of the tensors that `_pack` concatenates."""
     camera = [(3, 3), (3, 3), (3,)]
     sight = [(slots, 3, 3), (slots, 3), (slots,)]
     return [*camera, *camera, *sight, *sight, (slots, 7), (slots, 6, 15)]
 
 
 def _pack(scene: Scene, camera: Camera, other: Camera, textures: Textures) -> Tensor:
-    """(B, N): all numbers of a view, so that they travel at once."""
+    """Concatenate all parameters of a view, (B, N), for a single copy to the device."""
     place_ = torch.device("cpu"), torch.float64
     sights = [see(scene.solids, c, *place_) for c in (camera, other)]
     parts = [
@@ -107,7 +107,7 @@ def _survey(
     other_size: Size,
     used: tuple[int, ...] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Depth, flow to the other view, and whether it sees the point."""
+    """Return depth, flow to the other view, and visibility there."""
     parts = _unpack(packed, len(kinds))
     camera, other = _camera(parts[:3], size), _camera(parts[3:6], other_size)
     depth = cast(_sight(parts[6:9], kinds, used), *camera.rays())[0]
@@ -127,7 +127,7 @@ def _sample(
     samples: int,
     used: tuple[int, ...] | None = None,
 ) -> Tensor:
-    """Colours of one of several rays of each pixel; it goes through the centre + `offset`."""
+    """Return the colours of one ray per pixel, through its centre + `offset`."""
     parts = _unpack(packed, len(kinds))
     camera, sight = _camera(parts[:3], size), _sight(parts[6:9], kinds, used)
     bank = Bank(texels, levels, texture_size)
