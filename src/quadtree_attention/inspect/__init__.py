@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Look into attention layers: record them, draw and explore them, choose K by attention mass."""
+"""Inspection of attention layers: recording, pictures, HTML pages, and K by attention mass."""
 
 from quadtree_attention.inspect.calibrate import Calibration, calibrate_topk
 from quadtree_attention.inspect.calibrate_error import ErrorCalibration

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recorded queries and keys, and all that follows from them."""
+"""Recorded queries and keys, and the selections, scores and attention mass computed from them."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ class Look(NamedTuple):
     Attributes:
         cells: Coordinates (C, ndim) of the candidates, (y, x) order, on the key grid of the level.
         scores: Attention of each candidate (C,).
-        kept: Which of them were kept (C,), best scores; none at the finest level.
+        kept: Mask (C,) of kept candidates, those with the best scores; False at the finest level.
     """
 
     cells: Tensor
@@ -73,7 +73,7 @@ class Attention:
         """Return the kept cells and their scores per level, as `return_selection` does.
 
         Args:
-            topk: Cells to keep; None: those of the layer.
+            topk: Cells to keep; None: as in the layer.
         """
         _, kept = quadtree_attention(
             self.q,
@@ -93,7 +93,7 @@ class Attention:
     def look(
         self, at: Sequence[int], head: int, topk: int | Sequence[int] | None = None
     ) -> list[Look]:
-        """Return what the query cell `at`, (y, x) of the finest map, looked at on every level."""
+        """Return the candidates of query cell `at`, (y, x) of the finest map, on every level."""
         kept = check_topk(self.topk if topk is None else topk, self.num_levels)
         queries = _levels(self.q, self.query_mask, self.num_levels)
         keys = _levels(self.k, self.key_mask, self.num_levels)
@@ -123,7 +123,7 @@ class Attention:
             query = queries[level][0][0][place][head].float()
             logits = chosen @ query * self.scale
             if self.variant == "A" and parents is not None:
-                same = (cells[:, None] // 2 == cells // 2).all(dim=-1)  # of one parent
+                same = (cells[:, None] // 2 == cells // 2).all(dim=-1)  # cells with the same parent
                 total = torch.where(same, logits, -torch.inf).logsumexp(dim=-1)
                 scores = handed * (logits - total).exp()
             else:
@@ -139,12 +139,12 @@ class Attention:
     def maps(
         self, at: Sequence[int], head: int | None = None, topk: int | Sequence[int] | None = None
     ) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """Return scores, what was looked at and what was kept, as maps (*key_grid_l) per level.
+        """Return scores, candidates and kept cells, as maps (*key_grid_l) per level.
 
         Args:
             at: Query cell, (y, x) of the finest map.
             head: One head; None: the mean over all.
-            topk: Cells to keep; None: those of the layer.
+            topk: Cells to keep; None: as in the layer.
         """
         heads = range(self.heads) if head is None else [head]
         tree = Tree(self.key_grid, self.num_levels)
@@ -157,11 +157,11 @@ class Attention:
         return [(level[0], level[1], level[2]) for level in found]
 
     def scores(self, at: Tensor, topk: int | Sequence[int] | None = None) -> list[Tensor]:
-        """Return the scores of queries on every level; 0 for keys that are no candidates.
+        """Return the scores of queries on every level; 0 for keys that are not candidates.
 
         Args:
-            at: Numbers (Q,) of query cells of the first sample, row by row.
-            topk: Cells to keep; None: those of the layer.
+            at: Row-major indices (Q,) of query cells of the first sample.
+            topk: Cells to keep; None: as in the layer.
 
         Returns:
             (Q, N, *key_grid_l) per level, coarse -> fine.
@@ -177,12 +177,12 @@ class Attention:
         Only these queries are computed, unlike in `selection`.
 
         Args:
-            at: As for `scores`, likewise `topk`.
-            topk: Cells to keep.
+            at: As for `scores`.
+            topk: As for `scores`.
 
         Yields:
-            Scores (Q, N, *key_grid_l); kept cells (Q, N, K), row by row, best first, none at the
-            finest level; which of them exist (Q, N, K).
+            Scores (Q, N, *key_grid_l); row-major indices of kept cells (Q, N, K), best first, empty
+            at the finest level; mask of existing kept cells (Q, N, K).
         """
         kept = (*check_topk(self.topk if topk is None else topk, self.num_levels), 0)
         queries = _levels(self.q, self.query_mask, self.num_levels)
@@ -217,13 +217,13 @@ class Attention:
 
     @torch.no_grad()
     def dense(self, at: Tensor) -> Tensor:
-        """Return the scores of queries for all keys of the finest map, without a pyramid.
+        """Return the scores of queries for all keys of the finest map; linear if the layer is.
 
         Args:
-            at: Numbers (Q,) of query cells of the first sample, row by row.
+            at: Row-major indices (Q,) of query cells of the first sample.
 
         Returns:
-            (Q, N, *key_grid); of full attention for quadtree layers.
+            (Q, N, *key_grid).
         """
         q = self.q[0].flatten(0, -3)[at].movedim(1, 0).float()  # (N, Q, D)
         k = self.k[0].flatten(0, -3).movedim(1, 0).float()  # (N, S, D)
@@ -241,14 +241,14 @@ class Attention:
 
 
 def _children(x: Tensor, like: Tensor) -> Tensor:
-    """Values (Q, N, *grid) of parents at their children, on the grid of `like`."""
+    """Repeat values (Q, N, *grid) of cells to their children, on the grid of `like`."""
     for axis in range(2, x.ndim):
         x = x.repeat_interleave(2, dim=axis).narrow(axis, 0, like.shape[axis])
     return x
 
 
 def _levels(x: Tensor, mask: Tensor | None, num_levels: int) -> list[tuple[Tensor, Tensor]]:
-    """Means of a map (B, *grid, N, D) over visible cells on every level, and which are visible."""
+    """Return means of a map (B, *grid, N, D) over visible cells, and the mask, on every level."""
     shown = torch.ones(x.shape[:-2], dtype=torch.bool) if mask is None else mask
     levels = [(x, shown)]
     for _ in range(num_levels - 1):
@@ -262,7 +262,7 @@ def _levels(x: Tensor, mask: Tensor | None, num_levels: int) -> list[tuple[Tenso
 
 
 def _summed(x: Tensor, axis: int, cell: int) -> Tensor:
-    """The sum over cells of `cell` entries along an axis; the last one may have fewer."""
+    """Sum `cell` consecutive entries along an axis; the last sum may have fewer terms."""
     if missing := -x.shape[axis] % cell:
         x = F.pad(x, [0, 0] * (x.ndim - 1 - axis) + [0, missing])
     return x.unflatten(axis, (-1, cell)).sum(dim=axis + 1)
@@ -270,15 +270,15 @@ def _summed(x: Tensor, axis: int, cell: int) -> Tensor:
 
 @torch.no_grad()
 def mass_inside(attention: Attention, topk: Sequence[int], queries: int) -> list[Tensor]:
-    """Full attention's probability in every kept cell of the first sample, best cells first.
+    """Return the probability of full attention in every kept cell of the first sample.
 
     Args:
-        attention: Of a quadtree layer.
-        topk: Cells kept per level that selects.
-        queries: Visible query cells to compute, spread evenly.
+        attention: Recorded quadtree attention.
+        topk: Cells kept per selecting level.
+        queries: Number of visible query cells, spread evenly.
 
     Returns:
-        (Q, N, K) per level that selects, coarse -> fine.
+        (Q, N, K) per selecting level, coarse -> fine, best cells first.
     """
     mask = attention.query_mask
     cells = (

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""K by attention mass: per layer and level the smallest K whose kept cells carry a share of it."""
+"""K by attention mass: the smallest K per layer and level whose kept cells contain a share."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, overload
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
     from quadtree_attention.files import StrPath
 
-QUERIES = 256  # query cells of a sample that are looked at
-SAMPLES = 8  # of a layer and image, such as rows of the stereo network
+QUERIES = 256  # query cells measured per sample
+SAMPLES = 8  # samples measured per layer and image, such as rows of the stereo network
 ALL = 2**20  # more cells than any level has
 
 
@@ -32,9 +32,9 @@ class Calibration(dict[str, tuple[int, ...]]):
     """K per layer name, coarse -> fine; `set_topk(model, calibration)` applies it.
 
     Attributes:
-        target: The share of full attention's probability that was asked for.
-        images: Images that it was measured on.
-        curves: By layer, per level that selects: the share that the best 1, 2, ... cells carry.
+        target: Requested share of the probability of full attention.
+        images: Number of images used.
+        curves: By layer, per selecting level: the share contained in the best 1, 2, ... cells.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Calibration(dict[str, tuple[int, ...]]):
         self.curves = dict(curves)
 
     def mass(self, name: str) -> tuple[float, ...]:
-        """Return the share that the kept cells of a layer carry, per level."""
+        """Return the share contained in the kept cells of a layer, per level."""
         levels = zip(self[name], self.curves[name], strict=True)
         return tuple(float(curve[min(k, len(curve)) - 1]) for k, curve in levels)
 
@@ -79,7 +79,7 @@ class Calibration(dict[str, tuple[int, ...]]):
         )
 
     def draw(self, path: "StrPath | None" = None) -> "Image.Image":
-        """Draw the share over K, one panel per layer, and the K that was chosen."""
+        """Draw the share over K, one panel per layer, and the chosen K."""
         from quadtree_attention.inspect.still import draw_curves
 
         return draw_curves(self, path)
@@ -117,21 +117,21 @@ def calibrate_topk(
 ) -> Calibration | ErrorCalibration:
     """Return the smallest K per layer by attention mass, or by the error of an accelerated model.
 
-    With `mass`, K is chosen per level so that the kept cells carry a share of the attention. The
-    share is that of full attention: the softmax of the same queries over all keys of the finest
-    map. With n levels that select, level i (from 0) may lose (i + 1) / n of what is to be lost, so
-    that the cells kept at the last of them carry `mass`. K of a level is chosen with the K of the
-    coarser levels in place. The model keeps its own K: apply the result with `set_topk`.
+    With `mass`, K is chosen per level so that the kept cells contain a share of full attention, the
+    softmax of the same queries over all keys of the finest map. With n selecting levels, the cells
+    kept on level i (from 0) may miss a share of (1 - mass) (i + 1) / n, so that those of the last
+    selecting level contain `mass`. K of a level is chosen after K of the coarser levels. K of the
+    model is unchanged: apply the result with `set_topk`.
 
     Args:
         model: A model with quadtree attention, in evaluation mode.
-        images: Inputs of the model; every one is passed as `model(item)`, once per level.
-        mass: Share of full attention's probability, above 0 and at most 1.
-        error: For models of `accelerate`: largest relative error of the output, above 0. How the
-            output follows the error of each layer is measured: every image is passed once per layer
-            and a few times more. The error of the output is that of the floating-point tensor in it
-            that differs most from the output of the dense model. Layers whose K would be too large,
-            or no faster than dense attention, stay dense.
+        images: Inputs of the model; `model(item)` is called once per item and level.
+        mass: Share of the probability of full attention, in (0, 1].
+        error: For models of `accelerate`: largest relative error of the output, above 0. The effect
+            of each layer on the output is measured, with one pass per layer and image and a few
+            more. The error of the output is the largest over its floating-point tensors, relative
+            to the dense model. Layers whose K would be too large, or no faster than dense
+            attention, stay dense.
         progress: Show a progress bar in a terminal.
 
     Raises:
@@ -194,7 +194,7 @@ def calibrate_topk(
 def _curves(
     model: nn.Module, items: Sequence[Any], above: Mapping[str, Sequence[int]], level: int, bar: Any
 ) -> dict[str, Array]:
-    """The share over K at one level, by layer, as the mean over images, samples, queries, heads."""
+    """Return the share over K at one level, by layer: mean over images, samples, queries, heads."""
     sums: dict[str, list[Array]] = {name: [] for name in above}
     counts: dict[str, list[int]] = {name: [] for name in above}
     for item in items:
@@ -212,7 +212,7 @@ def _curves(
 
 
 def _mean(sums: Sequence[Array], counts: Sequence[int]) -> Array:
-    """The mean of curves, of which short ones stay at their last value."""
+    """Return the mean of curves; short curves are extended by their last value."""
     longest = max(len(curve) for curve in sums)
     padded = [np.pad(curve, (0, longest - len(curve)), mode="edge") for curve in sums]
     return np.sum(padded, axis=0) / sum(counts)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""K by error: for layers of an accelerated model the smallest K near the output of the dense model.
+"""K by error: the smallest K per layer of an accelerated model that bounds the error of its output.
 
-The error of a layer says little about the error that it causes in the output: some layers tolerate
-half of their result, others a hundredth. Both are measured, and K is chosen by the latter.
+The error of a layer does not determine the error of the output: some layers tolerate a relative
+error of one half, others of one hundredth. Both are measured, and K is chosen by the error of the
+output.
 """
 
 import time
@@ -22,21 +23,21 @@ from quadtree_attention.models.accelerate import accelerated_layers
 from quadtree_attention.models.parts.dense_layers import Call, DenseLayer
 
 TOPK = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
-PROBED = 0.2  # error of a layer, about, at which its effect on the output is measured
-ROUNDS = 6  # of K chosen and measured, at most
-NEAR = 0.8  # part of the error asked for that is near enough to it
+PROBED = 0.2  # approximate error of a layer at which its effect on the output is measured
+ROUNDS = 6  # maximum number of choices of K that are measured
+NEAR = 0.8  # share of the requested error at which the search stops
 
 
 class ErrorCalibration(dict[str, int | None]):
     """K per layer name, None for layers that stay dense; `set_topk(model, ...)` applies it.
 
     Attributes:
-        target: The largest relative error of the output that was asked for.
-        images: Images that it was measured on.
-        errors: By layer and K: relative error of the attention's result.
-        effects: By layer: relative error of the output over that of the attention's result.
+        target: Requested bound of the relative error of the output.
+        images: Number of images used.
+        errors: By layer and K: relative error of the result of the attention.
+        effects: By layer: relative error of the output per relative error of the attention.
         seconds: By layer and K: time of the attention over all images; K 0 is dense attention.
-        output_error: Relative error of the output with all chosen K, as measured.
+        output_error: Measured relative error of the output with all chosen K.
 
     Example:
         found = calibrate_topk(model, images, error=0.05)    # of an accelerated model
@@ -60,12 +61,12 @@ class ErrorCalibration(dict[str, int | None]):
         self.output_error = 0.0
 
     def error(self, name: str) -> float:
-        """Return the relative error that a layer is expected to cause in the output."""
+        """Return the expected relative error of the output due to a layer."""
         k = self[name]
         return 0.0 if k is None else self.effects[name] * self.errors[name][k]
 
     def speedup(self, name: str | None = None) -> float:
-        """Return dense time over the expected time, of one layer or of all attention together."""
+        """Return the expected speed-up over dense attention, of one layer or of all attention."""
         names = [name] if name is not None else [n for n in self if self.seconds[n]]
         dense = sum(self.seconds[n].get(0, 0.0) for n in names)
         own = sum(self.seconds[n].get(self[n] or 0, 0.0) for n in names)
@@ -86,7 +87,7 @@ class ErrorCalibration(dict[str, int | None]):
         }  # fmt: skip
 
     def to_text(self) -> str:
-        """Return a table: K, error caused in the output and speed-up per layer, and of all."""
+        """Return a table: K, error of the output and speed-up, per layer and in total."""
         rows = [("layer", "K", "error", "speed-up")]
         for name, k in self.items():
             shown = "dense" if k is None else str(k)
@@ -103,7 +104,7 @@ class ErrorCalibration(dict[str, int | None]):
 
 
 class _Probe:
-    """Runs every call densely and, beside it, at every K."""
+    """Runs every call with dense attention and, for comparison, at every K."""
 
     def __init__(self) -> None:
         self.squares: dict[str, dict[int, float]] = {}
@@ -128,11 +129,11 @@ class _Probe:
         wide = dense.double()
         squares[0] = squares.get(0, 0.0) + float(wide.square().sum())
         self.calls[layer.name, 0] += 1
-        whole = call.key_shape[2] // 2 ** len(first.key_grids[0])  # K that keeps everything
+        whole = call.key_shape[2] // 2 ** len(first.key_grids[0])  # K that keeps all cells
         self.cells[layer.name] = max(self.cells.get(layer.name, 1), whole)
         for topk in TOPK:
             places, _ = layer.placed(call, topk, by_plan=False)
-            if places is None:  # with so many cells it is dense attention
+            if places is None:  # such a K keeps all cells: dense attention
                 break
             out = self._timed(
                 seconds, topk, (topk, call.shape, call.key_shape, call.dtype),
@@ -143,7 +144,7 @@ class _Probe:
         return dense
 
     def _timed(self, seconds: dict[int, float], topk: int, key: Any, run: Any) -> Tensor:
-        if key not in self.warm:  # kernels are compiled
+        if key not in self.warm:  # compiles kernels
             self.warm.add(key)
             run()
         began = _now()
@@ -152,7 +153,7 @@ class _Probe:
         return out
 
     def errors(self, name: str) -> dict[int, float]:
-        """Relative error of a layer by K; of K that all of its calls could run with."""
+        """Return the relative error of a layer by K, for every K that all of its calls support."""
         squares = self.squares.get(name, {})
         total = squares.get(0, 0.0)
         return {
@@ -177,20 +178,19 @@ def calibrate_error(
     by_time: bool = True,
     progress: bool = False,
 ) -> ErrorCalibration:
-    """Return the smallest K per layer with which the output is near that of the dense model.
+    """Return the smallest K per layer with which the error of the output is at most `error`.
 
-    One pass runs every layer densely and at all K beside it, and one pass per layer measures how
-    the output follows the error of this layer. From this the error of the output is predicted for
-    any choice of K, as if the layers' errors were independent, and the smallest K are chosen. The
-    output with them is measured; where the prediction was wrong, they are chosen again.
+    One pass runs every layer with dense attention and at all K; one further pass per layer measures
+    the effect of its error on the output. This predicts the error of the output for any choice of
+    K, assuming independent errors of the layers, and the smallest K are chosen. The error of the
+    output with these K is measured, and the choice is repeated if the prediction was wrong.
 
     Args:
-        model: A model that `accelerate` was called on.
-        images: Inputs of the model; every one is passed as `model(item)`.
-        error: Largest relative error of the output: of its floating-point tensors the one that
-            differs most. Tensors whose shapes vary are ignored; without others the error of a
-            layer's own result counts.
-        by_time: A layer stays dense where no K that is enough is faster than dense attention.
+        model: A model passed to `accelerate`.
+        images: Inputs of the model; `model(item)` is called.
+        error: Largest relative error of the output, over its floating-point tensors. Tensors whose
+            shape varies are ignored; if there are no others, the errors of the layers are used.
+        by_time: Keep a layer dense if no sufficient K is faster than dense attention.
         progress: Show a progress bar in a terminal.
     """
     layers = accelerated_layers(model)
@@ -244,7 +244,7 @@ def calibrate_error(
 
 @contextmanager
 def _set_apart(layers: Mapping[str, DenseLayer]) -> Iterator[None]:
-    """Gives layers their K back; within, `plan` decides nothing."""
+    """Disable `plan` within the context, and restore K of all layers afterwards."""
     before = [(layer.topk, layer.by_plan) for layer in layers.values()]
     try:
         for layer in layers.values():
@@ -256,7 +256,7 @@ def _set_apart(layers: Mapping[str, DenseLayer]) -> Iterator[None]:
 
 
 def _probed(errors: Mapping[int, float]) -> int | None:
-    """The K whose error is nearest to `PROBED`, by their ratio; None: there is none but zero."""
+    """Return the K whose error is nearest to `PROBED` by ratio; None if all errors are 0."""
     distances = {k: abs(log(e / PROBED)) for k, e in errors.items() if e > 0}
     return min(distances, key=distances.__getitem__, default=None)
 
@@ -264,10 +264,10 @@ def _probed(errors: Mapping[int, float]) -> int | None:
 def _chosen(
     found: ErrorCalibration, error: float, cells: Mapping[str, int], by_time: bool
 ) -> dict[str, int | None]:
-    """The smallest K whose predicted error of the output is small enough; None: dense.
+    """Return the smallest K per layer whose predicted error of the output is at most `error`.
 
-    All layers start at their smallest K. Then, time and again, the K is raised that lowers the
-    squared error most per cell, at last to all cells.
+    All layers start at their smallest K. Repeatedly, the K is raised that reduces the squared error
+    most per cell, finally to all cells; None: dense.
     """
     steps: dict[str, list[tuple[int, float]]] = {}
     for name, errors in found.errors.items():
@@ -297,7 +297,7 @@ def _chosen(
 
 
 def _outputs(model: nn.Module, images: Sequence[Any], bar: Any) -> list[list[Tensor]]:
-    """The floating-point tensors of the output, per image."""
+    """Return the floating-point tensors of the output, per image."""
     outputs = []
     for item in images:
         out = model(item)
@@ -308,7 +308,7 @@ def _outputs(model: nn.Module, images: Sequence[Any], bar: Any) -> list[list[Ten
 
 
 def _error(outputs: Sequence[Sequence[Tensor]], dense: Sequence[Sequence[Tensor]]) -> float | None:
-    """The largest relative error of a tensor over all images; None: nothing can be compared."""
+    """Return the largest relative error of a tensor over all images; None if none is comparable."""
     largest = None
     for i in range(min(len(one) for one in (*outputs, *dense))):
         pairs = [(a[i], b[i]) for a, b in zip(outputs, dense, strict=True)]

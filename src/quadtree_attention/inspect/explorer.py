@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recorded attention as an HTML page that shows what every query keeps, at any K.
+"""Recorded attention as an HTML page that shows the selection of every query, at any K.
 
-The page holds queries and keys of 8 bits and computes scores from them. Softmax does not change if
-a vector is taken from all keys, nor if queries and keys are transformed so that products stay the
-same. So means are removed, and each head gets the basis in which queries and keys vary equally
-along every axis: axes that vary little then take few bits.
+The page contains queries and keys in 8 bits and computes scores from them. Softmax is invariant to
+a vector subtracted from all keys, and to transforms of queries and keys that preserve their
+products. Therefore the mean key is subtracted, and each head uses the basis in which queries and
+keys have equal variance along every axis: axes with small variance then need few bits.
 """
 
 import html
@@ -35,16 +35,16 @@ from quadtree_attention.viz.palette import CONFIDENCE
 if TYPE_CHECKING:
     from quadtree_attention.inspect.recorder import Layer, Record
 
-SHOWN = 768  # pixels of the longer side of images in the page, at most
-STILL = 1100  # of the width of the still picture
-MOST_ROWS_BYTES = 2**22  # queries and keys of rows, before compression
-LARGEST = 127  # code of 8 bits
+SHOWN = 768  # maximum longer side of images in the page, in pixels
+STILL = 1100  # width of the still picture
+MOST_ROWS_BYTES = 2**22  # bytes of queries and keys of rows, before compression
+LARGEST = 127  # largest 8-bit code
 OCCLUDED = 0.5
 MODULES = ("codec.js", "attention.js", "paint.js", "app.js")
 
 
 class Block:
-    """Bytes that the page holds, and where its parts begin."""
+    """Binary data of the page, and the offsets of its parts."""
 
     def __init__(self) -> None:
         self.parts: list[bytes] = []
@@ -68,17 +68,17 @@ def make_explorer(
     names: Sequence[str] | None = None,
     credits: str = "",  # noqa: A002
 ) -> Page:
-    """Make the page of `Record.show`, of one record or of several of the same images.
+    """Return the page of `Record.show`, for one record or several records of the same images.
 
     Args:
-        records: By a name of the network.
-        images: As for `Record.show`, likewise the other arguments.
-        layers: Of the first record; others show their default layers.
+        records: Records by name of the network.
+        images: As for `Record.show`.
+        layers: Layers of the first record; the other records show their default layers.
         at: As for `Record.show`.
         matches: As for `Record.show`.
         disparity: As for `Record.show`.
-        names: Of the images.
-        credits: HTML under the page.
+        names: Names of the images.
+        credits: HTML below the page.
     """
     given = images_of(images)
     shown = [_shrunk(image) for image in given]
@@ -145,7 +145,7 @@ def _start(
     at: tuple[float, float] | None,
     matches: tuple[Array, Array, Array] | None,
 ) -> tuple[float, float]:
-    """The point that the page begins with: a sure match near to the middle, or the middle."""
+    """Return the initial query: a confident match near the centre of the image, or the centre."""
     if at is not None:
         return at
     middle = np.array(image.size) / 2
@@ -162,7 +162,7 @@ def _start(
 def _sharpest(
     layers: Sequence["Layer"], images: Sequence[Image.Image], at: tuple[float, float]
 ) -> tuple[str, int]:
-    """Layer and head with the most concentrated scores of a query; cross attention before self.
+    """Return layer and head with the most concentrated scores of a query; cross attention first.
 
     The measure is the sum of squared scores of all keys, times the number of keys.
     """
@@ -180,7 +180,7 @@ def _sharpest(
 
 
 def _rows_that_fit(layers: Sequence["Layer"], images: int) -> int:
-    """Rows of the first image that the page holds of each layer."""
+    """Return the rows of the first image that the page contains, per layer."""
     size = rows = 0
     for layer in layers:
         if len(layer[0].grid) == 1:
@@ -190,14 +190,14 @@ def _rows_that_fit(layers: Sequence["Layer"], images: int) -> int:
 
 
 def _shared(names: Sequence[str]) -> int:
-    """Letters of the modules that all names start with, but for the innermost one."""
+    """Return the length of the common prefix of modules of all names, without the innermost one."""
     columns = zip(*(name.split(".") for name in names), strict=False)
     start = [column[0] for column in takewhile(lambda column: len(set(column)) == 1, columns)]
     return len(".".join(start[:-1])) + 1 if len(start) > 1 else 0
 
 
 def _layer(layer: "Layer", images: int, block: Block, rows: int, short: str) -> dict[str, Any]:
-    """Options and samples of a layer; queries and keys go into the block."""
+    """Return options and samples of a layer; queries and keys are added to the block."""
     if not len(layer):
         raise OptionError(f"{layer.name} was not called while record(model) was open; call it")
     first = layer[0]
@@ -232,7 +232,7 @@ def _layer(layer: "Layer", images: int, block: Block, rows: int, short: str) -> 
 
 
 def _weights(one: Attention) -> list[float]:
-    """Shares of levels in the message; equal where none were learned."""
+    """Return the shares of levels in the message; equal if the layer has no level weights."""
     if len(one.level_weights) == one.num_levels:
         return list(one.level_weights)
     return [1 / one.num_levels] * one.num_levels
@@ -267,9 +267,9 @@ def _sample(
 
 
 def balanced(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    """Queries and keys (N, S, D) whose second moments are the same diagonal, with the same softmax.
+    """Transform queries and keys (N, S, D) to equal diagonal second moments, with the same softmax.
 
-    Products change by one number per query, since the mean of the keys is removed.
+    Products change by a constant per query, since the mean of the keys is subtracted.
     """
     k = k - k.mean(dim=1, keepdim=True)
     lower = []
@@ -286,13 +286,13 @@ def balanced(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def quantised(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes (N, S, D) of 8 bits and the step (N,) of each head."""
+    """Return 8-bit codes (N, S, D) and the step (N,) of each head."""
     steps = x.abs().amax(dim=(1, 2)).clamp(min=1e-12) / LARGEST
     return (x / steps[:, None, None]).round().to(torch.int8), steps
 
 
 def _at_columns(disparity: Array, sample: Mapping[str, Any], scale: float) -> Array:
-    """Disparity at the cells of a row, in pixels of the image in the page; NaN where occluded."""
+    """Return disparities at the cells of a row, in pixels of the page's image; NaN if occluded."""
     height, width = disparity.shape
     row = min(height - 1, int(np.mean(sample["band"]) * height))
     columns = sample["grid"][1]
@@ -301,7 +301,7 @@ def _at_columns(disparity: Array, sample: Mapping[str, Any], scale: float) -> Ar
 
 
 def _maps(layer: Mapping[str, Any]) -> str:
-    """HTML: how many maps or rows of a layer the page holds, and their size."""
+    """Return HTML: number and size of the maps or rows of a layer in the page."""
     samples = layer["samples"]
     rows, columns = samples[0]["keyGrid"]
     if samples[0]["flat"]:
@@ -317,7 +317,7 @@ def _words(
     still: str,
     credits: str,  # noqa: A002
 ) -> dict[str, str]:
-    """HTML for the fields of the template."""
+    """Return HTML for the fields of the template."""
     one = next(layer for layer in layers if layer["name"] == begin)
     flat = any(sample["flat"] for layer in layers for sample in layer["samples"])
     cells = int(np.prod(one["samples"][0]["keyGrid"]))

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Record what the attention layers of a model compare: queries, keys, options.
+"""Recording of the queries, keys and options of the attention layers of a model.
 
-A record holds the queries and keys of every attention layer, heads split and positions applied. All
-else follows from them: the cells that a query keeps at any K, their scores, full attention's scores
-of the same queries and keys, and the share of those that the kept cells carry.
+A record contains the queries and keys of every attention layer, with heads split and position
+encodings applied. From these follow the kept cells of a query at any K, their scores, full
+attention of the same queries and keys, and the share of it inside the kept cells.
 """
 
 import inspect
@@ -59,17 +59,17 @@ class Part(NamedTuple):
 class Layer:
     """Queries and keys of one attention layer in the last forward pass.
 
-    Calls on maps of one size are joined: the two images of a matcher, and rows of the stereo
-    network that were computed in parts, are samples of one batch.
+    Calls on maps of equal size are concatenated: the two images of a matcher, and chunks of rows of
+    the stereo network, become samples of one batch.
 
     Attributes:
         name: Name of the layer in the model.
         kind: "quadtree", "softmax" (full attention, or spatial reduction, whose key grid is
             smaller) or "linear".
-        cross: Whether the keys are those of the other image.
+        cross: Whether the keys are from the other image.
         num_levels: Levels; 1 for attentions without a pyramid.
-        topk: Cells that a query keeps per level that selects, coarse -> fine.
-        variant: Of quadtree attention.
+        topk: Cells kept per query and selecting level, coarse -> fine.
+        variant: Variant of quadtree attention.
         scale: Factor on the scores.
         level_weights: Share of every level in the message of variant B, coarse -> fine.
         parts: Queries and keys, one part per size of the maps.
@@ -96,7 +96,7 @@ class Layer:
                 self.level_weights = tuple(shares.tolist())
 
     def __len__(self) -> int:
-        """Number of samples."""
+        """Return the number of samples."""
         return sum(len(part.q) for part in self.parts)
 
     def __iter__(self) -> Iterator[Attention]:
@@ -129,15 +129,15 @@ class Layer:
     def mass(
         self, k: int | Sequence[int] | None = None, *, queries: int = 512
     ) -> tuple[float, ...]:
-        """Return the share of full attention's probability inside of the kept cells, per level.
+        """Return the share of the probability of full attention inside the kept cells, per level.
 
         Full attention is the softmax over all keys of the finest maps; the mean is over query cells
-        and heads. The cells kept at a level are cells of that level: the mass of a coarser level is
-        never less than that of a finer one.
+        and heads. The cells kept at a level are cells of that level, so that the mass does not
+        increase from coarse to fine.
 
         Args:
-            k: Cells kept: one number, or one per level that selects; None: `topk`.
-            queries: Query cells of every sample that are looked at, spread evenly.
+            k: Cells kept: one number, or one per selecting level; None: `topk`.
+            queries: Number of query cells measured per sample, spread evenly.
         """
         topk = self.topk if k is None else check_topk(k, self.num_levels)
         found = [mass_inside(sample, topk, queries) for sample in self]
@@ -145,7 +145,7 @@ class Layer:
         return tuple(float(level.double().mean()) for level in levels)
 
     def _add(self, part: Part) -> None:
-        """Appends a call; samples of the same shape are joined with the last part."""
+        """Append a call; samples of the same shape are concatenated with the last part."""
         if self.parts and _shapes(self.parts[-1]) == _shapes(part):
             joined = (
                 None if a is None or b is None else torch.cat([a, b])
@@ -180,7 +180,7 @@ class Record(Mapping[str, Layer]):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all queries, keys and masks."""
+        """Return the bytes of all queries, keys and masks."""
         return self._bytes
 
     def mass(
@@ -211,10 +211,10 @@ class Record(Mapping[str, Layer]):
             path: Picture to write, .png, .jpg or .webp.
             layers: Names of layers; None: the last self and the last cross attention.
             head: One head; None: the mean of all.
-            sample: Which sample of the layers is that of the first image.
+            sample: Index of the sample of the first image.
 
         Raises:
-            OptionError: There is no such layer or head, or the point is outside of the image.
+            OptionError: There is no such layer or head, or the point is outside the image.
         """
         from quadtree_attention.inspect.still import draw_record
 
@@ -229,20 +229,20 @@ class Record(Mapping[str, Layer]):
         matches: "tuple[Array, Array, Array] | None" = None,
         disparity: "Array | None" = None,
     ) -> "Page":
-        """Return a page that shows what every query kept, at any K; a notebook displays it.
+        """Return a page that shows the selection of every query, at any K; displayed in notebooks.
 
-        `show(...).save("explore.html")` writes it: one file, which needs no server and no network.
-        Of rows (the stereo network) it holds as many as fit into 4 MB.
+        `show(...).save("explore.html")` writes one file, which needs no server or network. For the
+        stereo network, the page contains as many rows as fit into 4 MB.
 
         Args:
-            images: The image, or the two images of a pair, as the network saw them.
+            images: The image, or the two images of a pair, as passed to the network.
             layers: Names of layers; None: the last self and the last cross attention.
-            at: The query that the page begins with, (x, y) in pixels of the first image.
+            at: The initial query, (x, y) in pixels of the first image.
             matches: Points (N, 2) of the two images, in pixels, and their confidence (N,).
             disparity: Disparity (H, W) of the left image, in its pixels; NaN where occluded.
 
         Raises:
-            OptionError: There is no such layer, or the point is outside of the image.
+            OptionError: There is no such layer, or the point is outside the image.
         """
         from quadtree_attention.inspect.explorer import make_explorer
 
@@ -282,15 +282,14 @@ def record(
 ) -> Iterator[Record]:
     """Record the attention layers of a model while the context is open.
 
-    The outputs of the model are bit-identical, and the model is unchanged afterwards. The record
-    holds the last forward pass, on the CPU, also after the context has been closed.
+    The outputs of the model stay bit-identical, and the model is unchanged afterwards. The record
+    contains the last forward pass, on the CPU, and remains valid after the context is closed.
 
     Args:
-        model: A model with quadtree attention, or with full, spatial reduction or linear attention
-            in its place. It must run eagerly.
+        model: A model with quadtree, full, spatial reduction or linear attention, in eager mode.
         layers: Names, or patterns such as "*cross_attn", of the layers to record; None: all.
         heads: Heads to record; None: all.
-        limit: Most bytes that the record may hold.
+        limit: Maximum size of the record in bytes.
 
     Raises:
         OptionError: The model is compiled or has no such layer; in a forward pass: the limit is
@@ -321,7 +320,7 @@ def record(
     seen = Record(
         {name: Layer(name, found[name], cross=name in crossing) for name in chosen}, heads, limit
     )
-    inside: list[bool] = []  # whether the forward pass runs; empty until the model is called
+    inside: list[bool] = []  # whether a forward pass is running; empty until the first call
 
     def begin(*_: Any) -> None:
         seen._clear()
@@ -346,7 +345,7 @@ def record(
 
 
 def refuse_compiled(model: nn.Module) -> None:
-    """Raises `OptionError` for a model that `torch.compile` has compiled, in whole or in part."""
+    """Raise `OptionError` for a model compiled by `torch.compile`, in whole or in part."""
     for module in model.modules():
         if hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None:
             raise OptionError(
@@ -356,7 +355,7 @@ def refuse_compiled(model: nn.Module) -> None:
 
 
 def is_quadtree(module: nn.Module) -> bool:
-    """True for a layer with quadtree attention."""
+    """Return True for a layer with quadtree attention."""
     if isinstance(module, RowAttention):
         return module.attention != "full"
     return isinstance(module, QuadtreeAttention)
@@ -369,11 +368,11 @@ def _is_recordable(module: nn.Module) -> bool:
 def _recorded(
     seen: Record, name: str, module: Any, inside: list[bool], *args: Any, **kwargs: Any
 ) -> Any:
-    """`attend` of a layer, and a copy of what it was given."""
+    """Return `attend` of a layer wrapped so that its arguments are copied to the record."""
     if torch.compiler.is_compiling():
         raise OptionError("recording needs the eager model, got a call under torch.compile")
     attend = type(module).attend
-    if not inside or inside[0]:  # not where a layer is recomputed in backward
+    if not inside or inside[0]:  # not if a layer is recomputed in the backward pass
         given = inspect.signature(attend).bind(module, *args, **kwargs).arguments
         key_mask = given.get("context_mask", given.get("visible"))
         seen._keep(name, Part(given["q"], given["k"], given.get("mask"), key_mask))
@@ -381,7 +380,7 @@ def _recorded(
 
 
 def _chosen(layers: str | Sequence[str] | None, names: Mapping[str, Any]) -> list[str]:
-    """Names that fit one of the patterns, in the order of the model."""
+    """Return the names that match one of the patterns, in the order of the model."""
     if layers is None:
         return list(names)
     patterns = [layers] if isinstance(layers, str) else list(layers)
@@ -394,7 +393,7 @@ def _chosen(layers: str | Sequence[str] | None, names: Mapping[str, Any]) -> lis
 
 
 def _cross_layers(model: nn.Module) -> set[str]:
-    """Names of the layers that attend to the other image."""
+    """Return the names of the layers that attend to the other image."""
     found = set()
     for name, module in model.named_modules():
         if isinstance(module, MatchTransformer):

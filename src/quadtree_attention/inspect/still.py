@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pictures of recorded attention: one query's scores at every level, and curves of mass over K."""
+"""Pictures of recorded attention: scores of a query at every level, and curves of mass over K."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
     from quadtree_attention.inspect.calibrate import Calibration
     from quadtree_attention.inspect.recorder import Layer, Record
 
-WIDTH, GAP, TITLE, MARGIN = 300, 8, 24, 14  # of panels, in pixels
-BARS, ROW = 900, 26  # of bars of level weights
+WIDTH, GAP, TITLE, MARGIN = 300, 8, 24, 14  # width of panels in pixels
+BARS, ROW = 900, 26  # width and row height of the bars of level weights
 QUERY = (255, 255, 255)
-DIMMED = 0.25  # brightness of what was not looked at
-BAND = 12  # pixels of half the height of a row of the stereo network
+DIMMED = 0.25  # brightness of cells that are not candidates
+BAND = 12  # half the height of a row of the stereo network, in pixels
 
 
 def images_of(images: "ImageLike | Sequence[ImageLike]") -> list[Image.Image]:
-    """One or two images, RGB."""
+    """Return one or two RGB images."""
     given: list[Any] = list(images) if isinstance(images, list | tuple) else [images]
     if len(given) not in (1, 2):
         raise OptionError(f"images must be one image or two, got {len(given)}; pass one or two")
@@ -38,7 +38,7 @@ def images_of(images: "ImageLike | Sequence[ImageLike]") -> list[Image.Image]:
 
 
 def default_layers(record: "Record", images: int) -> list[str]:
-    """Names of the last self and, of two images, the last cross attention; quadtree before others.
+    """Return the names of the last self and, for two images, cross attention; quadtree first.
 
     Raises:
         OptionError: Nothing was recorded.
@@ -55,18 +55,18 @@ def default_layers(record: "Record", images: int) -> list[str]:
 
 
 def _is_window(layer: "Layer") -> bool:
-    """Whether a layer works on windows around matches, not on maps of the images."""
+    """Return True for a layer on windows around matches, not on maps of the images."""
     return layer.name.startswith("fine_transformer")
 
 
 def sample_of(layer: "Layer", place: int, rows: int, row: int) -> Attention:
-    """The attention of an image, or of a row of it."""
+    """Return the attention of an image, or of one of its rows."""
     first = layer[0]
     return layer[place * rows + row] if len(first.grid) == 1 else layer[place]
 
 
 def rows_of(layer: "Layer", images: int) -> int:
-    """Rows of an image whose rows are samples; else 1."""
+    """Return the number of rows of an image whose rows are samples, otherwise 1."""
     return len(layer) // images if len(layer[0].grid) == 1 else 1
 
 
@@ -97,11 +97,11 @@ def draw_records(
     """Draw several records of the same images, one below the other.
 
     Args:
-        records: By a name of the network.
-        images: As for `Record.draw`, likewise the other arguments.
+        records: Records by name of the network.
+        images: As for `Record.draw`.
         at: As for `Record.draw`.
         path: As for `Record.draw`.
-        layers: Of the first record; others show their default layers.
+        layers: Layers of the first record; the other records show their default layers.
         head: As for `Record.draw`.
         sample: As for `Record.draw`.
     """
@@ -123,7 +123,7 @@ def draw_records(
 
 
 def check_point(at: tuple[float, float], image: Image.Image) -> None:
-    """Raises `OptionError` for a point outside of the image."""
+    """Raise `OptionError` for a point outside the image."""
     x, y = at
     if not (0 <= x < image.width and 0 <= y < image.height):
         raise OptionError(
@@ -139,7 +139,7 @@ def _row(
     head: int | None,
     sample: int,
 ) -> tuple[str, list[tuple[str, Image.Image]]]:
-    """Title and panels of a layer."""
+    """Return title and panels of a layer."""
     if not len(layer):
         raise OptionError(f"{layer.name} was not called while record(model) was open; call it")
     one, cell, band = query_of(layer, images, at, sample)
@@ -173,7 +173,7 @@ def _row(
 def query_of(
     layer: "Layer", images: Sequence[Image.Image], at: tuple[float, float], sample: int = 0
 ) -> tuple[Attention, tuple[int, ...], float | None]:
-    """Attention of the sample at a point, its finest cell, and the height of its row, in [0, 1]."""
+    """Return the attention at a point, its finest cell, and the height of its row in [0, 1]."""
     rows = rows_of(layer, max(1, len(images)))
     row = min(rows - 1, int(at[1] / images[0].height * rows))
     one = sample_of(layer, sample, rows, row)
@@ -185,7 +185,7 @@ def query_of(
 def _query_panel(
     image: Image.Image, one: Attention, cell: Sequence[int], band: float | None
 ) -> Image.Image:
-    """The image with the query's cell of every level outlined."""
+    """Return the image with the cells of the query at every level outlined."""
     picture = _shrunk(image)
     pen = ImageDraw.Draw(picture)
     for level in range(one.num_levels):
@@ -214,7 +214,7 @@ def _panel(
     band: float | None,
     full: Sequence[float],
 ) -> Image.Image:
-    """The image, dark where nothing was looked at, with cells in the colours of their scores."""
+    """Return the image, dark outside the candidates, with cells in the colours of their scores."""
     picture = _shrunk(image)
     grey = np.asarray(picture.convert("L"), np.float32)[..., None].repeat(3, axis=-1)
     width, height = picture.size
@@ -233,9 +233,9 @@ def _panel(
 def _spread(
     values: Array, size: tuple[int, int], band: float | None, full: Sequence[float]
 ) -> Array:
-    """A map of cells at the size of a picture; a row fills a band of it, with 0 elsewhere.
+    """Enlarge a map of cells to the size of a picture; a row fills a band, the rest is 0.
 
-    `full` is the size of the image in cells, which is no whole number where the last cell is cut.
+    `full` is the size of the image in cells, fractional if the last cell is cropped.
     """
     height, width = size
     columns = ((np.arange(width) + 0.5) / width * full[-1]).astype(int)
@@ -258,7 +258,7 @@ def _outline(picture: Image.Image, kept: Array, band: float | None, full: Sequen
 
 
 def _box(edges: Sequence[tuple[float, float]], picture: Image.Image) -> list[float]:
-    """Corners of a cell in pixels; cells below a pixel get one."""
+    """Return the corners of a cell in pixels; a cell covers at least one pixel."""
     (top, bottom), (left, right) = edges
     x, y = left * picture.width, top * picture.height
     return [x, y, max(x, right * picture.width - 1), max(y, bottom * picture.height - 1)]
@@ -270,7 +270,7 @@ def _shrunk(image: Image.Image) -> Image.Image:
 
 
 def stacked(rows: Sequence[tuple[str, list[tuple[str, Image.Image]]]]) -> Image.Image:
-    """Rows of panels with their titles, one below the other."""
+    """Stack rows of panels with their titles."""
     columns = max(len(panels) for _, panels in rows)
     heights = [max(panel.height for _, panel in panels) + 2 * TITLE + GAP for _, panels in rows]
     size = (2 * MARGIN + columns * (WIDTH + GAP) - GAP, MARGIN + sum(heights))
@@ -291,7 +291,7 @@ def stacked(rows: Sequence[tuple[str, list[tuple[str, Image.Image]]]]) -> Image.
 
 
 def draw_level_weights(model: nn.Module, path: StrPath | None = None) -> Image.Image:
-    """Draw the learned weight of every level in the message, one bar per layer.
+    """Draw the learned level weights, one bar per layer.
 
     Args:
         model: A network with layers of variant B.
