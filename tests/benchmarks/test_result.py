@@ -20,6 +20,7 @@ from benchmarks.result import (
 )
 from benchmarks.training.comparison import comparisons
 from tests.benchmarks.conftest import read, result_of, run_of, stored, times
+from tests.support import raises
 
 CASE = {"model": "m", "attention": "sr", "part": "network", "image": [4, 3], "batch": 1,
         "precision": "float32", "mode": "eager"}  # fmt: skip
@@ -70,8 +71,7 @@ def test_results_with_a_mistake_are_refused(kind, place, value, message):
         del found[last]
     else:
         found[last] = value
-    with pytest.raises(ValueError, match=message):
-        check(result)
+    raises(ValueError, message, check, result)
 
 
 def test_rows_without_values_say_why():
@@ -100,8 +100,7 @@ def test_other_files_are_refused(tmp_path):
     with pytest.raises(ResultFileError, match=r"detectors--x.json is not a result file: kind is"):
         read_all(KIND, tmp_path)
     path.write_text("{")
-    with pytest.raises(ResultFileError, match=r"x.json is not a result file"):
-        ResultFile(path, KIND, grows=True)
+    raises(ResultFileError, r"x.json is not a result file", ResultFile, path, KIND, grows=True)
 
 
 def test_a_result_takes_its_place_when_it_is_complete(tmp_path):

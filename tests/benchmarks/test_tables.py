@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tables from results: what cells show, what is not measured, and the pages in docs/."""
 
-import pytest
-
 from benchmarks.result import ResultFileError, dumps
 from benchmarks.tables import summary, views, write
 from benchmarks.tables.table import number
 from tests.benchmarks.conftest import command, result_of, run_of, stored, times
+from tests.support import raises
 
 
 def section(result: dict, name: str = "x") -> str:
@@ -113,8 +112,7 @@ def test_summary_marks_the_better_number(tmp_path, monkeypatch):
             "| close | 2.0 | 4.0 theirs | NVIDIA X |",
         ]
         file.write_text(SUMMARY.replace("part: all", "part: nothing"))
-        with pytest.raises(ResultFileError, match=r"has 0 rows of .*nothing.*, expected one"):
-            summary.table(file)
+        raises(ResultFileError, r"has 0 rows of .*nothing.*, expected one", summary.table, file)
     finally:
         summary._result.cache_clear()
 

@@ -2,6 +2,7 @@
 """Predictions on disk: reused if nothing changed, continued after a kill, never mixed."""
 
 import json
+import pickle
 import time
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from quadtree_attention import use_backend
 from quadtree_attention.errors import DataError, OptionError
 from quadtree_attention.tasks import evaluate
-from quadtree_attention.tasks.contract import get_task
+from quadtree_attention.tasks.contract import finite, get_task
 from quadtree_attention.tasks.store import Store
 from tests.support import processes, raises, tiny
 from tests.support.commands import contents
@@ -48,6 +49,26 @@ def test_scores_are_those_of_the_files(task, run, data, save):
     again = evaluate(task.name, **data, predictions=save)
     assert again.to_dict() == scores.to_dict()
     assert scores.settings["weights_sha256"] and not save.with_name("saved.parts").exists()
+
+
+def test_metrics_of_several_processes_are_merged(task, run, data, save):
+    """What each has seen is gathered as plain data."""
+    scores = run()
+    options = {"split": data.get("split", "val"), **data.get("reader", {})}
+    source = task.load("open_source")(data["data"], **options)
+    store = Store.open(save, task, source)
+
+    def metric_of(*samples):
+        metric = task.load("metric")(source, store.classes)
+        for i in samples:
+            metric.update(source.name(i), source.truth(i), store.get(source.name(i)))
+        return metric
+
+    together, first = task.load("metric")(source), metric_of(0, 2)
+    together.merge(pickle.loads(pickle.dumps([first.state(), metric_of(1).state()])))
+    found = together.compute()
+    assert finite(found.mean) == finite(scores.mean) and found.facts == scores.facts
+    assert first.compute().facts != found.facts or first.compute().mean != found.mean
 
 
 def test_results_are_reused_and_only_those_that_fit(task, run, data, save, monkeypatch):

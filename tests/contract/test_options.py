@@ -22,6 +22,7 @@ OPTIONS = [  # task, part, options, message
     ("segment", "predictor", {"shorter_side": 0}, "shorter_side must be at least 1"),
     ("segment", "predictor", {"window": 0}, "window must be at least 1"),
     ("segment", "predictor", {"window": 8, "stride": 9}, "stride must be .*, got stride 9 and"),
+    ("classify", "predictor", {"top": 0}, "top must be at least 1, got 0"),
     ("classify", "generated", {"augment": "all"}, "augment must be one of timm, batch, none, got"),
     ("classify", "generated", {"image_size": 0}, "image_size must be at least 1, got 0"),
     ("classify", "generated", {"generated_classes": 0}, "generated_classes must be at least 1"),

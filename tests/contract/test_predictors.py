@@ -11,6 +11,7 @@ import torch
 from PIL import Image
 
 from quadtree_attention.errors import CheckpointError, DataError, OptionError
+from quadtree_attention.models.weights import read_card, read_checkpoint, save_weights
 from quadtree_attention.tasks.contract import NAMES, Result, get_task
 from tests.support import raises, tiny
 
@@ -117,6 +118,11 @@ def test_weights_that_are_missing_or_damaged(task, weights, tmp_path):
     broken = tmp_path / "broken.safetensors"
     broken.write_bytes(weights.read_bytes()[:1000])
     raises(CheckpointError, r"broken\.safetensors is not a checkpoint", load, broken)
+    state = {
+        name: x / 0 if x.is_floating_point() else x for name, x in read_checkpoint(weights).items()
+    }
+    save_weights(broken, state, read_card(weights), overwrite=True)
+    raises(CheckpointError, "holds numbers that are not finite, in", load, broken)
     if task.name not in ("match", "stereo"):
         raises(CheckpointError, "pass the path of weights that quadtree train", load)
 
@@ -183,6 +189,8 @@ def test_pictures_and_files(task, predictor, tmp_path):
     found.save(path)
     again = type(found).load(path)
     assert type(again) is type(found)
+    if task.name != "stereo":  # whose pictures do without
+        raises(OptionError, "have no image", again.draw)
     codec_bytes = path.read_bytes()
     again.save(path)
     assert len(path.read_bytes()) == len(codec_bytes)

@@ -5,7 +5,6 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from quadtree_attention.errors import OptionError
 from quadtree_attention.tasks.classify.draw import draw
 from quadtree_attention.tasks.classify.result import Classification
 from quadtree_attention.viz.canvas import HEADER, LEGEND, MARGIN
@@ -31,11 +30,8 @@ def test_bars_are_as_long_as_their_probability():
     assert first == sorted(first)  # best above
 
 
-def test_files_and_results_without_image(tmp_path):
+def test_files(tmp_path):
     result = found(0.9, 0.1)
     assert result.draw(tmp_path / "a.png", title="cat.jpg").size == (600 + LEGEND, HEADER + 360)
-    result.save(tmp_path / "a.npz")
-    with pytest.raises(OptionError, match="classifications of a file have no image"):
-        Classification.load(tmp_path / "a.npz").draw()
     small = np.array(found(0.5, 0.3, 0.2, size=(9, 9)).draw())
     assert len(small) >= HEADER + 3 * 40  # room for all answers

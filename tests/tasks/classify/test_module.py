@@ -38,19 +38,6 @@ def test_schedule(tmp_path):
     assert rates.seen == pytest.approx([rate * 8 / 1024 for rate in expected], rel=1e-6)
 
 
-def test_rates_follow_the_whole_batch_and_norms_biases_and_level_weights_do_not_decay(tmp_path):
-    module, rates = build(weight_decay=0.3, lr=0.512, warmup_epochs=0), Rates()
-    run = fit(tmp_path, module, rates, batch_size=4, accumulate_grad_batches=2)
-    assert rates.seen[0] == pytest.approx(0.512 * 8 / 1024)
-    groups = run.optimizers[0].param_groups
-    decay = {id(p): group["weight_decay"] for group in groups for p in group["params"]}
-    named = dict(module.model.named_parameters())
-    assert len(decay) == len(named)
-    for name, parameter in named.items():
-        plain = parameter.ndim < 2 or "level_logits" in name
-        assert decay[id(parameter)] == (0.0 if plain else 0.3), name
-
-
 def step(module, count, monkeypatch):
     """The loss of a training step on `count` images, without a trainer."""
     monkeypatch.setattr(module, "log", lambda *_, **__: None)

@@ -10,7 +10,6 @@ from PIL import Image
 
 from quadtree_attention.errors import (
     CheckpointError,
-    OptionError,
 )
 from quadtree_attention.models.registry import create, load
 from quadtree_attention.models.weights import save_weights
@@ -183,18 +182,9 @@ def test_checkpoint_of_a_run(tmp_path):
         Classifier.from_pretrained(write_checkpoint(path, random_model(7)))
 
 
-def test_weights_and_options_that_are_refused(tmp_path, weights):
+def test_weights_that_are_refused(tmp_path):
     torch.save({}, tmp_path / "official.pth")
     with pytest.raises(CheckpointError, match=r"convert official\.pth --save official\.safe"):
         Classifier.from_pretrained(tmp_path / "official.pth")
     path = write_weights(tmp_path / "b.safetensors", random_model(0), classes=None)
     raises(CheckpointError, "no classifier, only a backbone", Classifier.from_pretrained, path)
-    raises(OptionError, "top must be at least 1, got 0", Classifier.from_pretrained, weights, top=0)
-
-
-def test_weights_that_are_no_numbers(tmp_path):
-    model = random_model()
-    next(iter(model.parameters())).data.fill_(float("nan"))
-    path = write_weights(tmp_path / "nan.safetensors", model)
-    with pytest.raises(CheckpointError, match="holds numbers that are not finite"):
-        Classifier.from_pretrained(path, device="cpu")(pixels())

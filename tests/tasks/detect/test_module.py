@@ -2,7 +2,6 @@
 """Training: runs end with weights that detect, resume exactly, and report AP as it is."""
 
 import copy
-import pickle
 from dataclasses import replace
 
 import pytest
@@ -17,7 +16,7 @@ from quadtree_attention.tasks.detect.metrics import DetectMetric
 from quadtree_attention.tasks.detect.module import DetectModule, as_trained
 from quadtree_attention.tasks.detect.predictor import Detector, detections
 from quadtree_attention.tasks.detect.readers import open_source
-from tests.support.training import Rates, SaveAt, fit, trainer
+from tests.support.training import SaveAt, fit, trainer
 from tests.tasks.detect.files import SHARED, TINY, entry, with_mask, write_split
 
 pytestmark = pytest.mark.usefixtures("only_reference")
@@ -131,23 +130,6 @@ def test_ap_is_that_of_torchmetrics(crowded):
     assert 5 < found["ap"] < 95 and 5 < found["mask_ap"] < 95
 
 
-def test_ap_of_several_processes_is_that_of_one():
-    """What they have seen is gathered as plain data."""
-    source = GeneratedShapes(3, 64, seed=1)
-
-    def metric_of(images):
-        metric = DetectMetric(source)
-        for i in images:
-            metric.update(str(i), source.truth(i), detections(answers(source, i), source.classes))
-        return metric
-
-    together, first = metric_of([]), metric_of([0, 2])
-    together.merge(pickle.loads(pickle.dumps([first.state(), metric_of([1]).state()])))
-    expected = metric_of(range(3)).compute()
-    assert together.compute().mean == expected.mean != first.compute().mean
-    assert 0 < expected.mean["mask_ap"] < 100
-
-
 def test_ap_of_the_truth_is_100_and_follows_mistakes():
     """Fed with the objects themselves, with and without their masks moved."""
     model, source = module("mask_rcnn_test_quadtree"), GeneratedShapes(2, 64, seed=1)
@@ -189,27 +171,6 @@ def test_validation_images_that_cannot_be_read_do_not_count(tmp_path):
     (tmp_path / "images" / "val" / "1.png").write_bytes(b"broken")
     with pytest.raises(DataError, match=r"none of the validation samples can be scored: .*1\.png"):
         trainer(tmp_path).validate(module(), files, verbose=False)
-
-
-def rates(tmp_path, **options):
-    """Learning rates of all steps of a run."""
-
-    class Idle(DetectModule):
-        def training_step(self, batch):
-            return sum(p.sum() for p in self.parameters()) * 0
-
-    model = Idle("retinanet_test_quadtree", OPTIONS, lr=1.6, warmup_epochs=0.5, **options)
-    seen = Rates()
-    fit(tmp_path, model, data(crop=0.0), seen, max_epochs=4, limit_val_batches=0)
-    return [rate / (1.6 * 2 / 16) for rate in seen.seen]  # 4 steps an epoch, 2 images a batch
-
-
-def test_schedules(tmp_path):
-    steps = rates(tmp_path, schedule="step", decay_epochs=[2, 3])
-    assert steps[0] < 1e-5 and steps[1] == pytest.approx(0.5, abs=1e-4)  # half an epoch of warm-up
-    assert steps[2:] == pytest.approx([1] * 6 + [0.1] * 4 + [0.01] * 4)
-    cosine = rates(tmp_path, schedule="cosine", min_lr=0.0)
-    assert cosine[2] > cosine[8] > cosine[15] > 0 and cosine[8] == pytest.approx(0.5, abs=0.05)
 
 
 @pytest.mark.slow

@@ -24,8 +24,6 @@ from quadtree_attention.tasks.match.metrics import (
     unturned,
 )
 from quadtree_attention.tasks.match.pose import homography, relative_pose
-from quadtree_attention.tasks.match.readers import PairLine
-from quadtree_attention.tasks.match.result import Matches
 from tests.support import raises
 from tests.tasks.match.geometry import K0, K1, POSE, points_of_a_scene, rotation
 
@@ -324,19 +322,6 @@ def test_an_unreadable_image_without_predictions_is_a_failed_pair(tmp_path):
     assert [scores.mean[f"homography_opencv_auc{t}"] for t in (3, 5, 10)] == [0, 0, 0]
 
 
-def test_the_states_of_several_metrics_are_merged():
-    points0, points1 = points_of_a_scene(50)
-    pair = PairLine(1, "a.png", "b.png", K0=K0, K1=K1, T_0to1=POSE)
-    parts = [MatchMetric(estimators=("poselib",)) for _ in range(2)]
-    parts[0].update("a", pair, Matches(points0, points1, np.ones(50)))
-    parts[1].update("b", pair, None)
-    whole = MatchMetric(estimators=("poselib",))
-    whole.merge([json.loads(json.dumps(part.state())) for part in parts])
-    mean = whole.compute().mean
-    assert mean["pose_poselib_auc20"] == pytest.approx(50, abs=0.1)
-    assert not any("opencv" in name for name in mean)
-
-
 def test_mistakes(tmp_path):
     save_wall(tmp_path)
     (tmp_path / "a0__a1.npz").write_bytes(b"no matches")
@@ -347,11 +332,3 @@ def test_mistakes(tmp_path):
     save_scene(tmp_path)
     (tmp_path / "wall1.png").unlink()
     raises(DataError, r"cannot read .*wall1\.png", scores_of, tmp_path, *lines)
-
-
-@pytest.mark.parametrize(
-    "options", [{"pose_pixels": 0}, {"epipolar": -1}, {"pose_pixels": math.nan}, {"side": -1}]
-)
-def test_settings_that_make_no_sense(options):
-    (name,) = options
-    raises(OptionError, f"{name} must be .* got {options[name]}", MatchMetric, **options)

@@ -6,7 +6,6 @@ import pytest
 import torch
 from PIL import Image
 
-from quadtree_attention.errors import CheckpointError
 from quadtree_attention.models.registry import create
 from quadtree_attention.models.weights import save_weights
 from quadtree_attention.synthetic import ProceduralTextures, homography_pairs
@@ -15,10 +14,10 @@ from quadtree_attention.tasks.match.predictor import Matcher, shrunk
 KWARGS = {"dims": [16, 24, 32], "num_pairs": 1, "num_heads": 2, "fine_heads": 2, "topk": 4}
 
 
-def write_weights(path, **changed):
+def write_weights(path):
     """A tiny untrained matcher, stored in half precision."""
     torch.manual_seed(0)
-    state = create("loftr_quadtree_small", **KWARGS).state_dict() | changed
+    state = create("loftr_quadtree_small", **KWARGS).state_dict()
     card = {"model": "loftr_quadtree_small", "kwargs": KWARGS, "task": "match"}
     halves = {n: t.half() if t.is_floating_point() else t for n, t in state.items()}
     save_weights(path, halves, card)
@@ -135,10 +134,3 @@ def test_options_are_settings(weights, photo):
 )
 def test_working_size(size, expected):
     assert shrunk(Image.new("L", size), 640).size == expected
-
-
-def test_weights_that_are_broken(tmp_path):
-    path = tmp_path / "broken.safetensors"
-    write_weights(path, **{"fine_windows.merge.bias": torch.full((16,), 1e6)})  # too much for half
-    with pytest.raises(CheckpointError, match="numbers that are not finite, in fine_windows"):
-        Matcher.from_pretrained(path)

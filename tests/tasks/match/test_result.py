@@ -4,11 +4,11 @@
 import json
 
 import numpy as np
-import pytest
 
 from quadtree_attention.errors import DataError
 from quadtree_attention.tasks.match.metrics import transform
 from quadtree_attention.tasks.match.result import Matches
+from tests.support import raises
 from tests.tasks.match.geometry import K0, K1, points_of_a_scene
 
 
@@ -38,8 +38,7 @@ def test_files_that_hold_no_matches(tmp_path):
         ({"confidence": np.array([{}] * 3)}, "cannot read .*: Object arrays cannot be loaded"),
     ):
         np.savez(path, **{k: v for k, v in (arrays | change).items() if v is not None})
-        with pytest.raises(DataError, match=words):
-            Matches.load(path)
+        raises(DataError, words, Matches.load, path)
 
 
 def test_homography_of_matches():

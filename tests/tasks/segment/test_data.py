@@ -43,13 +43,6 @@ def test_validation_sees_whole_images(root):
     assert len(found.classes) == 4 and len(list(found.val_dataloader())) == 2
 
 
-def test_bad_files_are_left_out_of_validation(root):
-    (root / "labels/val/1.png").write_bytes(b"")
-    batches = list(data(root, eval_batch_size=4).val_dataloader())
-    assert [len(batch["images"]) for batch in batches] == [3, 2]
-    assert ["empty" in reason for batch in batches for reason in batch["skipped"]] == [True]
-
-
 def test_strict_looks_at_all_files_first(root):
     (root / "images/train/1.png").write_bytes(b"hello")
     Image.fromarray(label_map(9, 9)).save(root / "labels/train/2.png")

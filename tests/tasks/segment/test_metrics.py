@@ -90,16 +90,6 @@ def test_equals_torchmetrics(dtype):
     assert found.nanmean().item() == pytest.approx(100 * index.mean().item(), abs=1e-4)
 
 
-def test_processes_add_up():
-    truth, predicted = torch.randint(-1, 4, (4, 9)), torch.randint(0, 4, (4, 9))
-    images = list(zip(predicted.tolist(), truth.tolist(), strict=True))
-    parts = [metric_of(*image) for image in images]
-    whole = metric_of(*images[0])
-    whole.merge([part.state() for part in parts])
-    assert whole.images == 4
-    assert torch.equal(whole.matrix[:, :4], confusion(predicted, truth, 4))
-
-
 @pytest.fixture
 def root(tmp_path):
     return write_set(tmp_path / "data", count=3, splits=("val",))

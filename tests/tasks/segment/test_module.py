@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from quadtree_attention import models
-from quadtree_attention.errors import CheckpointError, OptionError
+from quadtree_attention.errors import CheckpointError
 from quadtree_attention.models.weights import save_weights
 from quadtree_attention.tasks.evaluation import evaluate
 from quadtree_attention.tasks.segment.data import GeneratedSegmentData
@@ -22,7 +22,7 @@ from quadtree_attention.tasks.segment.module import (
 )
 from quadtree_attention.tasks.segment.predictor import Segmenter
 from tests.support import raises
-from tests.support.training import Rates, fit, train
+from tests.support.training import train
 from tests.tasks.segment.files import CLASSES, write_set
 
 pytestmark = pytest.mark.usefixtures("only_reference")
@@ -61,26 +61,6 @@ def test_images_of_one_size_go_together():
     assert first[0].shape == (2, 3, 8, 9) and second[0].shape == (1, 3, 4, 5)
     assert first[1][:, 0, 0].tolist() == [0, 2] == first[0][:, 0, 0, 0].tolist()
     assert at_size(torch.zeros(1, 4, 20, 30), torch.zeros(1, 31, 47)).shape == (1, 4, 31, 47)
-
-
-@pytest.mark.parametrize("schedule", ["poly", "cosine"])
-def test_schedule_of_a_run_that_steps_end(tmp_path, schedule):
-    """2 steps an epoch, batch 4 of the 16 that the rate is for, a warm-up of one step."""
-    rates = Rates()
-    tuned = module(schedule=schedule, power=0.9, warmup_epochs=0.5, min_lr=1e-5)
-    fit(tmp_path, tuned, data(), rates, max_epochs=-1, max_steps=5, limit_val_batches=0)
-    top, least = 1e-3 / 4, 1e-5 / 4
-    shares = [1 - t / 5 for t in range(1, 5)]
-    expected = [least + (top - least) * share**0.9 for share in shares]
-    if schedule == "cosine":
-        angles = torch.arange(1, 5) * torch.pi / 5
-        expected = (least + (top - least) * (1 + angles.cos()) / 2).tolist()
-    assert rates.seen == pytest.approx([1e-6 / 4, *expected], rel=1e-5)
-
-
-def test_a_run_needs_an_end(tmp_path):
-    with pytest.raises(OptionError, match="the schedule needs an end"):
-        fit(tmp_path, module(), data(), max_epochs=-1, limit_val_batches=0)
 
 
 def test_weights_score_what_training_said(tmp_path, capsys):

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from quadtree_attention.errors import OptionError
 from quadtree_attention.tasks.segment.readers import read_label_map
 from quadtree_attention.tasks.segment.result import Segmentation, SegmentationCodec
 from quadtree_attention.viz.palette import distinct
@@ -69,8 +68,6 @@ def test_label_maps_of_many_classes(tmp_path):
     assert read.names == names
 
 
-def test_pictures_need_an_image(found):
+def test_images_can_be_handed_in(found):
     alone = Segmentation(labels=found.labels, names=found.names, palette=found.palette)
-    with pytest.raises(OptionError, match="these labels have no image"):
-        alone.draw()
     assert alone.draw(image=photo(30, 45)).size == found.draw().size

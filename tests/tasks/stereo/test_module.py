@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A stereo network that learns from synthetic pairs."""
 
-import pytest
 import torch
 
 from quadtree_attention.errors import CheckpointError
@@ -13,6 +12,7 @@ from quadtree_attention.tasks.stereo.data import SyntheticStereoData
 from quadtree_attention.tasks.stereo.losses import stereo_losses
 from quadtree_attention.tasks.stereo.module import LOGGED, StereoModule
 from tests.conftest import ROOT
+from tests.support import raises
 from tests.support.training import train
 
 RECIPE = ROOT / "recipes" / "stereo" / "debug.yaml"
@@ -38,8 +38,7 @@ def test_starting_from_the_weights_of_the_package():
         assert torch.equal(module.model.state_dict()[name], tensor.float())
     assert module.start == file_sha256(path)
     assert StereoModule().start is None
-    with pytest.raises(CheckpointError, match="does not fit STTR"):
-        StereoModule("sttr", weights="default")
+    raises(CheckpointError, "does not fit STTR", StereoModule, "sttr", weights="default")
 
 
 def test_compiled_convolutions_keep_their_names():

@@ -12,7 +12,7 @@ from quadtree_attention.tasks.stereo.filling import fill_hidden
 from quadtree_attention.tasks.stereo.formats import read_disparity
 from quadtree_attention.tasks.stereo.predictor import StereoMatcher, resized, working_size
 from quadtree_attention.tasks.stereo.result import Disparity
-from tests.support import tiny
+from tests.support import raises, tiny
 
 pytestmark = pytest.mark.usefixtures("only_reference")
 
@@ -156,8 +156,7 @@ def test_depth():
         (1, np.nan, 0, "baseline"),
         (1, 1, np.inf, "offset"),
     ):
-        with pytest.raises(OptionError, match=f"{name} must be "):
-            found.depth(focal, baseline, offset=offset)
+        raises(OptionError, f"{name} must be ", found.depth, focal, baseline, offset=offset)
 
 
 def test_save(found, tmp_path):

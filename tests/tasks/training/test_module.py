@@ -103,29 +103,6 @@ def test_hyper_parameters_out_of_range(options, told):
     raises(OptionError, told, Tiny, **options)
 
 
-@pytest.mark.parametrize(
-    ("schedule", "expected"),
-    [
-        ("cosine", [0.1, 0.1 * 0.853553, 0.05, 0.1 * 0.146447]),
-        ("step", [0.1, 0.1, 0.01, 0.001]),
-        ("poly", [0.1, 0.1 * 0.75**0.5, 0.1 * 0.5**0.5, 0.05]),
-    ],
-)
-def test_schedules(schedule, expected):
-    """The learning rate at the start of each of 4 epochs of 10 steps."""
-    module = Tiny(schedule=schedule)
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    scheduler = module.schedule(
-        optimizer, 40, 10, min_lr=0.0, warmup_t=0, warmup_lr_init=0.0, t_in_epochs=False
-    )
-    rates = []
-    for epoch in range(4):
-        scheduler.step_update(10 * epoch)
-        rates.append(optimizer.param_groups[0]["lr"])
-    assert rates == pytest.approx(expected, rel=1e-5)
-    assert scheduler.state_dict() == {}  # it follows from the step
-
-
 RUN = {"world_size": 1, "accumulate_grad_batches": 1, "limit_train_batches": 1.0,
        "max_epochs": 4, "max_steps": -1}  # fmt: skip
 
@@ -194,31 +171,33 @@ def test_one_cycle():
     assert scheduler.state_dict() == {}
 
 
+CYCLE = {"schedule": "onecycle", "warmup_start": 0.04, "min_lr": 1e-6}
+WARM = {"warmup_epochs": 1, "warmup_start": 0.1}
+
+
 @pytest.mark.parametrize(
-    ("epochs", "warmup", "expected"),
+    ("options", "length", "steps", "expected"),
     [
-        (0.1, 0, [0.1, 1e-6]),  # a single step
-        (0.2, 0.1, [0.1, 1e-6]),
-        (0.3, 0.3, [0.004, 0.052, 0.1]),
-        (0.3, 0, [0.1, 0.0500005, 1e-6]),
+        ({"schedule": "cosine"}, 40, (0, 10, 20, 30), [0.1, 0.1 * 0.853553, 0.05, 0.1 * 0.146447]),
+        ({"schedule": "step"}, 40, (0, 19, 20, 30), [0.1, 0.1, 0.01, 0.001]),
+        (
+            {"schedule": "poly", "min_lr": 0.02},
+            40,
+            (0, 10, 30),
+            [0.1, 0.02 + 0.08 * 0.75**0.5, 0.06],
+        ),
+        ({"schedule": "step", "decay": 0.5} | WARM, 40, (0, 5, 15, 20), [0.01, 0.055, 0.1, 0.05]),
+        (CYCLE, 1, (0, 1), [0.1, 1e-6]),  # a single step
+        (CYCLE | {"warmup_epochs": 0.1}, 2, (0, 1), [0.1, 1e-6]),
+        (CYCLE | {"warmup_epochs": 0.3}, 3, (0, 1, 2), [0.004, 0.052, 0.1]),
+        (CYCLE, 3, (0, 1, 2), [0.1, 0.0500005, 1e-6]),
     ],
 )
-def test_short_cycles(epochs, warmup, expected):
-    module = Tiny(schedule="onecycle", warmup_epochs=warmup, warmup_start=0.04, min_lr=1e-6)
-    steps = round(10 * epochs)
-    given = {"warmup_t": round(10 * warmup), "warmup_lr_init": 0.004}
-    scheduler = module.schedule(
-        torch.optim.SGD(module.parameters(), lr=0.1), steps, 10, min_lr=1e-6, **given
-    )
-    found = [rate for rate, *_ in rates(scheduler.optimizer, scheduler, *range(len(expected)))]
-    assert found == pytest.approx(expected)
-
-
-def test_factor_of_steps_and_start_of_warm_up():
-    module = Tiny(schedule="step", decay=0.5, warmup_epochs=1, warmup_start=0.1)
-    optimizer, scheduler = optimizer_of(module, samples=4)
-    found = [rate for rate, *_ in rates(optimizer, scheduler, 0, 5, 10, 20, 30)]
-    assert found == pytest.approx([0.01, 0.055, 0.1, 0.05, 0.025])
+def test_schedules(options, length, steps, expected):
+    optimizer, scheduler = optimizer_of(Tiny(**options), samples=4, max_steps=length)
+    found = [rate for rate, *_ in rates(optimizer, scheduler, *steps)]
+    assert found == pytest.approx(expected, rel=1e-5)
+    assert scheduler.state_dict() == {}  # it follows from the step
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "step", "poly", "onecycle"])

@@ -13,8 +13,7 @@ from quadtree_attention.errors import OptionError
 from quadtree_attention.models.registry import load
 from quadtree_attention.models.weights import read_card
 from quadtree_attention.tasks.training.run import prepare, run_command, train
-from tests.support import tiny, training
-from tests.support.commands import refusal
+from tests.support import raises, tiny, training
 from tests.support.training import history as rows
 
 # 2 epochs of 4 steps, in a second
@@ -127,12 +126,6 @@ def test_runs_are_named_after_recipe_and_variants(tmp_path, monkeypatch):
     assert len(rows(tmp_path / "runs" / "classify-short")) == 1
 
 
-def test_command_line_overrides_the_recipe(tmp_path):
-    run(tmp_path, "--trainer.max_epochs=1", "--data.generated_classes=3")
-    card = read_card(tmp_path / "run" / "best.safetensors")
-    assert card["kwargs"]["num_classes"] == len(card["classes"]) == 3
-
-
 def test_training_from_python(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     short, wide = "short: {trainer: {max_epochs: 1}}", "wide: {data: {generated_classes: 3}}"
@@ -142,16 +135,18 @@ def test_training_from_python(tmp_path, monkeypatch, capfd):
     assert done.weights == Path("runs/classify-tiny/best.safetensors")
     assert [row["epoch"] for row in done.history] == [1]
     assert done.history[0]["val/top1"] == float(rows(done.folder)[0]["val/top1"])
-    done = train("tiny.yaml", ["wide"], run_dir="other", data={"generated_count": 16}, save_every=2)
+    changes = {"data": {"generated_count": 16}, "model": {"options": {"topk": 2}}}
+    done = train("tiny.yaml", ["wide"], run_dir="other", save_every=2, **changes)
     assert len(done.history) == 2 and done.folder == Path("other")
     stored = yaml.safe_load(Path("other/config.yaml").read_text())
     assert (stored["data"]["generated_count"], stored["save_every"]) == (16, 2)
+    assert stored["model"]["options"] == {"backend": "reference", "topk": 2}
     assert "variants" not in stored and stored["variant"] is None
     card = read_card(done.weights)
     assert len(card["classes"]) == 3
     assert card["command"][2:] == [
         "classify", "--config", "tiny.yaml", "--variant", "wide", "--run_dir", "other",
-        "--data.generated_count=16", "--save_every=2",
+        "--save_every=2", "--data.generated_count=16", "--model.options.topk=2",
     ]  # fmt: skip
     done = train("tiny.yaml", "short,wide", run_dir="other", resume=True, trainer={"max_epochs": 3})
     assert [row["epoch"] for row in done.history] == [1, 2, 3]
@@ -161,8 +156,7 @@ def test_training_from_python(tmp_path, monkeypatch, capfd):
 def test_mistakes_in_python(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_recipe(tmp_path)
-    with pytest.raises(OptionError, match="does not say what it trains; add a line"):
-        train("tiny.yaml")
+    raises(OptionError, "does not say what it trains; add a line", train, "tiny.yaml")
     write_recipe(tmp_path, f"task: classify\n{RECIPE}")
     with pytest.raises(OptionError, match=r"did you mean data.batch_size\?$"):
         train("tiny.yaml", data={"batchsize": 3})
@@ -187,34 +181,9 @@ def test_one_option_of_the_network_or_all(tmp_path, given, expected):
     assert cli.model.hparams["options"] == expected
 
 
-def test_overrides_set_one_option_of_the_network(tmp_path):
-    recipe = write_recipe(tmp_path, f"task: classify\n{RECIPE}")
-    options = {"model": {"options": {"topk": 2}}, "trainer": {"max_steps": 1}}
-    train(recipe, run_dir=tmp_path / "run", **options)
-    stored = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
-    assert stored["model"]["options"] == {"backend": "reference", "topk": 2}
-
-
 def test_loss_that_is_not_finite_stops_the_run(tmp_path):
     with pytest.raises(OptionError, match=r"the loss is \w+ at step \d+.*lower --model.lr"):
         run(tmp_path, "--model.lr=1e30", "--trainer.max_epochs=12")
-
-
-@pytest.mark.parametrize(
-    ("option", "expected"),
-    [
-        ("--model.droppath=0.1", "there is no option model.droppath, in the recipe or on the "
-         "command line; did you mean model.drop_path?"),
-        ("--modle.lr=0.1", "did you mean model.lr?"),
-        ("--trainer.max_epcohs=3", "did you mean trainer.max_epochs?"),
-        ("--data.zzzzzzzzzzzzz=3", "see --help for the names there are"),
-        ("--model.lr=fast", 'Parser key "model.lr": Expected a <class \'float\'>. Got value: fast'),
-    ],
-)  # fmt: skip
-def test_words_about_options(tmp_path, monkeypatch, option, expected):
-    monkeypatch.chdir(tmp_path)
-    args = ["--config", str(write_recipe(tmp_path)), option]
-    assert refusal(OptionError, run_command, "classify", args).endswith(expected)
 
 
 def test_source_of_the_command_line_replaces_that_of_the_recipe(tmp_path):
