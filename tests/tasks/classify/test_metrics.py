@@ -74,5 +74,8 @@ def test_labels_stand_for_the_classes_of_the_data():
         {"label": 2, "name": "cat", "images": 1, "accuracy": 100.0},
     ]
     assert scores.rows[2]["images"] == 0 and scores.to_dict()["rows"][2]["accuracy"] is None
+    together = ClassifyMetric(source)
+    together.merge([metric.state()])
+    assert together.compute().to_dict() == scores.to_dict()
     with pytest.raises(CheckpointError, match="does not know ant"):
         metric.update("e", 0, result([0, 1], ["bee", "cat"]))
