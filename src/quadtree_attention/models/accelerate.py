@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Variant C in networks that were trained with dense attention, in place and reversible."""
+"""Variant C in networks trained with dense attention, in place and reversible."""
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -44,13 +44,13 @@ _SDPA = ("scaled_dot_product_attention", "ALL_ATTENTION_FUNCTIONS")  # the latte
 
 
 class Acceleration(Mapping[str, DenseLayer]):
-    """The layers of an accelerated model by name; `restore()` undoes everything.
+    """The layers of an accelerated model by name; `restore()` undoes the acceleration.
 
-    Usable as a context, which restores the model at its end.
+    Can be used as a context manager, which restores the model on exit.
 
     Attributes:
         model: The model.
-        skipped: Attention layers that were left alone, and why.
+        skipped: Attention layers that were not accelerated, with the reason.
     """
 
     def __init__(self, model: nn.Module, layers: dict[str, DenseLayer], skipped: dict[str, str]):
@@ -81,7 +81,7 @@ class Acceleration(Mapping[str, DenseLayer]):
         self.restore()
 
     def restore(self) -> None:
-        """Give the model its own attention back; its outputs are those of before, bit by bit."""
+        """Restore the attention of the model; its outputs are bit-identical to those before."""
         while self._undo:
             self._undo.pop()()
 
@@ -133,43 +133,43 @@ def accelerate(
     use_plan: bool = True,
     backend: str = "auto",
 ) -> Acceleration:
-    """Put variant C into a network that was trained with dense attention.
+    """Replace dense attention in a trained network by variant C, in place.
 
-    The weights stay as they are. Every layer whose tokens have places on a grid runs
+    Weights are unchanged. Every layer whose tokens have known positions on a grid runs
     `quadtree_sdpa` instead of dense attention: layers of timm's vision transformers, of
     transformers, torchvision and other networks that call `scaled_dot_product_attention`,
     `nn.MultiheadAttention`, LightGlue (its points are sorted along a space-filling curve), and the
-    `full` attention of this package's matcher and stereo network. With `topk` large the outputs are
-    those of dense attention.
+    `full` attention of this package's matcher and stereo network. If `topk` keeps all cells, the
+    outputs equal those of dense attention.
 
     The grid of a vision transformer is the size of the output of its patch embedding: the last
-    convolution that ran and whose stride is its kernel size. Tokens in front of it (class and
-    register tokens) see everything and are seen by all. A sequence of several frames, each with
-    such tokens, is one forest of trees.
+    executed convolution whose stride equals its kernel size. Prefix tokens (class and register
+    tokens) attend to all tokens, and all tokens attend to them. A sequence of several frames, each
+    with such tokens, is processed as several trees.
 
-    A call runs densely where it has fewer than `min_tokens` tokens, where `plan` finds dense
-    attention faster, and where variant C has no such call: causal masks, masks of pairs, dropout,
-    tokens that fit no grid. The report says so.
+    A call runs dense attention if it has fewer than `min_tokens` tokens, if `plan` estimates dense
+    attention to be faster, or if variant C does not support it: causal masks, pairwise masks,
+    dropout, tokens that do not fit the grid. The report states the reason.
 
     Args:
         model: A network in eager mode.
-        topk: Cells that each query cell keeps; by the name of a layer, as `calibrate_topk` returns
-            it: layers that are missing or None stay dense.
+        topk: Cells kept per query cell, or a mapping by layer name as returned by `calibrate_topk`;
+            layers that are missing or None stay dense.
         min_tokens: Calls with fewer queries or keys stay dense.
-        skip: Names, or patterns such as "blocks.0.*", of layers to leave alone.
-        grid: Size of the grid, (H, W) for example, or of several grids in one sequence; or a
-            function that returns it and gets the arguments of the model. None: found as said above.
-        prefix: Tokens without a place in front of a grid. None: found from the number of tokens.
-        num_levels: Levels of the trees. None: as many as make the coarsest level cheap.
+        skip: Names, or patterns such as "blocks.0.*", of layers that stay dense.
+        grid: Size of the grid, such as (H, W), or of several grids in one sequence; or a function
+            of the arguments of the model that returns it. None: the output of the patch embedding.
+        prefix: Number of prefix tokens before a grid. None: inferred from the number of tokens.
+        num_levels: Levels of the trees. None: chosen so that the coarsest level is cheap.
         exact_queries, lookahead, backend: As for `quadtree_attention`.
-        use_plan: Ask `plan` whether dense attention is faster.
+        use_plan: Use dense attention for calls where `plan` estimates it to be faster.
 
     Returns:
-        The layers, which report how their last calls ran (`print(...)`), and `restore()`.
+        The accelerated layers, with a report of their last calls (`print(...)`) and `restore()`.
 
     Raises:
-        OptionError: The model has no attention that can be accelerated, is compiled or accelerated
-            already, or an option is not accepted; then it is unchanged.
+        OptionError: The model has no attention that can be accelerated, is compiled or already
+            accelerated, or an option is not accepted. The model is then unchanged.
 
     Example:
         >>> import timm, torch
@@ -246,14 +246,14 @@ def _refuse(model: nn.Module) -> None:
 
 
 class _Found(NamedTuple):
-    """An attention layer: its module, and where the places of its tokens come from."""
+    """An attention layer: its module, and the source of its token positions."""
 
     module: nn.Module
     kind: str = "images"
 
 
 def _attention_layers(model: nn.Module) -> tuple[dict[str, _Found], dict[str, str]]:
-    """Dense attention layers by name, and those that cannot be accelerated with the reason."""
+    """Return dense attention layers by name, and unsupported layers with the reason."""
     found: dict[str, _Found] = {}
     skipped: dict[str, str] = {}
     points = [f"{name}." if name else "" for name, m in model.named_modules() if _sorts(m)]
@@ -264,7 +264,7 @@ def _attention_layers(model: nn.Module) -> tuple[dict[str, _Found], dict[str, st
         kind = "points" if any(name.startswith(one) for one in points) else "images"
         if kind == "points" and all(hasattr(module, x) for x in ("to_qk", "to_v", "to_out")):
             found[name] = _Found(module, kind)
-            crossing.append(f"{name}.")  # the calls of its children on a GPU
+            crossing.append(f"{name}.")  # its children make the calls on a GPU
         elif isinstance(module, RowAttention):
             if module.attention == "full":
                 found[name] = _Found(module, "maps")
@@ -281,7 +281,7 @@ def _attention_layers(model: nn.Module) -> tuple[dict[str, _Found], dict[str, st
             else:
                 skipped[name] = "fused_attn is off, so it calls no scaled_dot_product_attention"
     for outer in [one for one in found if any(_is_inside(name, one) for name in found)]:
-        del found[outer]  # two layers would see the calls of the inner one
+        del found[outer]  # calls of the inner layer would be intercepted twice
         skipped[outer] = "attention layers inside of it are taken"
     return found, skipped
 
@@ -291,7 +291,7 @@ def _is_inside(name: str, outer: str) -> bool:
 
 
 def _sorts(module: nn.Module) -> bool:
-    """Whether a module is like LightGlue: points of two images in, matches out."""
+    """Return True for a network with the structure of LightGlue."""
     layers = getattr(module, "transformers", None)
     return (
         isinstance(layers, nn.ModuleList)
@@ -301,7 +301,7 @@ def _sorts(module: nn.Module) -> bool:
 
 
 def _calls_sdpa(cls: type) -> bool:
-    """Whether a method of a class, or a function that it calls, names an attention function."""
+    """Return True if a method of a class, or a function it calls, names an attention function."""
     for base in cls.__mro__:
         if base.__module__.split(".")[0] == "torch":
             continue
@@ -330,7 +330,7 @@ def _names(code: CodeType) -> Iterator[str]:
 def _topk_of(
     topk: Any, names: Mapping[str, Any], num_levels: int | None
 ) -> dict[str, int | tuple[int, ...] | None]:
-    """Checked K by layer."""
+    """Return the checked K by layer."""
     if not isinstance(topk, Mapping):
         return dict.fromkeys(names, checked_topk(topk, num_levels))
     for name in topk:
@@ -339,10 +339,10 @@ def _topk_of(
 
 
 def checked_topk(topk: Any, num_levels: int | None) -> int | tuple[int, ...] | None:
-    """K of a layer of an accelerated model with `num_levels`, checked.
+    """Return the checked K of a layer of an accelerated model with `num_levels`.
 
     Raises:
-        OptionError: It is not None, a number of at least 1, or such numbers.
+        OptionError: K is not None, an integer >= 1, or a sequence of such integers.
     """
     if topk is None:
         return None
@@ -383,7 +383,7 @@ def _install(
             see_maps = layer.find.see_maps
             undo.append(module.register_forward_pre_hook(see_maps, with_kwargs=True).remove)
         if isinstance(module, nn.MultiheadAttention):
-            # TransformerEncoderLayer runs around layers that have no hook
+            # The fast path of TransformerEncoderLayer bypasses layers without a hook
             undo.append(module.register_forward_pre_hook(_nothing).remove)
             result._replace(module, InterceptedMultihead(layer, module, forward))
         elif kind == "points" and hasattr(module, "to_qk"):
@@ -400,7 +400,7 @@ def _nothing(*_: Any) -> None:
 
 
 def _forward_of(module: nn.Module) -> Callable[..., Any]:
-    """`module.forward`, such that a module that was replaced can be copied and pickled."""
+    """Return `module.forward` in a form that can be copied and pickled with the module."""
     own: Callable[..., Any] | None = module.__dict__.get("forward")
     return partial(type(module).forward, module) if own is None else own
 
@@ -416,7 +416,7 @@ def _see_arguments(
 
 
 def _patch_embeddings(model: nn.Module, found: Mapping[str, _Found]) -> Iterator[nn.Module]:
-    """Convolutions with their kernel size as stride; not those that pool keys inside attention."""
+    """Yield convolutions whose stride equals their kernel size, except inside attention layers."""
     inside = tuple(f"{name}." for name in found if name)
     for name, module in model.named_modules():
         if (
@@ -429,7 +429,7 @@ def _patch_embeddings(model: nn.Module, found: Mapping[str, _Found]) -> Iterator
 
 
 def _grids(grid: Any) -> tuple[tuple[int, ...], ...]:
-    """One or several grids as tuples."""
+    """Return one or several grids as tuples, checked."""
     sizes = [tuple(one) for one in grid] if grid and not isinstance(grid[0], int) else [tuple(grid)]
     if not sizes or not all(
         1 <= len(one) <= 3 and all(isinstance(x, int) and x > 0 for x in one) for one in sizes
@@ -444,11 +444,11 @@ def _grids(grid: Any) -> tuple[tuple[int, ...], ...]:
 
 
 def register_transformers() -> None:
-    """Make `attn_implementation="quadtree"` known to transformers.
+    """Register `attn_implementation="quadtree"` with transformers.
 
-    A layer with it runs variant C with the defaults of `accelerate` if its tokens are a square map
-    with up to 16 tokens in front, and dense attention otherwise. Inside of an accelerated model it
-    follows the options of `accelerate`.
+    Layers with this implementation run variant C with the defaults of `accelerate` if their tokens
+    are a square map with up to 16 prefix tokens, and dense attention otherwise. In an accelerated
+    model they use the options of `accelerate`.
 
     Raises:
         MissingDependencyError: transformers is not installed.
@@ -464,7 +464,7 @@ def register_transformers() -> None:
 
 
 def _square(call: Call) -> Places | str:
-    """Places of tokens that are a square map behind a prefix."""
+    """Return the positions of tokens that are a square map after a prefix."""
     tokens = call.shape[2]
     side = isqrt(tokens)
     if tokens != call.key_shape[2] or tokens - side**2 > MOST_PREFIX:
@@ -488,7 +488,7 @@ def _attend_transformers(
     is_causal: bool | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Attention with the interface of transformers: (B, N, T, D) -> (B, T, N, D), no weights."""
+    """Attention with transformers' interface: (B, N, T, D) -> (B, T, N, D), without weights."""
     causal = getattr(module, "is_causal", False) if is_causal is None else is_causal
     arguments: dict[str, Any] = {
         "attn_mask": attention_mask, "dropout_p": dropout, "scale": scaling,

@@ -3,7 +3,7 @@
 
 The official lists of value branches run fine -> coarse, those of position encodings and level
 weights coarse -> fine; ours all run coarse -> fine. Its 1x1 and 2x2 convolutions are linear layers
-here, because our maps are channels last and in tree order.
+here, because maps are channels last and in tree order.
 """
 
 import re

@@ -2,8 +2,8 @@
 """Object detection: torchvision's RetinaNet and Mask R-CNN on the backbones.
 
 Images of different sizes are padded to a common size, and the padding is masked in
-backbone, pyramid and heads: in evaluation an image gives the same detections alone and in a batch,
-and in training its padding contributes to no loss.
+backbone, pyramid and heads: in evaluation the detections of an image do not depend on the batch,
+and in training padding does not contribute to the loss.
 
 Labels run from 1 to `num_classes` for both detectors; 0 is the background and not counted.
 Boxes are (x0, y0, x1, y1) in pixels of the input images; the left and upper edge of the first
@@ -52,7 +52,7 @@ with checks.needs("models", "a detector"):
     from torchvision.models.detection.faster_rcnn import TwoMLPHead
     from torchvision.models.detection.mask_rcnn import MaskRCNNHeads
 
-IMAGE_MEAN, IMAGE_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet
+IMAGE_MEAN, IMAGE_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # statistics of ImageNet
 _RATIOS = (0.5, 1.0, 2.0)
 Targets = Sequence[Mapping[str, Tensor]]
 
@@ -246,7 +246,7 @@ class MaskRCNN(_Detector, detection.MaskRCNN):
         pooled = backbone.strides[: len(body.feature_info)]
         super().__init__(
             backbone,
-            None,  # said by the predictors
+            None,  # defined by the predictors
             rpn_anchor_generator=anchors,
             rpn_head=head,
             box_roi_pool=PaddedRoIAlign(pooled, 7),
@@ -376,7 +376,9 @@ def _selecting(heads: Any, score: float | None) -> Any:
     """Sets a higher score threshold of the module for one call."""
     if score is None:
         return heads
-    below = float(np.nextafter(np.float32(score), np.float32(-1)))  # it selects what is above
+    below = float(
+        np.nextafter(np.float32(score), np.float32(-1))
+    )  # the module's threshold is exclusive
     changed = copy.copy(heads)
     changed.score_thresh = max(heads.score_thresh, below)
     return changed

@@ -110,7 +110,7 @@ class LoFTR(nn.Module):
     In evaluation an image padded at the bottom and right gives the same matches as without padding
     if it has a mask. Hidden cells of any mask are neither attended to nor matched.
 
-    Training runs the steps of `forward` separately, so that nothing is computed twice::
+    Training runs the steps of `forward` separately, to share intermediate results::
 
         features = model.encode(batch)
         confidence = model.confidence(features)             # (B, L0, L1), for the coarse loss
@@ -237,7 +237,7 @@ class LoFTR(nn.Module):
         check_same("batch size", image0.shape[0], image1.shape[0])
         for i, (image, mask) in enumerate(((image0, mask0), (image1, mask1))):
             _check_mask(f"mask{i}", mask, f"image{i}", image)
-        if is_exporting():  # sizes are symbolic, and must not decide
+        if is_exporting():  # symbolic sizes of an export: no data-dependent branch
             return self._transformed(self.maps(image0, mask0), self.maps(image1, mask1))
         # One batch for the norms in training, and for speed if it is small.
         most = _PIXELS_AT_ONCE_ON_CPU if image0.is_cpu else _PIXELS_AT_ONCE
@@ -276,9 +276,9 @@ class LoFTR(nn.Module):
     def anchored(
         self, maps0: Maps, maps1: Maps, *, threshold: float | None = None
     ) -> dict[str, Tensor]:
-        """Matches of `pair`, refined from the centre of the coarse cell in either image.
+        """Return the matches of `pair`, refined from the centre of the coarse cell in either image.
 
-        The cells of an image are the same in all of its pairs, so their matches form tracks.
+        The cells of an image are the same in all of its pairs, so that matches form tracks.
 
         Returns:
             `cells0` (M, 2), pixels of image 0, and `points1` (M, 2), refined from them;
@@ -308,7 +308,7 @@ class LoFTR(nn.Module):
         matches = self.coarse_matching(
             features.coarse0, features.coarse1, features.mask0, features.mask1, threshold
         )
-        if is_exporting():  # their number is not known
+        if is_exporting():  # the number of matches is unknown
             parts = [self._points(features, matches)]
         else:
             step = _MATCHES_AT_ONCE_ON_CPU if features.fine0.is_cpu else _MATCHES_AT_ONCE
@@ -345,7 +345,7 @@ class LoFTR(nn.Module):
     def fine_both_ways(
         self, features: Features, matches: CoarseMatches
     ) -> tuple[FineMatches, FineMatches]:
-        """`fine` of the matches and of the swapped matches, with what both share computed once."""
+        """Return `fine` of the matches and of the swapped matches, sharing common computations."""
         there, back = self.fine_transformer.both_ways(*self._windows(features, matches))
         return (
             self._refined(features, matches, *there),
@@ -362,7 +362,7 @@ class LoFTR(nn.Module):
     def _refined(
         self, features: Features, matches: CoarseMatches, windows0: Tensor, windows1: Tensor
     ) -> FineMatches:
-        """The matches with points of image 1 refined by transformed windows."""
+        """Refine the points of image 1 by transformed windows."""
         offset, std = expected_offset(windows0, windows1)
         points0 = _cell_points(matches.cells0, features.coarse0.shape[2], offset.dtype)
         points1 = _cell_points(matches.cells1, features.coarse1.shape[2], offset.dtype)
@@ -373,8 +373,8 @@ class LoFTR(nn.Module):
         if not self.symmetric:
             there = self.fine(features, matches)
             return there.keypoints0, there.keypoints1
-        # If both are correct, so is their midpoint, as far as one image is locally an
-        # affine map of the other; errors of the two average out.
+        # If both are correct, so is their midpoint, provided that one image is locally an
+        # affine map of the other; independent errors are averaged.
         there, back = self.fine_both_ways(features, matches)
         points0, points1 = there.keypoints0 + back.keypoints1, there.keypoints1 + back.keypoints0
         return points0 / 2, points1 / 2
@@ -400,5 +400,5 @@ def _check_mask(name: str, mask: Tensor | None, image_name: str, image: Tensor) 
 
 def _cell_points(cells: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
     """Pixels (M, 2), x before y, of coarse cells (M,)."""
-    rows = cells // columns  # no remainder: ONNX exports have none of symbolic sizes
+    rows = cells // columns  # no remainder operator: ONNX exports lack it for symbolic sizes
     return torch.stack([cells - rows * columns, rows], dim=1).to(dtype) * COARSE_STRIDE

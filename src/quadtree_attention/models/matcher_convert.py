@@ -10,7 +10,7 @@ from quadtree_attention.errors import CheckpointError
 from quadtree_attention.models.convert import convert_block, convert_parts
 
 _NORM = r"(weight|bias|running_mean|running_var|num_batches_tracked)"
-_PREFIX = "matcher."  # of the Lightning module around the network
+_PREFIX = "matcher."  # prefix added by the Lightning module around the network
 _BLOCK = re.compile(r"loftr_(coarse|fine)\.layers\.(\d+)\.(.+)")
 # {stage} is the number in the official name less one: 1/2, 1/4, 1/8 are 1, 2, 3 there.
 _AROUND_BLOCKS: tuple[tuple[str, str], ...] = (

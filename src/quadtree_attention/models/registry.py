@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 WEIGHTS = Path(__file__).parents[1] / "weights"
-PRETRAINED = {  # by name of the network; the first of a task is its default
+PRETRAINED = {  # packaged weights by network; the first of a task is its default
     "loftr_quadtree_small": WEIGHTS / "matcher.safetensors",
     "sttr_quadtree_small": WEIGHTS / "stereo.safetensors",
 }
@@ -225,14 +225,14 @@ def load(name_or_path: StrPath, *, task: str | None = None, **overrides: Any) ->
 def load_with_card(
     name_or_path: StrPath | None, *, task: str | None = None, **overrides: Any
 ) -> tuple[dict[str, Any], "nn.Module"]:
-    """As `load`, returns the complete card and the network; None: packaged weights of the task."""
+    """Return the complete card and the network of `load`; None: packaged weights of the task."""
     from quadtree_attention.models.topk import set_topk
     from quadtree_attention.models.weights import fill, read_card, read_checkpoint
 
     path = weights_path(name_or_path, task)
     described, tensors = path, None
     if path.suffix == ".ckpt" and path.with_name("best.safetensors").is_file():
-        described = path.with_name("best.safetensors")  # of the same run
+        described = path.with_name("best.safetensors")  # weights of the same run
         found = read_checkpoint(path).items()
         tensors = {name[6:]: tensor for name, tensor in found if name.startswith("model.")}
     card = complete_card(read_card(described), path, task)
@@ -351,13 +351,13 @@ def _check_options(name: str, options: Mapping[str, Any]) -> None:
 
 
 def _own_parameters(spec: Spec) -> dict[str, Any]:
-    """Options of the class with their defaults, without the backbone."""
+    """Return the options of the class with their defaults, without the backbone."""
     found = list(inspect.signature(spec.load()).parameters.values())
     return {option.name: option.default for option in found[spec.backbone is not None :]}
 
 
 def _parameters(spec: Spec) -> dict[str, Any]:
-    """Options of the class and of its backbone, with their defaults."""
+    """Return the options of the class and of its backbone, with their defaults."""
     own = _own_parameters(spec)
     if spec.backbone is None:
         return own

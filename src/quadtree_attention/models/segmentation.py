@@ -31,12 +31,12 @@ with checks.needs("models", "a segmenter"):
     from torchvision.ops import FeaturePyramidNetwork
 
 Norm = Literal["batch", "group"]
-STRIDE = 4  # of the finest map, at which pixels are classified
+STRIDE = 4  # stride of the finest map, on which cells are classified
 _GROUPS = 32
 
 
 class SemanticFPN(nn.Module):
-    """A backbone, a feature pyramid and the light head of Panoptic FPN, for images of any size.
+    """A backbone, a feature pyramid and the head of Panoptic FPN, for images of any size.
 
     Args:
         backbone: A model of this package with stages at 1/4, 1/8, 1/16 and 1/32.

@@ -42,7 +42,10 @@ Position = Literal["rotation", "sine"]
 LEAST_SIDE, STRIDES = 16, (2, 3, 4)
 CNN_STRIDES: dict[Layout, int] = {"hourglass": 2, "sttr": 1, "sttr_half": 2}
 DIMS = {"hourglass": (64, 96, 128, 160), "sttr": (32, 64, 128, 128)}
-MEAN, DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of images, in STTR's layouts
+MEAN, DEVIATION = (
+    (0.485, 0.456, 0.406),
+    (0.229, 0.224, 0.225),
+)  # statistics of images, in STTR's layouts
 
 
 @dataclass(frozen=True)
@@ -189,7 +192,7 @@ class STTR(nn.Module):
         true_disparity: Tensor | None = None,
         max_disparity: float | None = None,
     ) -> StereoOutput:
-        """Disparity of the left view.
+        """Estimate disparity and occlusion of the left view.
 
         Args:
             data: `image0` and `image1` (B, 3, H, W) in [0, 1], left and right.

@@ -2,7 +2,7 @@
 """Conversion of tensor names of the official STTR to ours.
 
 Its attention has one matrix for queries, keys and values, ours three. Statistics of its batch norms
-are stored but never used, also not by the official code; they are left out.
+are stored but never used, not even by the official code; they are dropped.
 """
 
 import re
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from quadtree_attention.errors import CheckpointError
 
-_PREFIX = "module."  # of training on several devices
+_PREFIX = "module."  # prefix added by training on several devices
 _BUFFER = re.compile(r".+\.(running_mean|running_var|num_batches_tracked)")
 _JOINT = re.compile(r"transformer\.(self|cross)_attn_layers\.(\d+)\.\1_attn\.in_proj_(weight|bias)")
 _END = r"(weight|bias)"

@@ -12,7 +12,7 @@ from quadtree_attention import checks
 
 SIZES = ((480, 640),)
 _DETECTORS = ("RetinaNet", "MaskRCNN")
-_DENSE = (*_DETECTORS, "SemanticFPN")  # whose training step would need targets
+_DENSE = (*_DETECTORS, "SemanticFPN")  # networks whose training step needs targets
 ODD = 37  # pixels added to a size, for maps with odd sides
 
 
@@ -100,7 +100,7 @@ def run_once(model: nn.Module, size: tuple[int, int], *, training: bool = False)
 def _train_once(model: Any, size: tuple[int, int]) -> None:
     kind = type(model).__name__
     with torch.enable_grad():
-        if kind == "LoFTR":  # its matches have no gradient
+        if kind == "LoFTR":  # matches have no gradient
             results = model.confidence(model.encode(_inputs(model, size)))
         else:
             network = model.backbone if kind in _DENSE else model

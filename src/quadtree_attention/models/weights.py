@@ -241,7 +241,9 @@ def _load(path: Path) -> object:
     _check_unpacked(path)
     try:
         with torch.serialization.safe_globals(_PLAIN_DATA), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about pickles that fail with an error anyway
+            warnings.simplefilter(
+                "ignore"
+            )  # warnings about pickles, which fail with an error anyway
             return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         if asked := re.search(r"GLOBAL (\S+)", str(error)):
@@ -251,7 +253,7 @@ def _load(path: Path) -> object:
                 "where it was created"
             ) from error
         raise _unreadable(path, "torch.save") from error
-    except Exception as error:  # many kinds of errors for damaged files
+    except Exception as error:  # decoders raise many kinds of errors for damaged files
         raise _unreadable(path, "torch.save") from error
 
 

@@ -89,7 +89,7 @@ class RowAssignment(nn.Module):
     def of_scores(
         self, scores: Tensor, truth: Tensor | None = None, max_disparity: float | None = None
     ) -> Read:
-        """As `forward`, from precomputed scores (B, H, W, W)."""
+        """Compute `forward` from precomputed scores (B, H, W, W)."""
         return self._in_parts(scores.flatten(0, 1), None, scores, truth, max_disparity)
 
     def _in_parts(
@@ -113,7 +113,7 @@ class RowAssignment(nn.Module):
             part = slice(start, start + step)
             others = None if rows1 is None else rows1[part]
             arguments = (rows0[part], others, wanted[part], self.bin_score, max_disparity)
-            if torch.is_grad_enabled():  # made again for the gradient, or all of them would be held
+            if torch.is_grad_enabled():  # recomputed in backward, to avoid storing all chunks
                 parts.append(checkpoint(self._read, *arguments, use_reentrant=False))
             else:
                 parts.append(self._read(*arguments))
@@ -148,16 +148,16 @@ class RowAssignment(nn.Module):
 
 
 def possible(width: int, max_disparity: float | None = None, *, device: Any = None) -> Tensor:
-    """Boolean (W, W): left (row) and right (column) cells with an allowed disparity."""
+    """Return a mask (W, W) of left (row) and right (column) cells with an allowed disparity."""
     column = torch.arange(width, device=device)
     disparity = column[:, None] - column
     allowed = disparity >= 0
-    # what lies between two cells is found from both
+    # positions between two cells are interpolated from both
     return allowed if max_disparity is None else allowed & (disparity < max_disparity + 1)
 
 
 def expected_disparity(log_plan: Tensor) -> tuple[Tensor, Tensor]:
-    """Disparity in cells and its total probability, (R, W) each.
+    """Return the disparity in cells and its total probability, (R, W) each.
 
     The disparity is the probability-weighted mean over the best match and its neighbours only:
     a mean over all cells would mix different surfaces.
@@ -175,7 +175,7 @@ def expected_disparity(log_plan: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def interpolated(log_plan: Tensor, truth: Tensor) -> Tensor:
-    """Log-probability at a disparity in cells (R, W), interpolated between two cells."""
+    """Return log-probabilities at disparities in cells (R, W), interpolated between two cells."""
     width = log_plan.shape[-1]
     place = torch.arange(width, device=truth.device) - truth
     low = place.floor()

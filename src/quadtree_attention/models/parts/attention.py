@@ -61,14 +61,14 @@ def build_attention(
     if name == "quadtree":
         return QuadtreeAttention(dim, num_heads, **options, **dd)
     options = dict(options)
-    if name == "window":  # every second block connects the windows of the one before
+    if name == "window":  # every second block shifts its windows
         half = options["window_size"] // 2 if isinstance(options["window_size"], int) else 0
         options["shift_size"] = options.get("shift_size", half) if block % 2 else 0
     return make_attention(name, dim, num_heads, **options, **dd)
 
 
 def _levels(num_stages: int) -> list[int]:
-    """Levels per stage with the same coarsest map: (4, 3, 2, 1)."""
+    """Return levels per stage, with the same coarsest map in all stages: (4, 3, 2, 1)."""
     return list(range(num_stages, 0, -1))
 
 

@@ -139,7 +139,7 @@ class CoarseMatching(nn.Module):
         mask1: Tensor | None,
         threshold: float | None = None,
     ) -> CoarseMatches:
-        """As `select(confidence(...))`, for maps of any size: never stores a large matrix.
+        """Return `select(confidence(...))` for maps of any size, without storing a large matrix.
 
         `threshold` overrides the threshold of the module.
         """
@@ -164,7 +164,7 @@ class CoarseMatching(nn.Module):
         mask1: Tensor | None,
         max_entries: int | None,
     ) -> Similarity:
-        if is_exporting():  # tiles would be counted by symbolic sizes
+        if is_exporting():  # the number of tiles would be symbolic
             max_entries = None
         dtype = accumulation_dtype(map0.dtype)
         divisor = float(map0.shape[-1])
@@ -238,7 +238,7 @@ def _sinkhorn(similarity: Similarity, bin_score: Tensor, iterations: int) -> tup
 
 
 def _count(visible: Tensor | None, features: Tensor) -> Tensor:
-    """Number of visible cells, at least one: (B, 1)."""
+    """Return the number of visible cells, at least one, (B, 1)."""
     if visible is None:
         return features.new_full((features.shape[0], 1), features.shape[1])
     return visible.sum(dim=1, keepdim=True).clamp(min=1).to(features.dtype)

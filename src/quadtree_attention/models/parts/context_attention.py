@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attentions of the matcher: self and cross attention with masks.
 
-All have the interface of `QuadtreeAttention`, which is one of them.
+All have the interface of `QuadtreeAttention`.
 """
 
 from collections.abc import Mapping
@@ -48,7 +48,7 @@ class ContextAttention(nn.Module):
         mask: Tensor | None = None,
         context_mask: Tensor | None = None,
     ) -> Tensor:
-        """Arguments and result as `QuadtreeAttention.forward`."""
+        """See `QuadtreeAttention.forward`."""
         if context is None:
             context, context_mask = x, mask
         keys, visible = self.keys(context, context_mask)
@@ -102,7 +102,7 @@ class FullAttention(ContextAttention):
     def attend_tokens(self, q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> Tensor:
         if visible is None:
             return F.scaled_dot_product_attention(q, k, v)
-        # Softmax over no keys is undefined: such a query attends to all, and gets 0 instead.
+        # Softmax over no keys is undefined: such queries attend to all keys, and get 0 later.
         nothing = ~visible.any(dim=1)[:, None, None, None]  # (B, 1, 1, 1)
         shown = visible[:, None, None] | nothing
         shown = shown.expand(-1, -1, q.shape[2], -1)  # (B, 1, T, S)
@@ -139,7 +139,7 @@ class PooledAttention(FullAttention):
 
 
 def _bins(sizes: Tensor, cells: int, count: int) -> Tensor:
-    """Cells of each of `count` bins over the first `sizes`: (B,) -> (B, count, cells).
+    """Return the cells of each of `count` bins over the first `sizes` (B,): (B, count, cells).
 
     As in adaptive pooling: bin i starts at `i * size / count`, rounded down, and ends before
     `(i + 1) * size / count`, rounded up.

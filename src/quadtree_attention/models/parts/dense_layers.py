@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Variant C in the place of calls of `scaled_dot_product_attention`.
+"""Replacement of calls of `scaled_dot_product_attention` by variant C.
 
-A layer of an accelerated model runs its own `forward` while `Interception` sees its calls of
-`scaled_dot_product_attention`. A call whose tokens have known places runs as `quadtree_sdpa`; every
-other call runs as it is, and the layer notes why.
+A layer of an accelerated model runs its own `forward` while `Interception` intercepts its calls of
+`scaled_dot_product_attention`. A call whose tokens have known positions runs `quadtree_sdpa`; other
+calls run unchanged, and the layer records the reason.
 """
 
 import threading
@@ -24,7 +24,7 @@ from quadtree_attention.ops.attention.flat.functional import default_levels
 from quadtree_attention.ops.attention.problem import check_depth
 
 Grids = tuple[tuple[int, ...], ...]
-MOST_PREFIX = 16  # tokens without a place before those of a grid, where their number is not given
+MOST_PREFIX = 16  # maximum number of prefix tokens if it is not given
 Probe = Callable[["DenseLayer", "Call", Tensor, Tensor, Tensor], Tensor]
 
 
@@ -32,9 +32,9 @@ class Places(NamedTuple):
     """Grid positions of the tokens of a call.
 
     Attributes:
-        grids, key_grids: Sizes of the grids, one after the other in the sequence.
-        prefix: Tokens without a place at the beginning.
-        order: Numbers (T,) of the tokens in that order, if they come in another one; then queries
+        grids, key_grids: Sizes of the grids, in the order of the sequence.
+        prefix: Number of tokens without a position, at the beginning.
+        order: Permutation (T,) of the tokens into this order, or None; with a permutation, queries
             and keys are the same tokens.
     """
 
@@ -45,7 +45,7 @@ class Places(NamedTuple):
 
 
 class Call(NamedTuple):
-    """Arguments of `scaled_dot_product_attention` besides the tensors, and their sizes."""
+    """Arguments of a call of `scaled_dot_product_attention`, with sizes in place of tensors."""
 
     shape: tuple[int, ...]  # of q
     key_shape: tuple[int, ...]
@@ -58,7 +58,7 @@ class Call(NamedTuple):
     scale: float | None = None
 
 
-FindPlaces = Callable[["Call"], Places | str]  # or why they are unknown
+FindPlaces = Callable[["Call"], Places | str]  # positions, or the reason why they are unknown
 
 
 class DenseLayer:
@@ -66,9 +66,9 @@ class DenseLayer:
 
     Attributes:
         name: Name of the module in the model.
-        topk: Cells that each query cell keeps: one number, or one per level that selects; None
-            leaves the layer dense.
-        calls: How the calls of the last forward pass ran, and how often.
+        topk: Cells kept per query cell: one number, or one per selecting level; None: the layer
+            stays dense.
+        calls: Descriptions of the calls of the last forward pass, with their counts.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class DenseLayer:
         self.probe: Probe | None = None
 
     def why_dense(self, call: Call) -> tuple[Places | None, str]:
-        """Return the places of the tokens, or None and the reason to run densely."""
+        """Return the positions of the tokens, or None and the reason for dense attention."""
         if self.topk is None:
             return None, "K is None"
         return self.placed(call, self.topk)
@@ -97,7 +97,7 @@ class DenseLayer:
     def placed(
         self, call: Call, topk: int | tuple[int, ...], *, by_plan: bool | None = None
     ) -> tuple[Places | None, str]:
-        """As `why_dense`, at another K."""
+        """Return the result of `why_dense` at another K."""
         if len(call.shape) != 4:
             return None, f"tensors with {len(call.shape)} axes instead of 4"
         if call.is_causal:
@@ -131,7 +131,7 @@ class DenseLayer:
         return given or default_levels(places.grids, places.key_grids, topk)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor | None:
-        """The result (B, N, T, Dv) by variant C, or None where the call has to run densely."""
+        """Return the result (B, N, T, Dv) of variant C, or None if the call must run densely."""
         if self.probe is not None:
             return self.probe(self, call, q, k, v)
         places, text = self.why_dense(call)
@@ -141,7 +141,7 @@ class DenseLayer:
     def quadtree(
         self, places: Places, call: Call, q: Tensor, k: Tensor, v: Tensor, topk: Any
     ) -> Tensor:
-        """Variant C of tokens whose places are known."""
+        """Run variant C on tokens with known positions."""
         mask = key_mask_of(call)
         if places.order is not None:
             q, k, v = (x.index_select(2, places.order) for x in (q, k, v))
@@ -157,7 +157,7 @@ class DenseLayer:
 
 
 def key_mask_of(call: Call) -> Tensor | None:
-    """The keys (B, S) that all queries and heads see; None without a mask, or if there is none."""
+    """Return the key mask (B, S) equivalent to the mask of a call; None if there is none."""
     mask = call.mask
     if mask is None or mask.dtype != torch.bool or not 2 <= mask.ndim <= 4:
         return None
@@ -199,7 +199,7 @@ def _arguments(
 
 
 def describe(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Call:
-    """A call of `scaled_dot_product_attention` with these tensors."""
+    """Describe a call of `scaled_dot_product_attention` with these tensors."""
     return Call(tuple(q.shape), tuple(k.shape), tuple(v.shape), q.dtype, q.device, **options)
 
 
@@ -215,7 +215,7 @@ class Intercepted:
 
 
 class InterceptedMultihead(Intercepted):
-    """`forward` of `nn.MultiheadAttention`, which calls no such function by itself."""
+    """`forward` of `nn.MultiheadAttention`, which does not call this function in Python."""
 
     def __init__(
         self, layer: DenseLayer, module: nn.MultiheadAttention, dense: Callable[..., Any]
@@ -258,7 +258,7 @@ class InterceptedMultihead(Intercepted):
         if not m.batch_first:
             query, key, value = (x.transpose(0, 1) for x in (query, key, value))
         mask = None
-        if padding is not None:  # True = hidden; a float mask is one of added numbers
+        if padding is not None:  # True = hidden; a float mask is added to the scores
             mask = (~padding if padding.dtype == torch.bool else padding)[:, None, None]
         batch, tokens, width = query.shape
         shape = (batch, m.num_heads, tokens, width // m.num_heads)
@@ -315,10 +315,10 @@ class InterceptedCross(Intercepted):
 
 
 class Seen:
-    """State of a forward pass, one per thread.
+    """Value recorded in a forward pass, per thread.
 
-    A thread that has seen nothing takes what another thread saw last: the backward pass may run the
-    layers of a checkpoint again in a thread of its own.
+    A thread without a value uses the last value of any thread: the backward pass may recompute
+    checkpointed layers in another thread.
     """
 
     def __init__(self, value: Any) -> None:
@@ -336,12 +336,12 @@ class Seen:
 
 
 class GridOfImages:
-    """Places of tokens of images: of the grid that the patch embedding made, or of a given one.
+    """Positions of image tokens, on the grid of the patch embedding or on a given grid.
 
     Attributes:
-        given: Sizes of the grids of one sequence, the same in every forward pass; empty: what is
-            seen.
-        prefix: Tokens without a place in front of every grid; None: found from the tokens.
+        given: Sizes of the grids of one sequence, the same in every forward pass; empty: the size
+            recorded from the patch embedding.
+        prefix: Number of prefix tokens before every grid; None: inferred from the tokens.
     """
 
     def __init__(self, prefix: int | None) -> None:
@@ -357,7 +357,7 @@ class GridOfImages:
         self._seen.set(grids)
 
     def see_patches(self, _module: nn.Module, _args: Any, out: Tensor) -> None:
-        """Hook of the patch embedding's convolution."""
+        """Forward hook of the convolution of the patch embedding."""
         self.see((tuple(out.shape[2:]),))
 
     def __call__(self, call: Call) -> Places | str:
@@ -378,7 +378,7 @@ class GridOfImages:
 
 
 def _frames(grid: tuple[int, ...], prefix: int, count: int, device: torch.device) -> Places:
-    """Frames one after the other, each with its prefix in front."""
+    """Return the positions of consecutive frames, each with its prefix."""
     grids = (grid,) * count
     if prefix == 0:
         return Places(grids, grids)
@@ -388,20 +388,20 @@ def _frames(grid: tuple[int, ...], prefix: int, count: int, device: torch.device
 
 
 def of_points(call: Call) -> Places | str:
-    """Places of points that are sorted along a curve: a grid of one axis."""
+    """Return the positions of points sorted along a curve: a grid of one axis."""
     grids = [((shape[2],),) for shape in (call.shape, call.key_shape)]
     return Places(grids[0], grids[1])
 
 
 class GridOfMaps:
-    """Places of the cells of maps, from the arguments of `forward` of this package's layers."""
+    """Positions of the cells of maps, from the arguments of `forward` of this package's layers."""
 
     def __init__(self, by_row: bool) -> None:
         self.by_row = by_row
         self._seen = Seen(((), ()))
 
     def see_maps(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Hook before the layer: `forward(x, context=None)` of maps (B, *grid, C)."""
+        """Forward pre-hook of layers with `forward(x, context=None)` on maps (B, *grid, C)."""
         maps = [*args, kwargs["x"]] if "x" in kwargs else list(args)
         context = maps[1] if len(maps) > 1 else kwargs.get("context")
         first = 2 if self.by_row else 1
@@ -415,7 +415,7 @@ class GridOfMaps:
 
 
 def _as_one(grids: Grids) -> tuple[int, ...]:
-    """One grid with about as many cells."""
+    """Return one grid with about as many cells."""
     if len(grids) == 1:
         return grids[0]
     width = prod(grids[0][1:])

@@ -48,7 +48,7 @@ class LoftrBlock(nn.Module):
         mask: Tensor | None = None,
         context_mask: Tensor | None = None,
     ) -> Tensor:
-        """Arguments and result as `QuadtreeAttention.forward`."""
+        """See `QuadtreeAttention.forward`."""
         message = self.norm1(self.attn(x, context, mask=mask, context_mask=context_mask))
         return x + self.norm2(self.mlp(torch.cat([x, message.to(x.dtype)], dim=-1)))
 
@@ -94,7 +94,7 @@ class MatchTransformer(nn.Module):
         return self._from(0, map0, map1, mask0, mask1)
 
     def both_ways(self, map0: Tensor, map1: Tensor) -> tuple[tuple[Tensor, Tensor], ...]:
-        """Results of (map0, map1) and of (map1, map0), whose first block is computed once."""
+        """Return the results of (map0, map1) and (map1, map0), computing the first block once."""
         map0, map1 = _both(self.layers[0], (map0, map1), None, (None, None))
         return self._from(1, map0, map1), self._from(1, map1, map0)
 

@@ -3,8 +3,8 @@
 
 Images of different sizes are padded to a common size at the bottom and right. Cells of a map that
 cover no pixel of their image are hidden: convolutions read zeros there, as outside of a map;
-their anchors are removed; and RoIAlign reads maps cropped to the image. The results of an image are
-therefore the same with and without padding.
+their anchors are removed; and RoIAlign reads maps cropped to the image. Padding therefore has no
+effect on the results of an image.
 """
 
 from collections import OrderedDict
@@ -80,7 +80,7 @@ def padding_masks(images: ImageList, strides: Iterable[int]) -> list[Tensor | No
 
 
 def by_anchor(x: Tensor, columns: int) -> Tensor:
-    """(B, A * columns, H, W) -> (B, H, W, A, columns), in float32 at least.
+    """Rearrange (B, A * columns, H, W) to (B, H, W, A, columns), in at least float32.
 
     Half precision is too coarse for boxes of 1333 pixels.
     """
@@ -207,14 +207,14 @@ class PyramidAnchors(AnchorGenerator):
         dtype: torch.dtype = torch.float64,
         device: torch.device | str = "cpu",
     ) -> Tensor:
-        """(A, 4), around 0; ratios in the outer loop."""
+        """Return anchors (A, 4) around 0; ratios in the outer loop."""
         sides = torch.tensor(scales, dtype=dtype, device=device)
         root = torch.tensor(aspect_ratios, dtype=dtype, device=device).sqrt()[:, None]
         width, height = (sides / root).flatten(), (sides * root).flatten()
         return torch.stack([-width, -height, width, height], dim=1) / 2
 
     def by_level(self, maps: Sequence[Tensor]) -> list[Tensor]:
-        """(1, H, W, A, 4) for every map, in float32 at least."""
+        """Return anchors (1, H, W, A, 4) of every map, in at least float32."""
         self.set_cell_anchors(torch.float64, maps[0].device)
         found = []
         for x, stride, shape in zip(maps, self.strides, self.cell_anchors, strict=True):
@@ -355,7 +355,7 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def _through(layers: Iterable[nn.Module], x: Tensor, mask: Tensor | None) -> Tensor:
-    """Sequential layers that read zeros at hidden cells."""
+    """Run sequential layers with zeros at hidden cells."""
     for layer in layers:
         x = layer(hide_map(x, mask))
     return x

@@ -7,11 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-STEPS = 2**15  # of the curve, along every axis
+STEPS = 2**15  # cells of the curve along every axis
 
 
 def curve_order(points: Tensor) -> Tensor:
-    """Indices (B, M) that sort points (B, M, 2) along a Hilbert curve over their bounding box.
+    """Return indices (B, M) that sort points (B, M, 2) along a Hilbert curve.
+
+    The curve covers the bounding box of the points.
 
     Example:
         >>> points = torch.tensor([[[9.0, 0.0], [0.0, 0.0], [9.0, 9.0], [0.0, 9.0]]])
@@ -27,7 +29,7 @@ def curve_order(points: Tensor) -> Tensor:
     while side:
         right, top = (x & side) > 0, (y & side) > 0
         distance += side * side * ((3 * right.long()) ^ top.long())
-        flip = right & ~top  # the quarters are turned so that the curve is connected
+        flip = right & ~top  # rotate the quarters so that the curve is connected
         x, y = (torch.where(flip, STEPS - 1 - c, c) for c in (x, y))
         x, y = torch.where(top, x, y), torch.where(top, y, x)
         side //= 2
@@ -62,7 +64,7 @@ def _permuted(image: Mapping[str, Any], order: Tensor) -> dict[str, Any]:
 
 
 def _take(x: Tensor, order: Tensor) -> Tensor:
-    """x[b, order[b]]"""
+    """Return `x[b, order[b]]` for every b."""
     index = order.reshape(*order.shape, *(1,) * (x.ndim - 2)).expand(*order.shape, *x.shape[2:])
     return x.gather(1, index)
 

@@ -121,7 +121,7 @@ class Smooth(nn.Module):
 
 
 def hide_map(x: Tensor, mask: Tensor | None) -> Tensor:
-    """Zeros for hidden cells: x (B, C, H, W), mask (B, H, W) or None."""
+    """Set hidden cells to 0: x (B, C, H, W), mask (B, H, W) or None."""
     return x if mask is None else torch.where(mask[:, None], x, 0)
 
 

@@ -24,7 +24,7 @@ RowAttentionKind = Literal["full", "quadtree_a", "quadtree_b"]
 # Numbers in the tokens that a CPU processes at a time, 8 MB in float32: a layer needs a dozen
 # tensors of this size, and memory above 32 MB is returned to the system after each use.
 CPU_NUMBERS = 2**21
-SHORTEST_WAVE, LONGEST_WAVE = 1.0, 256.0  # cells per radian of the position encoding
+SHORTEST_WAVE, LONGEST_WAVE = 1.0, 256.0  # cells per radian, of the position encoding
 
 
 class RowAttention(nn.Module):
@@ -122,7 +122,7 @@ def _rows_at_a_time(rows: Tensor) -> int:
 
 
 def turned(x: Tensor) -> Tensor:
-    """Rotates the first half of the D channels of (R, W, N, D) by the column."""
+    """Rotate the first half of the D channels of (R, W, N, D) by the column."""
     width, dim = x.shape[1], x.shape[-1]
     pairs = dim // 4
     with torch.autocast(x.device.type, enabled=False):
@@ -166,13 +166,13 @@ class RowBlock(nn.Module):
             return x
         if not is_large:
             return x + self.mlp(self.mlp_norm(x))
-        for view in x.chunk(2):  # one after the other: the same time, half of the memory
+        for view in x.chunk(2):  # one view after the other: the same time, half of the memory
             view += self.mlp(self.mlp_norm(view))
         return x
 
 
 def _sum(x: Tensor, y: Tensor, *, in_place: bool) -> Tensor:
-    """Return x + y, in place of x if that may be and has the same dtype."""
+    """Return x + y, in place if gradients and dtypes allow it."""
     return x.add_(y) if in_place and x.dtype == y.dtype else x + y
 
 

@@ -61,17 +61,17 @@ class Similarity:
         for _, tile in self.tiles():
             rows.append(tile.logsumexp(dim=2))
             columns = _add(columns, tile.logsumexp(dim=1))
-            del tile  # frees its memory before the next one is computed
+            del tile  # free it before the next tile is computed
         assert columns is not None
         return torch.cat(rows, dim=1), columns
 
     def row_log_sums(self, of_columns: Tensor) -> Tensor:
-        """As `log_sums`, of rows (B, S), with (B, T) added to every row first."""
+        """Return log-sum-exp over rows (B, S), after adding (B, T) to every row."""
         added = of_columns[:, None]
         return torch.cat([(tile + added).logsumexp(dim=2) for _, tile in self.tiles()], dim=1)
 
     def column_log_sums(self, of_rows: Tensor) -> Tensor:
-        """As `log_sums`, of columns (B, T), with (B, S) added to every column first."""
+        """Return log-sum-exp over columns (B, T), after adding (B, S) to every column."""
         columns: Tensor | None = None
         for rows, tile in self.tiles():
             columns = _add(columns, (tile + of_rows[:, rows, None]).logsumexp(dim=1))
@@ -82,7 +82,7 @@ class Similarity:
     def best(
         self, gain: float, of_rows: Tensor, of_columns: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Maxima of `gain * similarity + of_rows + of_columns`, the first of equal ones.
+        """Return maxima of `gain * similarity + of_rows + of_columns`, the first of equal ones.
 
         Returns:
             The maximum of every row (B, S), its column (B, S), the row of the maximum of every
@@ -114,12 +114,14 @@ class Similarity:
         if self._kept is not None:
             yield from self._kept
             return
-        whole = self.rows_per_tile >= self.num_rows  # also of a symbolic number, in an export
+        whole = (
+            self.rows_per_tile >= self.num_rows
+        )  # also of a symbolic number of rows, in an export
         for start in (0,) if whole else range(0, self.num_rows, self.rows_per_tile):
             rows = slice(start, min(start + self.rows_per_tile, self.num_rows))
             tile = self._tile(rows)
             yield rows, tile
-            del tile  # before the next one is made
+            del tile  # free it before the next tile is computed
 
     def _tile(self, rows: slice) -> Tensor:
         tile = self.features0[:, rows] @ self.features1.mT

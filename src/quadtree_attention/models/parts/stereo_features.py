@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from quadtree_attention.errors import OptionError
 from quadtree_attention.ops.attention.tree import accumulation_dtype
 
-GROUP = 8  # channels per group norm: per image, since exposure may differ between views
+GROUP = 8  # channels per group; group norm per image, since exposure may differ between views
 CONTEXT_STRIDE = 4
 POOLS = (2, 4, 8, 16)  # kernel sizes of spatial pyramid pooling on the coarsest map
 
@@ -102,7 +102,7 @@ class ContextAdjustment(nn.Module):
         _begin_with(self.head, 0.0, 0.0)  # initially an identity
 
     def forward(self, image: Tensor, disparity: Tensor, occlusion: Tensor) -> tuple[Tensor, Tensor]:
-        """Of an image (B, 3, H, W): disparity and logits of occlusion, (B, H, W) each."""
+        """Return disparity and logits of occlusion of an image (B, 3, H, W), (B, H, W) each."""
         mean = disparity.mean(dim=(1, 2), keepdim=True)
         spread = disparity.std(dim=(1, 2), keepdim=True).clamp(min=1e-3)
         relative = (disparity - mean) / spread
@@ -119,8 +119,8 @@ class ContextAdjustment(nn.Module):
 class WideContext(nn.Module):
     """Replaces implausible disparities, with the whole image as context.
 
-    Inside a large textureless surface all candidates of a row have the same score. Its disparity is
-    determined by its border, hundreds of pixels away and in other rows.
+    Inside a large textureless surface all candidates of a row have the same score. The disparity is
+    determined by the border of the surface, hundreds of pixels away and in other rows.
 
     Args:
         dims: Channels at 1/4, 1/8, 1/16 and 1/32.
@@ -133,7 +133,7 @@ class WideContext(nn.Module):
         _begin_with(self.hourglass.out, 0.0, -3.0, 0.0)
 
     def forward(self, image: Tensor, disparity: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Of an image (B, 3, H, W): disparity and logits of occlusion, (B, H, W) each."""
+        """Return disparity and logits of occlusion of an image (B, 3, H, W), (B, H, W) each."""
         coarse = self.hourglass(_seen(image, disparity, logits)).to(disparity.dtype)
         change, share_logits, more = coarse.unbind(dim=1)
         given = disparity[:, ::CONTEXT_STRIDE, ::CONTEXT_STRIDE]

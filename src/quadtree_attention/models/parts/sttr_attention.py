@@ -107,7 +107,7 @@ def sine_encoding(width: int, dim: int, step: float, like: Tensor) -> Tensor:
 
 
 class RelativeBlock(nn.Module):
-    """Pre-norm self attention, then cross attention: right to left, then left to the new right."""
+    """Pre-norm self attention, then cross attention: right to left, then left to updated right."""
 
     def __init__(self, dim: int, num_heads: int, **dd: Any) -> None:
         super().__init__()
@@ -123,7 +123,7 @@ class RelativeBlock(nn.Module):
         x = x + self.self_attn(normed, normed, encoding)[0]
         left, right = x.chunk(2)
         left_seen, right_seen = self.cross_norm(x).chunk(2)
-        # the distance is that of left to right columns in either direction
+        # distances are from left to right columns in both directions
         right = right + self.cross_attn(right_seen, left_seen, encoding.transpose(0, 1))[0]
         message, scores = self.cross_attn(left_seen, self.right_norm(right), encoding)
         return torch.cat([left + message, right]), scores

@@ -16,7 +16,7 @@ from quadtree_attention.models.parts.stereo_features import WideContext, check_d
 
 POOLS = (16, 8, 4, 2)  # cells of the map at 1/8 that are averaged
 LAYERS, GROWTH, BOTTLENECK = 4, 4, 4  # dense layers of a block, growth rate, bottleneck factor
-BLOCKS, EXPANSION = 8, 4  # of the refinement
+BLOCKS, EXPANSION = 8, 4  # residual blocks of the refinement, hidden channels per channel
 FEW = 0.1  # below this matched share, disparities are not normalised by it
 
 
@@ -120,7 +120,7 @@ class STTRAdjustment(nn.Module):
         )
 
     def forward(self, image: Tensor, disparity: Tensor, occlusion: Tensor) -> tuple[Tensor, Tensor]:
-        """Of an image (B, 3, H, W): disparity and logits of occlusion, (B, H, W) each."""
+        """Return disparity and logits of occlusion of an image (B, 3, H, W), (B, H, W) each."""
         mean = disparity.mean(dim=(1, 2), keepdim=True)
         spread = disparity.std(dim=(1, 2), keepdim=True) + 1e-6
         relative = (disparity - mean) / spread
@@ -140,7 +140,7 @@ class STTRAdjustment(nn.Module):
 
 
 def as_adjusted(disparity: Tensor, matched: Tensor) -> tuple[Tensor, Tensor]:
-    """Disparity and occlusion of cells as in STTR's input of the refinement.
+    """Return disparity and occlusion of cells as STTR passes them to the refinement.
 
     If less than a tenth of a cell is matched, STTR replaces this share by 1 instead of dividing by
     it: disparity and occlusion are then close to 0.
