@@ -77,6 +77,10 @@ HIDDEN = {  # beside a page, for wide tables
     "models.md": ["toc"],
 }
 EXAMPLE = re.compile(r"^ *Example:\n", flags=re.M)
+# "    q, k, v: ..." and the lines that continue it
+TOGETHER = re.compile(r"^( +)([a-z_]\w*(?:, [a-z_]\w*)+): (.*(?:\n|\Z)(?:\1 +.*(?:\n|\Z))*)", re.M)
+CELL = re.compile(r"<td([^>]*)>(.*?)</td>", flags=re.S)
+LENGTHS = {60: "long", 20: "medium"}  # characters of a cell, by its class in site.css
 HEAD = "---\nsearch: {boost: 2}\n---\n\n"
 
 
@@ -136,12 +140,27 @@ def code(text: str) -> str:
 
 
 class CodeOfExamples(griffe.Extension):
-    """Examples of docstrings are code."""
+    """Examples of docstrings are code; arguments described together have one row each."""
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
-        if obj.docstring and EXAMPLE.search(obj.docstring.value):
+        if obj.docstring:
             *before, last = EXAMPLE.split(obj.docstring.value)
-            obj.docstring.value = "".join(before) + code(last)
+            text = "".join(before) + code(last) if before else last
+            obj.docstring.value = TOGETHER.sub(_one_by_one, text)
+
+    def on_function(self, *, func: griffe.Function, **_: Any) -> None:
+        """Replace constants in signatures by their values."""
+        for parameter in func.parameters:
+            name = str(parameter.default)
+            if name.isupper() and name.isidentifier():
+                value = getattr(import_module(func.module.path), name, None)
+                if isinstance(value, int | float | str | tuple):
+                    parameter.default = repr(value)
+
+
+def _one_by_one(match: re.Match[str]) -> str:
+    indent, names, text = match.groups()
+    return "".join(f"{indent}{name}: {text}" for name in re.split(", ", names))
 
 
 def defined(module: Any) -> list[Any]:
@@ -277,7 +296,15 @@ def on_page_content(content: str, page: Any, config: Any, files: Any) -> str:
         return convert(html.unescape(match[1]).strip())
 
     content = re.sub(r'<div class="arithmatex">\\\[(.*?)\\\]</div>', block, content, flags=re.S)
-    return re.sub(r'<span class="arithmatex">\\\((.*?)\\\)</span>', inline, content, flags=re.S)
+    content = re.sub(r'<span class="arithmatex">\\\((.*?)\\\)</span>', inline, content, flags=re.S)
+    return CELL.sub(_with_length, content)
+
+
+def _with_length(match: re.Match[str]) -> str:
+    """A table cell with a class by the length of its text."""
+    length = len(" ".join(html.unescape(re.sub("<[^>]+>", "", match[2])).split()))
+    name = next((name for least, name in LENGTHS.items() if length >= least), None)
+    return match[0] if name is None else f'<td class="{name}"{match[1]}>{match[2]}</td>'
 
 
 def outside_code(change: Any, markdown: str) -> str:
