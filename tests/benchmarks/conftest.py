@@ -3,6 +3,7 @@
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,19 @@ def read(path: Path) -> dict[str, Any]:
     """A result file, checked."""
     result = json.loads(path.read_text())
     check(result)
+    return result
+
+
+@pytest.fixture
+def result(tmp_path: Path) -> Callable[..., dict[str, Any]]:
+    """Runs a command; returns the result that it writes, which holds no path of this machine."""
+
+    def result(words: str, *places: Any) -> dict[str, Any]:
+        path = tmp_path / "result.json"
+        assert command(words, *places, "--out", path) == 0
+        assert not list(tmp_path.glob("*.partial")) and str(tmp_path) not in path.read_text()
+        return read(path)
+
     return result
 
 

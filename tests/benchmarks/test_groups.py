@@ -117,13 +117,3 @@ def train(name, variants, folder, seeds):
     words = [f"training {name} train", "--recipe", recipe, "--out", out, "--seeds", seeds]
     assert command(*words, "--jobs", 2, "--variants", ",".join(variants)) == 0
     return read(out)
-
-
-def test_order_of_value_and_seeds_are_declared():
-    found = {name: len(comparisons()[name].seeds) for name in PAIRED}
-    assert list(found.items()) == [
-        ("match-order", 3), ("tiny20-order", 10), ("nuclei-order", 6), ("camvid-order", 6),
-        ("stereo-order", 3),
-    ]  # fmt: skip
-    assert next(iter(comparisons()["tiny20-order"].scores)) == "val/loss"
-    assert next(iter(comparisons()["stereo-order"].scores)) == "val/epe_noc"

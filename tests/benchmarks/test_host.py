@@ -8,7 +8,6 @@ import torch
 
 from benchmarks.speed import host
 from quadtree_attention.ops import kernel
-from tests.benchmarks.conftest import command, read
 
 pytest.importorskip("triton", reason="triton comes with the CUDA builds of torch for Linux")
 
@@ -19,14 +18,13 @@ def test_operators_that_compute_are_counted():
     assert host.count(lambda: torch.empty(3).expand(2, 3)) == (0, 0)
 
 
-def test_the_attention_alone(tmp_path):
+def test_the_attention_alone(result):
     """Nothing stays behind: neither the stub of launches nor the environment."""
     names = host.SWITCH, "TRITON_INTERPRET"
     launch, before = kernel.Kernel.__getitem__, [os.environ.get(name) for name in names]
     options = "--parts", "attention forward,attention forward + backward"
-    path = tmp_path / "x.json"
-    assert command("speed host --threads 1 --seconds-per-row 0.02", *options, "--out", path) == 0
-    forward, both = (row["values"] for row in read(path)["rows"])
+    made = result("speed host --threads 1 --seconds-per-row 0.02", *options)
+    forward, both = (row["values"] for row in made["rows"])
     assert 0 < forward["triton_launches"] <= forward["launches"] < both["launches"]
     assert forward["median_ms"] > 0
     assert kernel.Kernel.__getitem__ is launch

@@ -19,7 +19,6 @@ from benchmarks.tables.write import DOCS, updated
 from quadtree_attention.models import create
 from quadtree_attention.nn import QuadtreeAttention
 from quadtree_attention.tasks.training.recipe import read_recipe
-from tests.benchmarks.conftest import command, read
 from tests.conftest import ROOT
 
 TABLE_4 = {  # GMACs by the authors' rule at 800 x 1344, K 32; the paper prints one digit less
@@ -174,10 +173,9 @@ def test_committed_memory_is_that_of_this_code():
     assert peaks["sttr", "forward"] < peaks["sttr", "checkpointed"] < peaks["sttr", "training"]
 
 
-def test_command_counts(tmp_path, capsys):
-    out = tmp_path / "count.json"
-    assert command("paper count --tasks complexity", "--out", out) == 0
-    assert [row["case"]["image"][0] for row in read(out)["rows"]] == [64, 128, 256, 512, 1024]
+def test_command_counts(result, capsys):
+    rows = result("paper count --tasks complexity")["rows"]
+    assert [row["case"]["image"][0] for row in rows] == [64, 128, 256, 512, 1024]
     assert "complexity" in capsys.readouterr().out
 
 

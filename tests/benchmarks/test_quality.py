@@ -26,16 +26,13 @@ needs_data = pytest.mark.skipif(not DATA.is_dir(), reason="there are no pairs in
 
 
 @needs_data
-def test_sift_on_real_pairs(tmp_path, capsys):
+def test_sift_on_real_pairs(result, tmp_path, capsys):
     """SIFT copes with blurred bikes and with the room, whose frames are not far apart."""
-    out, work = tmp_path / "matching--here.json", tmp_path / "work"
     options = "--methods sift --sets bikes,rgbd --features 2048 --threads 1"
-    places = ["--data", DATA / "matching", "--out", out, "--work", work]
-    assert command(f"quality matching {options}", *places) == 0
+    places = ["--data", DATA / "matching", "--work", work := tmp_path / "work"]
+    bikes, room = result(f"quality matching {options}", *places)["rows"]
     told = capsys.readouterr().out
-    assert "bikes  SIFT" in told and f"written: {out}" in told
-    assert not list(tmp_path.glob("*.partial")) and str(tmp_path) not in out.read_text()
-    bikes, room = read(out)["rows"]
+    assert "bikes  SIFT" in told and f"written: {tmp_path}" in told
     truths = [(row["values"]["truth"], row["values"]["pairs"]) for row in (bikes, room)]
     assert truths == [("homography", 3), ("pose", 3)]
     for name in ("opencv", "poselib"):
@@ -59,13 +56,9 @@ def test_neighbours_are_mutual_and_pass_the_ratio_test():
     assert nearest(d[:0], d)[0].size == 0
 
 
-def test_a_matcher_of_ones_own(tmp_path):
+def test_a_matcher_of_ones_own(result, tmp_path):
     """Weights of a tiny model, which finds what it finds, beside SIFT."""
-    kwargs = {"dims": [16, 24, 32], "num_pairs": 1, "num_heads": 2, "fine_heads": 2}
-    card = {"model": "loftr_quadtree_small", "kwargs": kwargs, "task": "match"}
-    weights = tmp_path / "tiny.safetensors"
-    state = models.create("loftr_quadtree_small", **kwargs).state_dict()
-    models.save_weights(weights, state, card)
+    weights = write_weights("match", tmp_path / "tiny.safetensors")
     folder = tmp_path / "data" / "oxford_affine" / "graf"
     folder.mkdir(parents=True)
     picture = np.random.default_rng(0).integers(0, 255, (24, 32), np.uint8)
@@ -73,31 +66,24 @@ def test_a_matcher_of_ones_own(tmp_path):
     for number in (1, 2):
         image.save(folder / f"img{number}.jpg", quality=95)
     np.savetxt(folder / "H1to2p.txt", np.eye(3))
-    out = tmp_path / "out.json"
-    places = ["--data", tmp_path / "data", "--weights", f"tiny={weights}", "--out", out]
-    assert command("quality matching --sets graf --threads 1", *places) == 0
-    result = read(out)
-    methods = [row["case"]["method"] for row in result["rows"]]
+    places = ["--data", tmp_path / "data", "--weights", f"tiny={weights}"]
+    made = result("quality matching --sets graf --threads 1", *places)
+    methods = [row["case"]["method"] for row in made["rows"]]
     assert methods == ["tiny", "tiny guided", "SIFT"]
-    sift = result["rows"][-1]
+    sift = made["rows"][-1]
     assert sift["details"]["pairs"][0]["errors"]["poselib"] < 0.1
     assert sift["values"]["precision"] == 100
-    settings = result["runs"][0]["settings"]["methods"]["tiny"]
+    settings = made["runs"][0]["settings"]["methods"]["tiny"]
     assert (settings["model"], settings["longer_side"]) == ("loftr_quadtree_small", 640)
-    assert str(tmp_path) not in out.read_text()
 
 
 @needs_data
-def test_sgbm_on_real_pairs(tmp_path, capsys):
+def test_sgbm_on_real_pairs(result, tmp_path, capsys):
     """SGBM copes with Middlebury's first pairs; every pixel gets an answer."""
     data = DATA / "stereo" / "MIDDLEBURY_2001_2003"
-    out, work = tmp_path / "stereo--here.json", tmp_path / "work"
-    places = ["--data", data, "--out", out, "--work", work]
-    assert command("quality stereo --methods sgbm --threads 1", *places) == 0
-    told = capsys.readouterr().out
-    assert "SGBM EPE px" in told and f"written: {out}" in told
-    assert not list(tmp_path.glob("*.partial")) and str(tmp_path) not in out.read_text()
-    (row,) = read(out)["rows"]
+    places = ["--data", data, "--work", work := tmp_path / "work"]
+    (row,) = result("quality stereo --methods sgbm --threads 1", *places)["rows"]
+    assert "SGBM EPE px" in capsys.readouterr().out
     names = [pair["name"] for pair in row["details"]["pairs"]]
     assert names == ["cones", "teddy", "tsukuba", "venus"]
     mean = row["values"]["mean"]
@@ -116,35 +102,30 @@ def test_holes_get_what_is_farther_away():
 
 
 @pytest.mark.usefixtures("only_reference")
-def test_a_stereo_network_of_ones_own_beside_sgbm(tmp_path):
-    weights, out = write_weights("stereo", tmp_path / "tiny.safetensors"), tmp_path / "out.json"
-    data = write_pairs(tmp_path / "data", ["a"])
-    places = ["--data", data, "--weights", f"tiny={weights}", "--out", out]
-    assert command("quality stereo --size 64 --max-disparity 40 --threads 1", *places) == 0
-    result = read(out)
-    tiny, sgbm = result["rows"]
+def test_a_stereo_network_of_ones_own_beside_sgbm(result, tmp_path):
+    weights = write_weights("stereo", tmp_path / "tiny.safetensors")
+    places = ["--data", write_pairs(tmp_path / "data", ["a"]), "--weights", f"tiny={weights}"]
+    made = result("quality stereo --size 64 --max-disparity 40 --threads 1", *places)
+    tiny, sgbm = made["rows"]
     assert (tiny["case"]["method"], sgbm["case"]["method"]) == ("tiny", "SGBM")
     assert tiny["values"]["pairs"] == 1
     assert tiny["values"]["mean"] != sgbm["values"]["mean"]
-    settings = result["runs"][0]["settings"]["methods"]["tiny"]
+    settings = made["runs"][0]["settings"]["methods"]["tiny"]
     assert (settings["max_disparity"], settings["longer_side"]) == (40, 64)
-    assert str(tmp_path) not in json.dumps(result)
 
 
 @pytest.mark.usefixtures("only_reference")
-def test_attention_near_the_true_partner(tmp_path, capsys):
+def test_attention_near_the_true_partner(result, tmp_path, capsys):
     """Weights whose cross attention is known: keys of zeros make it equal for all cells."""
     card = {"model": "loftr_quadtree_small", "kwargs": tiny.NETWORKS["match"][1]}
     network = models.create(card["model"], **card["kwargs"])
     for layer in network.coarse_transformer.layers:
         torch.nn.init.zeros_(layer.attn.k_proj.weight)
     models.save_weights(tmp_path / "even.safetensors", network.state_dict(), card)
-    out = tmp_path / "out.json"
-    options = "--pairs 2 --queries 8 --image 64x96 --threads 1"
-    places = ["--weights", f"even={tmp_path / 'even.safetensors'}", "--out", out]
-    assert command(f"quality attention {options}", *places) == 0
+    options = "--pairs 2 --queries 8 --image 64x96 --threads 1 --weights"
+    made = result(f"quality attention {options}", f"even={tmp_path / 'even.safetensors'}")
     assert "within 4 cells" in capsys.readouterr().out
-    rows = {(r["case"]["layer"], r["case"]["level"]): r["values"] for r in read(out)["rows"]}
+    rows = {(r["case"]["layer"], r["case"]["level"]): r["values"] for r in made["rows"]}
     uniform = rows.pop(("any", "uniform"))
     assert uniform["pairs"] == 2 and uniform["queries"] == 16
     levels = {level for _, level in rows}
@@ -258,7 +239,7 @@ def test_training_of_the_vision_transformer_continues(tmp_path, capsys, monkeypa
     assert not torch.equal(vit.load_vit(out).head.weight, weights)
 
 
-def test_variant_c_in_a_vision_transformer(tmp_path, capsys):
+def test_variant_c_in_a_vision_transformer(result, tmp_path, capsys):
     """Random weights; the network trained without timm is timm's."""
     import timm
 
@@ -274,13 +255,9 @@ def test_variant_c_in_a_vision_transformer(tmp_path, capsys):
         torch.testing.assert_close(own(x), other.eval()(x), rtol=1e-4, atol=1e-5)
     write_classes(tmp_path)
     options = "--parts vit --sides 28 --topk 4,784 --images 2 --threads 1"
-    places = ["--vit", weights, "--tiny", tmp_path, "--out", tmp_path / "accelerate.json"]
-    assert command(f"quality accelerate {options}", *places) == 0
+    made = result(f"quality accelerate {options}", "--vit", weights, "--tiny", tmp_path)
     assert "error of features" in capsys.readouterr().out
-    rows = {
-        (row["case"]["attention"], row["case"]["topk"]): row["values"]
-        for row in read(tmp_path / "accelerate.json")["rows"]
-    }
+    rows = {(r["case"]["attention"], r["case"]["topk"]): r["values"] for r in made["rows"]}
     assert rows["dense", None]["feature_error"] == 0 == rows["dense", None]["top1"] % 50
     assert rows["C", 784]["feature_error"] < 1e-5
     assert 0 < rows["C", 4]["feature_error"] < rows["top-k", 4]["feature_error"]

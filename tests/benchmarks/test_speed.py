@@ -36,19 +36,24 @@ from benchmarks.tables.table import number
 from quadtree_attention.nn.position import DepthwiseConv
 from quadtree_attention.ops.attention.tree import Tree
 from quadtree_attention.ops.planning.flops import attention_flops
-from tests.benchmarks.conftest import command, read, refused
+from tests.benchmarks.conftest import read, refused
 from tests.conftest import ROOT
 
 QUICK = "--device cpu --threads 1 --seconds-per-row 0.02"
 
 
-def rows_of(suite: str, options: str, path: Path) -> list[dict]:
+@pytest.fixture
+def rows_of(result):
     """Rows of a small run; cases and values in one."""
-    assert command(f"speed {suite} {options}", "--out", path) == 0
-    assert read(path)["complete"] and not list(path.parent.glob("*.partial"))
-    rows = [row["case"] | row["values"] for row in read(path)["rows"]]
-    assert all(0 < row["q25_ms"] <= row["median_ms"] <= row["q75_ms"] for row in rows)
-    return rows
+
+    def rows_of(words: str) -> list[dict]:
+        made = result(f"speed {words}")
+        rows = [row["case"] | row["values"] for row in made["rows"]]
+        assert made["complete"] and all(row["q25_ms"] <= row["median_ms"] for row in rows)
+        assert all(0 < row["median_ms"] <= row["q75_ms"] for row in rows)
+        return rows
+
+    return rows_of
 
 
 def test_a_command_of_its_own(tmp_path):
@@ -227,11 +232,9 @@ def test_peak_memory_is_that_of_the_call(monkeypatch):
     assert peak is not None and result - 1 < peak < result + 8
 
 
-def test_slow_rows_are_skipped_and_say_so(tmp_path, capsys):
-    out = tmp_path / "result.json"
+def test_slow_rows_are_skipped_and_say_so(result, capsys):
     options = "--device cpu --cases tiny --implementations sdpa --dtypes float32 --passes forward"
-    assert command(f"speed ops {options} --max-estimated-seconds 1e-9", "--out", out) == 0
-    (row,) = read(out)["rows"]
+    (row,) = result(f"speed ops {options} --max-estimated-seconds 1e-9")["rows"]
     assert row["skipped"].startswith("estimated ")
     assert row["skipped"].endswith(" s for one run, limit 1e-09 s")
     assert f"skipped: {row['skipped']}" in capsys.readouterr().out
@@ -347,15 +350,6 @@ def test_counts_far_from_what_is_published_need_a_note(published):
         CHECKS["speed/counts"]({**row, "values": row["values"] | {"params": 1}}, "rows[0]")
 
 
-def test_count(tmp_path):
-    out = tmp_path / "result.json"
-    assert command("speed counts --models test_quadtree", "--out", out) == 0
-    first, second = read(out)["rows"]
-    assert (first["case"]["task"], second["case"]["task"]) == ("classification", "backbone")
-    assert (first["values"]["topk"], second["values"]["topk"]) == (8, 32)
-    assert second["values"]["detector"]["macs"] > second["values"]["macs"]
-
-
 def backbone_call(**case):
     """What the call to time returns."""
     fields = {"task": "classification", "model": "test_quadtree", "images": [2, 3, 32, 64]}
@@ -383,9 +377,9 @@ def test_forward_is_cast_or_autocast():
     assert backbones._precision(options, "training") == "float32"
 
 
-def test_backbones(tmp_path):
+def test_backbones(rows_of):
     options = f"--dtype float32 --models test_quadtree --tasks classification --batch 1 {QUICK}"
-    rows = rows_of("backbones", options, tmp_path / "x.json")
+    rows = rows_of(f"backbones {options}")
     assert [row["pass"] for row in rows] == ["forward", "training"]
     assert all(row["images"] == [1, 3, 224, 224] and row["mode"] == "eager" for row in rows)
 
@@ -393,10 +387,10 @@ def test_backbones(tmp_path):
 # ---- detectors
 
 
-def test_detectors(tmp_path, capsys):
+def test_detectors(rows_of, capsys):
     options = "--model retinanet_test_quadtree --images 96x64 --modes eager --batch 2"
     options += " --parts network --precisions float32"  # memory takes a process for each row
-    rows = rows_of("detectors", f"{options} {QUICK}", tmp_path / "x.json")
+    rows = rows_of(f"detectors {options} {QUICK}")
     assert [row["attention"] for row in rows] == ["held", "sr", "quadtree"]
     shown = capsys.readouterr().out
     (ours,) = (line for line in shown.splitlines() if "network" in line and "QuadTree" in line)
@@ -438,9 +432,9 @@ def matcher_work(**case) -> Work:
     return Work(fields | {"matches": 123, "precision": "float32"} | case)
 
 
-def test_matchers(tmp_path, capsys):
+def test_matchers(rows_of, capsys):
     options = "--models loftr_quadtree_small --attentions linear,full --images 80x64 --matches 30"
-    rows = rows_of("matchers", f"{options} {QUICK}", tmp_path / "x.json")
+    rows = rows_of(f"matchers {options} {QUICK}")
     told = capsys.readouterr()
     assert "[2/2] 80x64 loftr_quadtree_small 30 float32 full: " in told.err
     assert "Peak memory in MiB" in told.out
@@ -495,19 +489,18 @@ def test_attention_is_counted_as_worked_out_by_hand():
     assert ours["params"] - full["params"] == 12 * 4  # weights of the levels
 
 
-def test_stereo(tmp_path, capsys):
-    options = f"--networks quadtree-2 --images 48x32 --large 64x32 {QUICK}"
-    rows = rows_of("stereo", options, tmp_path / "x.json")
+def test_stereo(rows_of, capsys):
+    rows = rows_of(f"stereo --networks quadtree-2 --images 48x32 --large 64x32 {QUICK}")
     assert [row["pass"] for row in rows] == ["forward", "training", "forward"]
     assert rows[0]["macs"] == rows[1]["macs"] < rows[2]["macs"]
     assert rows[0]["median_ms"] < rows[1]["median_ms"]  # each row has its own time
     assert "48x32  training  float32    QuadTree-B, 1/2" in capsys.readouterr().out
 
 
-def test_parts_of_scenes_add_up(tmp_path):
+def test_parts_of_scenes_add_up(rows_of):
     options = "--device cpu --size 16x20 --batch 2 --seconds-per-row 0.05"
     threads = f"--threads {torch.get_num_threads()}"
-    rows = rows_of("scenes", f"{options} {threads}", tmp_path / "x.json")
+    rows = rows_of(f"scenes {options} {threads}")
     parts = {row["part"]: row for row in rows}
     names = ("layout", "both views", "photometric, both views")
     assert parts["scenes"]["median_ms"] > max(parts[name]["median_ms"] for name in names) / 2
@@ -526,15 +519,12 @@ def small(monkeypatch):
     monkeypatch.setattr(cpu, "LATER", 1)
 
 
-def cpu_rows(path: Path, part: str) -> list[dict]:
-    options = ["--seconds-per-row", 0.1, "--parts", part, "--out", path]
-    assert command("speed cpu --threads 1", *options) == 0
-    return read(path)["rows"]
+CPU = "speed cpu --threads 1 --seconds-per-row 0.1 --parts"
 
 
 @pytest.mark.usefixtures("small")
-def test_backbone_beside_its_baseline(tmp_path, capsys):
-    ours, baseline = cpu_rows(tmp_path / "x.json", "b2 forward")
+def test_backbone_beside_its_baseline(result, capsys):
+    ours, baseline = result(CPU, "b2 forward")["rows"]
     assert (ours["case"]["baseline"], baseline["case"]["model"]) == ("pvt_v2_b0", "pvt_v2_b0")
     assert ours["values"]["median_ms"] > 0 and "first_ms" not in ours["values"]
     assert "pvt_v2_b0" in capsys.readouterr().out
@@ -542,17 +532,15 @@ def test_backbone_beside_its_baseline(tmp_path, capsys):
 
 @pytest.mark.slow  # compiles all kernels
 @pytest.mark.usefixtures("small")
-def test_command_in_new_processes(tmp_path):
-    (match,) = cpu_rows(tmp_path / "x.json", "match")
+def test_command_in_new_processes(result):
+    (match,) = result(CPU, "match")["rows"]
     assert match["values"]["first_ms"] > match["values"]["median_ms"] > 0
     assert match["values"]["peak_mib"] > 100 and match["values"]["repeats"] == 1
 
 
-def test_first_calls(tmp_path, capsys):
-    out = tmp_path / "sizes.json"
-    options = "--networks pvt_v2_b0 --sizes 2 --device cpu"
-    assert command(f"speed sizes {options}", "--out", out) == 0
-    new_size, new_process = (row["values"] for row in read(out)["rows"])
+def test_first_calls(result, tmp_path, capsys):
+    made = result("speed sizes --networks pvt_v2_b0 --sizes 2 --device cpu")
+    new_size, new_process = (row["values"] for row in made["rows"])
     assert new_size["repeats"] == 2 and new_size["first_ms"] > 0 and new_size["again_ms"] > 0
     assert min(new_process[key] for key in ("first_ms", "cached_ms", "again_ms")) > 0
     assert "the same size again" in capsys.readouterr().out
@@ -560,10 +548,10 @@ def test_first_calls(tmp_path, capsys):
         sizes._new_process("pvt_v2_b99", "cpu", str(tmp_path))
 
 
-def test_a_vision_transformer_with_variant_c(tmp_path, capsys):
-    out = tmp_path / "accelerate.json"
+def test_a_vision_transformer_with_variant_c(result, capsys):
     options = "--sides 28 --attentions dense,C --topk 4 --seconds-per-row 0.01 --device cpu"
-    assert command(f"speed accelerate {options} --threads 1", "--out", out) == 0
-    dense, own = (row["values"] for row in read(out)["rows"])
+    dense, own = (
+        row["values"] for row in result(f"speed accelerate {options} --threads 1")["rows"]
+    )
     assert min(x["median_ms"] for x in (dense, own)) > 0 and own["peak_mib"] > 0
     assert "C vs dense" in capsys.readouterr().out

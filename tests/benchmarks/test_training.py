@@ -103,23 +103,8 @@ def names(path: Path, *, failed: bool = False) -> list[tuple[str, int]]:
 # ---- what is compared
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "attentions",
-        "match-attentions",
-        "stereo-attentions",
-        "bccd-attentions",
-        "nuclei-attentions",
-        "camvid-attentions",
-        "match-order",
-        "tiny20-order",
-        "nuclei-order",
-        "camvid-order",
-        "stereo-order",
-    ],
-)
-def test_variants_differ_in_the_attention_alone(name):  # fmt: skip
+@pytest.mark.parametrize("name", comparisons())
+def test_variants_differ_in_the_attention_alone(name):
     """And they are those of the runs that are stored, whose recipes have not changed since."""
     comparison = comparisons()[name]
     recipes = find_recipes(comparison, ROOT / "recipes" / f"{comparison.recipe}.yaml")
@@ -166,30 +151,6 @@ def test_bad_options(options, message, capsys):
 
 
 # ---- runs
-
-
-def test_training_end_to_end(recipe, tmp_path, capsys):
-    linear = {"model": {"options": {"attention": "linear"}}}
-    path = recipe(ours={}, linear=linear, broken={"data": {"imge_size": 32}})
-    out = tmp_path / "new" / "result.json"
-    train = ["training attentions train --seeds 3 --jobs 2", "--recipe", path, "--out", out]
-    assert command(*train) == 1
-    assert sorted(names(out)) == [("linear", 3), ("ours", 3)]
-    for row in (row for row in rows(out, "run") if "values" in row):
-        values, history = row["values"], row["details"]["history"]
-        assert row["case"]["epochs"] == 1
-        assert values["final"]["top1"] == values["best"]["top1"] == history["val/top1"][-1]
-        assert values["seconds"] > history["seconds"][0] > 0
-    (failure,) = (row for row in rows(out, "run") if "error" in row)
-    assert failure["case"]["recipe"] == "broken" and not read(out)["complete"]
-    assert "did you mean data.image_size?" in failure["error"]
-    assert str(ROOT) not in out.read_text() and str(tmp_path) not in out.read_text()
-    progress = capsys.readouterr().err
-    assert "[3/3]" in progress and "broken seed 3: failed" in progress
-
-    before = out.read_text()
-    assert command(*train, "--variants", "ours,linear") == 0  # nothing is left to do
-    assert out.read_text() == before
 
 
 @pytest.mark.usefixtures("pretend")
@@ -397,8 +358,11 @@ def test_from_training_to_pictures(recipe, tmp_path, capsys):
         score, history = row["values"]["final"]["fscore"], row["details"]["history"]
         assert score == row["values"]["best"]["fscore"] == history["val/fscore"][0]
         assert history["train/loss"][0] > 0 and "val/auc10" in history
+        assert row["values"]["seconds"] > history["seconds"][0] > 0 and row["case"]["epochs"] == 1
     assert str(ROOT) not in out.read_text() and str(tmp_path) not in out.read_text()
-    assert "quadtree-b seed 3: F-score" in capsys.readouterr().err
+    progress = capsys.readouterr().err
+    assert "quadtree-b seed 3: F-score" in progress and "[3/3]" in progress
+    assert "full seed 3: failed" in progress and not read(out)["complete"]
     assert_weights_are_those_of_the_runs(weights, tmp_path / "work", runs)
 
     before = out.read_text()

@@ -77,23 +77,12 @@ def test_in_a_process(tmp_path, all_weights):
 # ---- each task
 
 
-def test_classify(all_weights):
+def test_classify():
     write_predictions(Path("p.npz"))
     text = printed("evaluate", "classify", "--predictions", "p.npz")
     assert row(text, "top1") == "66.67"
     table = [["class", "images", "top-1", "%"], ["x", "2", "50.00"], ["y", "3", "66.67"]]
     assert cells(text)[-4:] == [*table, ["z", "1", "100.00"]]  # worst first
-    tiny.write_data("classify", Path("pets"))
-    Path("pets/val/disc/notes.txt").write_text("hello")
-    Path("pets/val").rename("pets/test")
-    run = ("evaluate", "classify", all_weights / "classify.safetensors", "--data", "pets")
-    assert "there is no folder pets/val" in refused(*run)
-    assert "1 files are no images" in refused(*run, "--split", "test", "--strict")
-    result = invoke(*run, "--split", "test", "--save", "new.npz")
-    assert result.exit_code == 0 and row(result.stdout, "images") == "3"
-    assert "skipped 1: " in result.stderr and "notes.txt" in result.stderr
-    Path("pets/test/disc").rename("pets/test/bus")
-    assert "it does not know bus" in refused(*run, "--split", "test")
 
 
 @pytest.fixture
@@ -133,11 +122,6 @@ def test_match():
     assert {"pose_pixels": 2.0, "epipolar": 1.0, "side": 0}.items() <= scores["facts"].items()
     assert scores["mean"]["homography_poselib_median"] == pytest.approx(5, abs=1e-3)
     assert [scores["rows"][1][f"error_{name}"] for name in ("opencv", "poselib")] == [None, None]
-    lines = [pose_line(), *(pose_line(f"gone{i}-") for i in range(7))]
-    Path("pairs.txt").write_text("\n".join(lines))
-    told = invoke(*MATCH).stderr
-    assert told.startswith("quadtree: 7 without predictions: ")
-    assert told.count("gone") == 10 and told.endswith(", and 2 more\n")
 
 
 @pytest.mark.parametrize(
@@ -164,7 +148,7 @@ def test_mistakes_with_matches(options, message):
     assert message in refused(*MATCH, *options)
 
 
-def test_stereo(all_weights):
+def test_stereo():
     write_pairs(Path("data"))
     Path("answers").mkdir()
     answer = np.full(SIZE, 8.0, np.float32)
@@ -178,13 +162,6 @@ def test_stereo(all_weights):
     assert [row[:11] for row in rows] == [
         [n, *[error, *[bad] * 4] * 2] for n, error, bad in expected
     ]
-    for message, options in {
-        "layout must be one of": ["--layout", "moon"],
-        "split must be one of all, train, val": ["--split", "mars"],
-        "data has predictions for none of 2 pairs": ["--predictions", "data"],
-        "there is no folder nowhere": ["--data", "nowhere"],
-    }.items():
-        assert message in refused(*run, *options)
     Path("answers/b.npz").unlink()
     for side in ("left", "right"):
         shutil.copy(f"data/{side}/a.png", f"data/{side}/c.png")  # has no truth
@@ -196,7 +173,7 @@ def test_stereo(all_weights):
     assert "c.png" in refused(*run, "--strict")
 
 
-def test_detect(all_weights):
+def test_detect():
     objects = [with_mask(entry(1, [2, 3, 10, 8])), with_mask(entry(2, [20, 9, 7, 8], category=7))]
     write_split("cells", annotations=[*objects, entry(3, [1, 1, 0, 0])])
     found = {"image_id": 1, "category_id": 3, "bbox": [2, 3, 10, 8], "score": 0.9}
@@ -222,9 +199,6 @@ def test_detect(all_weights):
     assert "counts for boxes alone: " in shown.stderr and row(shown.stdout, "mask_ap") == "100.00"
     message = refused(*run, "--strict")
     assert "annotation 2: there is no segmentation" in message and "--strict" in message
-    weights = all_weights / "detect.safetensors"
-    message = refused("evaluate", "detect", weights, "--data", "cells", "--split", "test")
-    assert "no JSON file of the test objects" in message
 
 
 def test_segment(all_weights):
@@ -238,20 +212,11 @@ def test_segment(all_weights):
     assert sorted(os.listdir("segment-predictions"))[:3] == ["0.png", "1.png", "2.png"]
     told = refused(*run, "--window", "32")
     assert "window None there, 32 now; stride None there, 21 now" in told
-    Path("data/images/val/0.png").write_bytes(b"hello")
-    Path("data/labels/val/3.png").write_bytes(b"hello")
-    result = invoke(*run, "--save", "out")
-    assert result.exit_code == 0
-    skipped, missing = result.stderr.splitlines()
-    assert skipped.startswith("quadtree: skipped 2: data/labels/val/3.png: has no image in")
-    assert "; cannot decode data/images/val/0.png" in skipped
-    assert missing == "quadtree: 1 without predictions: 0"
-    Path("data/labels/val/3.png").unlink()
-    strict = invoke(*run, "--strict", "--save", "other")
-    assert strict.exit_code == 2 and "fix it, or leave out --strict" in strict.stderr
 
 
 # ---- mistakes
+
+PETS = ("ours.safetensors", "--data", "pets")
 
 
 @pytest.mark.parametrize(
@@ -266,27 +231,18 @@ def test_segment(all_weights):
         ("detect", ["--data", "pets"], "no weights of the task detect"),
         ("stereo", ["--data", "pets", "--batch", "0"], "there are no pairs"),
         ("segment", ["w.safetensors", "--data", "nowhere"], "there is no folder nowhere"),
+        ("classify", [*PETS, "--size", "0"], "size must be at least 1"),
+        ("classify", [*PETS, "--batch", "0"], "batch must be at least 1"),
+        ("classify", [*PETS, "--dtype", "int8"], "dtype"),
+        ("classify", [*PETS, "--device", "abacus"], "there is no device"),
+        ("classify", [*PETS, "--save", "p.txt"], "written as .npz"),
     ],
 )
-def test_mistakes(task, options, message):
+def test_mistakes(task, options, message, all_weights):
+    Path("ours.safetensors").symlink_to(all_weights / "classify.safetensors")
+    Path("ours.json").symlink_to(all_weights / "classify.json")
     tiny.write_data("classify", Path("pets"))
     tiny.write_data("detect", Path("pets"))
     write_predictions(Path("p.npz"))
     Path("best.ckpt").write_bytes(b"anything")
     assert message in refused("evaluate", task, *options)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--size", "0"], "size must be at least 1"),
-        (["--batch", "0"], "batch must be at least 1"),
-        (["--dtype", "int8"], "dtype"),
-        (["--device", "abacus"], "there is no device"),
-        (["--save", "p.txt"], "written as .npz"),
-    ],
-)
-def test_options_that_are_refused(all_weights, options, message):
-    tiny.write_data("classify", Path("pets"))
-    weights = all_weights / "classify.safetensors"
-    assert message in refused("evaluate", "classify", weights, "--data", "pets", *options)

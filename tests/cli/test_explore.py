@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 
 from quadtree_attention import models
@@ -74,11 +73,8 @@ def test_explore_rows(all_weights):
 
 
 def test_a_second_network_beside(all_weights, tmp_path):
-    card = {"model": "loftr_quadtree_small", "kwargs": tiny.NETWORKS["match"][1]}
-    card["kwargs"] = card["kwargs"] | {"attention": "linear"}
-    torch.manual_seed(0)
-    network = models.create(card["model"], **card["kwargs"])
-    models.weights.save_weights("linear.safetensors", network.state_dict(), card)
+    narrow = tiny.NETWORKS["match"][1] | {"attention": "linear"}
+    tiny.write_weights("match", Path("linear.safetensors"), kwargs=narrow)
     both = (*weights(all_weights, "match"), "--beside", "linear.safetensors")
     run("explore", "a.png", "b.png", *both)
     kinds = [layer["kind"] for layer in about("explore.html")["layers"]]
@@ -162,15 +158,7 @@ def test_bad_input(all_weights):
         assert words in refused(*options, *ours), options
     assert "one image" in refused("explore", "a.png", "b.png", *weights(all_weights, "classify"))
     assert "two images" not in refused("explore", "a.png", *weights(all_weights, "stereo"))
-    models.weights.save_weights(
-        "full.safetensors",
-        models.create(
-            "loftr_quadtree_small", attention="full", **tiny.NETWORKS["match"][1]
-        ).state_dict(),
-        {
-            "model": "loftr_quadtree_small",
-            "kwargs": tiny.NETWORKS["match"][1] | {"attention": "full"},
-        },
-    )
+    full = tiny.NETWORKS["match"][1] | {"attention": "full"}
+    tiny.write_weights("match", Path("full.safetensors"), kwargs=full)
     assert "no quadtree layers" in refused("explore", "a.png", "--weights", "full.safetensors")
     assert set(os.listdir()) - set(there) <= {"full.safetensors", "full.json"}

@@ -10,8 +10,7 @@ pytest.importorskip("onnxruntime", reason="needs the extra 'export'")
 
 import onnxruntime
 
-from quadtree_attention import models
-from quadtree_attention.models.weights import save_weights
+from tests.support import tiny
 from tests.support.commands import invoke, refused
 
 OPTIONS = {"num_classes": 2, "depths": [1, 1, 1, 1], "num_levels": 1}
@@ -20,9 +19,7 @@ OPTIONS = {"num_classes": 2, "depths": [1, 1, 1, 1], "num_levels": 1}
 @pytest.fixture
 def classifier():
     """Weights with one level per stage, so that an export takes seconds."""
-    network = models.create("test_quadtree", **OPTIONS)
-    card = {"model": "test_quadtree", "kwargs": OPTIONS, "task": "classify"}
-    save_weights("c.safetensors", network.state_dict(), card | {"classes": ["cat", "dog"]})
+    tiny.write_weights("classify", Path("c.safetensors"), kwargs=OPTIONS)
 
 
 def test_a_fixed_size_is_exported_and_said(classifier):
@@ -46,10 +43,7 @@ def test_a_fixed_size_is_exported_and_said(classifier):
         (["match", "--save", "a.onnx", "--fixed", "640"], "--fixed must be like 480x640"),
         (["match", "--save", "a.onnx", "--fixed", "40x640"], "height must be at least 64"),
         (["match", "--save", "a.onnx", "--threshold", "1.5"], "threshold must be"),
-        (
-            ["stereo", "--save", "a.onnx", "--threshold", "0"],
-            "--threshold is no option of stereo",
-        ),
+        (["stereo", "--save", "a.onnx", "--threshold", "0"], "--threshold is no option of stereo"),
         (["classify", "--save", "a.onnx"], "no weights of the task classify"),
         (["detect", "--save", "a.onnx", "--weights", "no.safetensors"], "no.safetensors"),
     ],

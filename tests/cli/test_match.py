@@ -160,27 +160,6 @@ def test_pairs_that_are_there_are_skipped(run, fails):
     assert sorted(os.listdir("out")) == ["a__b.npz", "settings.json"]
 
 
-def test_matches_of_other_images_are_not_reused(run, fails):
-    for name in ("x", "y"):
-        Path(name).mkdir()
-    for source, copies in (("a.png", ("x/1.png", "y/2.png")), ("b.png", ("x/2.png", "y/1.png"))):
-        for copy in copies:
-            Path(copy).write_bytes(Path(source).read_bytes())
-    Path("pairs.txt").write_text("1.png 2.png\n")
-    Path("more.txt").write_text("1.png 2.png\n2.png 1.png\n")
-    Path("turned.txt").write_text("1.png 2.png 0 1\n")
-    assert run(*PAIRS, "--images", "x").exit_code == 0
-    before = Path("out/1__2.npz").read_bytes()
-    other = "out holds results of other data as 1__2; write to another name, or replace them"
-    assert other in fails(*PAIRS, "--images", "y")
-    assert other in fails("--pairs", "turned.txt", *PAIRS[2:], "--images", "x")
-    assert run("--pairs", "more.txt", *PAIRS[2:], "--images", "./x").exit_code == 0
-    assert Path("out/1__2.npz").read_bytes() == before
-    assert run(*PAIRS, "--images", "y", "--force").exit_code == 0
-    assert Path("out/1__2.npz").read_bytes() != before
-    assert "2__1" in fails("--pairs", "more.txt", *PAIRS[2:], "--images", "y")  # still of x
-
-
 @pytest.mark.parametrize(
     ("pairs", "options", "words"),
     [

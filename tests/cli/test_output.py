@@ -88,8 +88,6 @@ def test_an_output_that_cannot_be_written(weights):
     options = ("match", "a.png", "b.png", "--weights", weights)
     if os.geteuid():  # root may write everywhere
         assert "may not be written to" in refused(*options, "--out", "closed/m.png")
-    assert "there is no directory 'none'" in refused(*options, "--out", "none/m.png")
-    assert "'a.png' is an input" in refused(*options, "--out", "a.png")
     os.symlink("a.png", "other.png")
     assert "'other.png' is an input" in refused(*options, "--out", "other.png")
 

@@ -165,10 +165,7 @@ def test_other_formats_and_images_without_a_partner(run, folders, pair):
     ("options", "words"),
     [
         (["left", "right"], "two folders need --save OUT"),
-        (
-            ["left", "right", "--save", "left"],
-            "left contains the input images, which results",
-        ),
+        (["left", "right", "--save", "left"], "left contains the input images, which results"),
         (["left", "right", "--save", "out", "--out", "p.png"], "--out has no effect for two folde"),
         (["left", "right", "--save", "out", "--format", "tif"], "format must be one of npz, npy,"),
         (["left", "right", "--save", "a.png"], "the folder a.png cannot be made: File exists"),

@@ -33,7 +33,8 @@ def save(task, tmp_path):
 @pytest.fixture
 def run(task, weights, data, save):
     def run(**options):
-        return evaluate(task.name, weights, **{**data, "save": save, **options})
+        own = tiny.OWN.get(task.name, {})
+        return evaluate(task.name, weights, **{**data, "save": save, **own, **options})
 
     return run
 
@@ -85,11 +86,13 @@ def test_results_are_reused_and_only_those_that_fit(task, run, data, save, monke
     raises(OptionError, "leave out weights", run, predictions=save)
 
 
-def test_other_data_of_the_same_names_are_refused(task, run, weights, save, tmp_path):
+def test_other_data_of_the_same_names_are_refused(task, run, tmp_path):
     run()
-    other = tiny.write_data(task.name, tmp_path / "other")
-    with pytest.raises(OptionError, match="holds results of other data as"):
-        evaluate(task.name, weights, **other, save=save)
+    # Where two samples are replaced, the third result is still of the first data
+    for count in (3,) if task.load("codec").together else (2, 3):
+        other = tiny.write_data(task.name, tmp_path / "other", count=count)
+        raises(OptionError, "of other data as", run, **other)
+        assert not run(**other, force=True).missing
 
 
 def test_files_of_others_stay(task, run, save):

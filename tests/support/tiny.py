@@ -45,16 +45,21 @@ OWN = {  # so that there are results, without the search for an alignment
 
 
 def write_weights(task: str, path: Path, **changed: Any) -> Path:
-    """Random weights of a tiny network, with their card; `changed` replaces entries of the card."""
+    """Random weights of a tiny network, with their card.
+
+    `changed` replaces entries of the card, among them `model` and `kwargs`; ... leaves one out.
+    """
     name, options = NETWORKS[task]
-    torch.manual_seed(3)
-    network = models.create(name, **options)
-    if task == "segment":
-        nn.init.normal_(network.classifier.weight)  # else all pixels have one class
     card = {"model": name, "kwargs": options, "task": task}
     if task in HAS_CLASSES:
         card["classes"] = CLASSES
-    save_weights(path, network.state_dict(), card | changed, overwrite=True)
+    card |= changed
+    torch.manual_seed(3)
+    network = models.create(card["model"], **card["kwargs"])
+    if task == "segment":
+        nn.init.normal_(network.classifier.weight)  # else all pixels have one class
+    card = {key: value for key, value in card.items() if value is not ...}
+    save_weights(path, network.state_dict(), card, overwrite=True)
     return path
 
 

@@ -186,24 +186,16 @@ def test_the_same_files_as_without_it(nodes, folder, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_worker_is_killed(nodes, folder, tmp_path):
+@pytest.mark.parametrize("lost", ["worker", "node"])
+def test_a_worker_is_killed_or_a_node_removed(nodes, folder, tmp_path, lost):
     nodes.complete()
     running = start(*words(folder, tmp_path / "out"), "--cluster", nodes.address)
     wait_for(lambda: len(workers()) == 2 and len(done(tmp_path / "out")) >= 2)
+    if lost == "node":
+        nodes.remove()
     assert running.poll() is None and len(done(tmp_path / "out")) < 9
-    os.kill(workers()[0], signal.SIGKILL)
-    said, _ = running.communicate(timeout=120)
-    assert running.returncode == 1 and "10 done, 1 failed" in said, said
-    check_equal(tmp_path / "out", folder)
-
-
-@pytest.mark.slow
-def test_a_node_is_removed(nodes, folder, tmp_path):
-    nodes.complete()
-    running = start(*words(folder, tmp_path / "out"), "--cluster", nodes.address)
-    wait_for(lambda: len(workers()) == 2 and len(done(tmp_path / "out")) >= 2)
-    nodes.remove()
-    assert running.poll() is None and len(done(tmp_path / "out")) < 9
+    if lost == "worker":
+        os.kill(workers()[0], signal.SIGKILL)
     said, _ = running.communicate(timeout=120)
     assert running.returncode == 1 and "10 done, 1 failed" in said, said
     check_equal(tmp_path / "out", folder)

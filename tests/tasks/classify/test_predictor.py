@@ -8,9 +8,7 @@ import pytest
 import torch
 from PIL import Image
 
-from quadtree_attention.errors import (
-    CheckpointError,
-)
+from quadtree_attention.errors import CheckpointError
 from quadtree_attention.models.registry import create, load
 from quadtree_attention.models.weights import save_weights
 from quadtree_attention.tasks.classify.data import GeneratedClassifyData

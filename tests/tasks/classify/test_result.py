@@ -9,8 +9,7 @@ import pytest
 from PIL import Image
 
 from quadtree_attention.errors import CheckpointError, DataError, OptionError
-from quadtree_attention.files import file_sha256
-from quadtree_attention.tasks import Classifier, evaluate
+from quadtree_attention.tasks import evaluate
 from tests.support import raises
 from tests.tasks.classify.test_predictor import CLASSES, pixels, write_weights
 from tests.tasks.classify.test_readers import make_npz
@@ -54,19 +53,12 @@ def alone(path: Path):
 
 def test_what_is_written(tmp_path, weights, images):
     out = tmp_path / "out.npz"
-    scores = run(weights, images, out, batch=5)
+    run(weights, images, out, batch=5)
     found = read(out)
     assert found["logits"].dtype == np.float32 and found["logits"].shape == (12, 4)
     assert found["labels"].tolist() == [0] * 3 + [1] * 3 + [2] * 3 + [3] * 3
     assert found["names"].tolist()[:4] == ["ant/0.png", "ant/1.png", "ant/2.png", "bee/0.png"]
     assert json.loads(str(found["info"])) == {"classes": CLASSES, "top": 5}
-    classifier = Classifier.from_pretrained(weights, device="cpu")
-    for logits, name in zip(found["logits"], found["names"], strict=True):
-        direct = classifier(images / "val" / str(name)).logits
-        np.testing.assert_allclose(logits, direct, rtol=0, atol=1e-5)
-    assert scores.settings["weights_sha256"] == file_sha256(weights)
-    assert scores.settings["model"] == "test_quadtree"
-    assert alone(out).to_dict() == scores.to_dict()
 
 
 def test_labels_are_those_of_the_network(tmp_path, weights):
@@ -116,12 +108,6 @@ def test_scores_by_hand(tmp_path):
         {"label": 1, "name": "y", "images": 3, "accuracy": pytest.approx(200 / 3)},
         {"label": 2, "name": "z", "images": 1, "accuracy": 100.0},
     ]
-    logits = np.tile(np.arange(8, dtype=np.float32), (8, 1))  # the best is 7, then 6, ...
-    letters = list("abcdefgh")
-    changes = {"logits": logits, "labels": np.arange(8), "names": np.array(letters)}
-    changes["info"] = np.array(json.dumps({"classes": letters}))
-    path = write_predictions(tmp_path / "p.npz", **changes)
-    assert alone(path).mean == {"top1": 12.5, "top5": 62.5}
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,9 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from quadtree_attention.models.registry import create
-from quadtree_attention.models.weights import save_weights
 from quadtree_attention.tasks.detect.rle import encode_mask
 from tests.conftest import ROOT
+from tests.support import tiny
 
 SHARED = ROOT.parent / "shared" / "data"
 CATEGORIES = [{"id": 7, "name": "disc"}, {"id": 3, "name": "square"}, {"id": 90, "name": "star"}]
@@ -52,7 +51,5 @@ def write_split(root, split="val", *, annotations=(), sizes=((40, 30), (32, 36))
 def write_weights(path, kind="retinanet", classes=("square", "disc", "star"), **options):
     """Random weights of a tiny detector that finds a lot, with their card."""
     options = {"num_classes": len(classes), "score_thresh": 0.0, **TINY, **options}
-    name = f"{kind}_test_quadtree"
-    card = {"model": name, "kwargs": options, "task": "detect", "classes": list(classes)}
-    save_weights(path, create(name, **options).state_dict(), card, overwrite=True)
-    return path
+    card = {"model": f"{kind}_test_quadtree", "kwargs": options, "classes": list(classes)}
+    return tiny.write_weights("detect", path, **card)

@@ -92,16 +92,6 @@ def test_objects_drop_out_of_a_crop():
     assert 0 in counts and max(counts) < 5
 
 
-def test_follows_torch_generator_alone(shapes):
-    augment = Augment(flip=0.5, crop=0.5, jitter=0.5)
-    torch.manual_seed(3)
-    first = [augment(*sample)[0] for sample in shapes]
-    np.random.seed(1)
-    torch.manual_seed(3)
-    again = [augment(*sample)[0] for sample in shapes]
-    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
-
-
 @pytest.mark.parametrize("option", ["flip", "crop", "jitter"])
 def test_options_out_of_range(option):
     with pytest.raises(OptionError, match=f"{option} must be in \\[0, 1\\], got 1.5"):

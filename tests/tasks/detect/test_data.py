@@ -103,4 +103,3 @@ def test_generated_shapes():
         assert torch.equal(target["masks"].sum((1, 2)).float(), target["area"])
         seen |= set(target["labels"].tolist())
     assert seen == {1, 2, 3}
-    assert GeneratedShapes(1, 96, seed=1).images(0) != source.images(0)

@@ -265,18 +265,12 @@ def test_estimators_of_homographies_take_inliers_at_the_side_that_is_measured(
 
     monkeypatch.setattr("quadtree_attention.tasks.match.pose.homography", spy)
     save_wall(tmp_path, noise=8.0)
-    scores = scores_of(tmp_path, homography_line(), side=side)
+    mean = scores_of(tmp_path, homography_line(), side=side).mean
     assert found == [3 * 640 / side] * 2
-    medians = {name: scores.mean[f"homography_{name}_median"] * 640 / side for name in ESTIMATORS}
-    # noise of 8 pixels: all matches are inliers at 30 pixels, and average out; few are at 4
-    points0, points1 = wall_points(noise=8.0)
-    for name, median in medians.items():
-        given = homography(points0, points1, estimator=name, threshold=3 * 640 / side)
-        assert median == pytest.approx(corner_error(given.matrix, MATRIX, 500, 400))
-        if side == 64:
-            assert given.inliers.mean() > 0.95
-        else:
-            assert given.inliers.mean() < 0.5
+    for name in ESTIMATORS:
+        given = homography(*wall_points(noise=8.0), estimator=name, threshold=3 * 640 / side)
+        error = corner_error(given.matrix, MATRIX, 500, 400) * side / 640
+        assert mean[f"homography_{name}_median"] == pytest.approx(error)
 
 
 def test_turned_photos_are_measured_upright(tmp_path):
@@ -322,13 +316,8 @@ def test_an_unreadable_image_without_predictions_is_a_failed_pair(tmp_path):
     assert [scores.mean[f"homography_opencv_auc{t}"] for t in (3, 5, 10)] == [0, 0, 0]
 
 
-def test_mistakes(tmp_path):
+def test_an_image_whose_size_is_needed(tmp_path):
     save_wall(tmp_path)
-    (tmp_path / "a0__a1.npz").write_bytes(b"no matches")
-    lines = pose_line(), homography_line()
-    raises(DataError, r"a0__a1\.npz", scores_of, tmp_path, *lines)
-    save(tmp_path, "a0__a1", *np.full((2, 9, 2), np.nan))
-    raises(DataError, r"a0__a1\.npz must hold finite points", scores_of, tmp_path, *lines)
     save_scene(tmp_path)
     (tmp_path / "wall1.png").unlink()
-    raises(DataError, r"cannot read .*wall1\.png", scores_of, tmp_path, *lines)
+    raises(DataError, r"cannot read .*wall1\.png", scores_of, tmp_path, homography_line())

@@ -3,30 +3,20 @@
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 
-from quadtree_attention.models.registry import create
-from quadtree_attention.models.weights import save_weights
 from quadtree_attention.synthetic import ProceduralTextures, homography_pairs
 from quadtree_attention.tasks.match.predictor import Matcher, shrunk
+from tests.support import tiny
 
 KWARGS = {"dims": [16, 24, 32], "num_pairs": 1, "num_heads": 2, "fine_heads": 2, "topk": 4}
 
 
-def write_weights(path):
-    """A tiny untrained matcher, stored in half precision."""
-    torch.manual_seed(0)
-    state = create("loftr_quadtree_small", **KWARGS).state_dict()
-    card = {"model": "loftr_quadtree_small", "kwargs": KWARGS, "task": "match"}
-    halves = {n: t.half() if t.is_floating_point() else t for n, t in state.items()}
-    save_weights(path, halves, card)
-    return path
-
-
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory):
-    return write_weights(tmp_path_factory.mktemp("weights") / "tiny.safetensors")
+    """A tiny untrained matcher."""
+    path = tmp_path_factory.mktemp("weights") / "tiny.safetensors"
+    return tiny.write_weights("match", path, kwargs=KWARGS)
 
 
 @pytest.fixture(scope="module")
@@ -101,14 +91,8 @@ def test_pairs_of_equal_sizes_go_through_the_network_together(loose, photo):
     assert [len(found) > 0 for found in together] == [True, True, True, False]
 
 
-def test_options_are_settings(weights, photo):
+def test_the_best_of_a_smaller_image(weights, photo):
     matcher = Matcher.from_pretrained(weights, threshold=0.0, guided="never", top=3, size=64)
-    assert matcher.settings()["options"] == {
-        "size": 64,
-        "threshold": 0.0,
-        "top": 3,
-        "guided": "never",
-    }
     whole = Matcher.from_pretrained(weights, threshold=0.0, guided="never", size=64)
     found = matcher(photo, photo)
     assert found.confidence.tolist() == whole(photo, photo).best(3).confidence.tolist()

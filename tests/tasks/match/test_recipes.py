@@ -60,13 +60,6 @@ def _in_a_folder_of_its_own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-def test_lite_recipes_differ_in_the_attention_only():
-    assert set(read_recipe(FOLDER / "loftr-lite.yaml").variants) == set(LITE)
-    recipes = [load("loftr-lite", name) for name in LITE]
-    assert len({str(recipe["model"].pop("options")) for recipe in recipes}) == len(LITE)
-    assert all(recipe == recipes[0] for recipe in recipes)
-
-
 @pytest.mark.parametrize("name", LITE)
 def test_lite_recipe_has_the_attention_of_its_name(name):
     kind, particulars = LITE[name]
@@ -129,25 +122,6 @@ def test_lite_has_half_of_the_channels_and_453_scans():
     assert steps == pytest.approx(38_400, rel=2e-3)
 
 
-@pytest.mark.parametrize("name", POSED)
-def test_without_data_the_missing_folder_is_named(name, tmp_path):
-    cpu = ("--trainer.accelerator", "cpu", "--trainer.precision", "32-true")
-    small = ("--model.options", "{dims: [16, 24, 32], num_pairs: 1, num_heads: 2, fine_heads: 2}")
-    assert "pass --data.root FOLDER" in refused(*config(name), *small, *cpu)
-    told = refused(*config(name), *small, *cpu, "--data.root", "nowhere")
-    assert told.startswith("there is no folder nowhere; pass the one of")
-    (tmp_path / "empty").mkdir()
-    told = refused(*config(name), *small, *cpu, "--data.root", "empty")
-    assert told.startswith("there is no folder empty/")
-    assert not (tmp_path / "runs").exists()
-
-
-def test_the_missing_folder_of_textures_is_named():
-    cpu = ("--trainer.accelerator", "cpu", "--trainer.precision", "32-true")
-    told = refused(*config("synthetic"), *cpu, "--data.textures", "nowhere")
-    assert "nowhere" in told
-
-
 def test_without_h5py_the_extra_that_brings_it_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "h5py", None)  # as if it were not installed
     folder = tmp_path / "index" / "scene_info_0.1_0.7"
@@ -160,8 +134,6 @@ def test_without_h5py_the_extra_that_brings_it_is_named(tmp_path, monkeypatch):
 def test_source_decides_which_options_there_are():
     ending = "did you mean data.min_overlap?"
     assert refused("--data.source", "scannet", "--data.min_overlp", "0.3").endswith(ending)
-    assert "data.textures has no effect with" in refused(*config(POSED[0]), "--data.textures", "x")
-    assert "data.min_overlap has no effect with" in refused("--data.min_overlap", "0.3")
     told = refused("--data.source=scanet")
     assert told == (
         "data.source must be one of synthetic, scannet, megadepth, got 'scanet'; did you mean "
@@ -186,10 +158,3 @@ def test_the_last_source_given_is_taken(args, option, tmp_path, capsys):
         train("match", [*args, "--print_config"])
     shown = yaml.safe_load(capsys.readouterr().out)["data"]
     assert option in shown and "source" in shown
-
-
-def test_help_lists_the_options_of_the_source(capsys):
-    with pytest.raises(SystemExit):
-        train("match", ["--data.source", "scannet", "--help"])
-    shown = capsys.readouterr().out
-    assert "--data.pairs_per_scene" in shown and "--data.textures" not in shown

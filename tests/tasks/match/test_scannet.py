@@ -15,7 +15,6 @@ from quadtree_attention.tasks.match.truth import true_matches, view_from_flow
 from tests.support import raises
 from tests.support.training import train
 from tests.tasks.match.posed_files import batch_of, scannet_pairs, write_scannet
-from tests.tasks.match.test_module import pose_errors
 
 SIZE = {"height": 96, "width": 128}
 RECIPE = """
@@ -94,15 +93,6 @@ def test_supervision_from_depth_agrees_with_the_exact_flow(stored, pairs, precis
     )
     # Next to an edge the pixel nearest to a point may show what is behind it
     assert len(exact) > 60 and len(exact - mine) <= 0.02 * len(exact)
-
-
-def test_true_matches_give_the_pose(stored):
-    data = ready(stored, batch_size=2)
-    (batch,) = batch_of(data, data.val_dataloader())
-    truth, points = true_matches(*views(batch), 4)
-    cells = torch.stack([truth.cells0 % 32, truth.cells0 // 32], dim=1) * 4.0
-    found = {"keypoints0": cells, "keypoints1": points, "batch_indexes": truth.batch_indexes}
-    assert max(pose_errors(found, batch)) < 1.0
 
 
 def drawn(data, epoch):

@@ -5,13 +5,10 @@ import json
 from pathlib import Path
 
 import numpy as np
-import torch
 from PIL import Image
-from torch import nn
 
-from quadtree_attention import models
-from quadtree_attention.models.weights import save_weights
 from tests.conftest import ROOT
+from tests.support import tiny
 
 CAMVID = ROOT.parent / "shared" / "data" / "camvid11"
 NO_CAMVID = "camvid11 is not at ../shared/data beside the checkout"
@@ -47,12 +44,6 @@ def write_set(root: Path, *, count=4, size=(40, 56), splits=("train", "val")) ->
 
 
 def write_weights(path: Path, **card: object) -> Path:
-    """A segmenter with weights by chance, which tells the classes apart somehow."""
-    torch.manual_seed(3)
-    model = models.create("semfpn_test_quadtree", **KWARGS)
-    nn.init.normal_(model.classifier.weight)
-    full = {"model": "semfpn_test_quadtree", "kwargs": KWARGS, "task": "segment"}
-    full |= {"classes": CLASSES, "palette": [[10, 20, 30], [200, 100, 0], [0, 250, 120]]}
-    full |= {"base_size": None, **card}
-    save_weights(path, model.state_dict(), {k: v for k, v in full.items() if v != "left out"})
-    return path
+    """A segmenter with random weights and three classes."""
+    own = {"classes": CLASSES, "palette": [[10, 20, 30], [200, 100, 0], [0, 250, 120]]}
+    return tiny.write_weights("segment", path, kwargs=KWARGS, **own | {"base_size": None} | card)

@@ -14,12 +14,7 @@ from quadtree_attention.models.weights import save_weights
 from quadtree_attention.tasks.evaluation import evaluate
 from quadtree_attention.tasks.segment.data import GeneratedSegmentData
 from quadtree_attention.tasks.segment.metrics import IGNORE, SegmentMetric
-from quadtree_attention.tasks.segment.module import (
-    SegmentModule,
-    at_size,
-    equal_sizes,
-    pixel_loss,
-)
+from quadtree_attention.tasks.segment.module import SegmentModule, at_size, equal_sizes, pixel_loss
 from quadtree_attention.tasks.segment.predictor import Segmenter
 from tests.support import raises
 from tests.support.training import train

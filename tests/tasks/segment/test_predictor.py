@@ -88,8 +88,7 @@ def test_few_classes_at_a_time_are_all_at_once(monkeypatch):
 
 
 def test_a_card_without_names(tmp_path):
-    missing = {"classes": "left out", "palette": "left out"}
-    found = load(write_weights(tmp_path / "bare.safetensors", **missing))
+    found = load(write_weights(tmp_path / "bare.safetensors", classes=..., palette=...))
     assert found.names == ["0", "1", "2"] and found.palette == distinct(3)
 
 

@@ -88,11 +88,9 @@ def test_camvid():
 
 
 def test_generated():
-    train, val = (GeneratedSource(split, count=6, size=32) for split in ("train", "val"))
+    train = GeneratedSource("train", count=6, size=32)
     image, labels = read(train, 3)
     assert image.size == (48, 32) and labels.shape == (32, 48)
-    assert np.array_equal(read(train, 3)[1], labels)
-    assert not np.array_equal(read(val, 3)[1], labels)
     seen = np.unique(np.concatenate([read(train, i)[1].ravel() for i in range(6)]))
     assert seen.tolist() == [0, 1, 2, 3]
 

@@ -44,15 +44,6 @@ def test_ade20k_recipes(size):
     assert (recipe["trainer"]["max_steps"], recipe["data"]["batch_size"]) == (160_000, 16)
 
 
-def test_camvid_recipes_differ_in_the_attention_only():
-    names = read_recipe(FOLDER / "camvid11.yaml").variants
-    assert sorted(names) == sorted(ATTENTIONS)
-    recipes = [load("camvid11", name) for name in names]
-    attentions = [[recipe["model"].pop(key) for key in ("model", "options")] for recipe in recipes]
-    assert len(set(map(str, attentions))) == len(names)
-    assert all(recipe == recipes[0] for recipe in recipes)
-
-
 @pytest.mark.parametrize("name", ATTENTIONS)
 def test_camvid_recipe_has_the_attention_of_its_name(name):
     settings = load("camvid11", name)["model"]

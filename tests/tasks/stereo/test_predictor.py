@@ -9,7 +9,6 @@ from PIL import Image
 from quadtree_attention.errors import DataError, OptionError
 from quadtree_attention.synthetic import ProceduralTextures, stereo_pairs
 from quadtree_attention.tasks.stereo.filling import fill_hidden
-from quadtree_attention.tasks.stereo.formats import read_disparity
 from quadtree_attention.tasks.stereo.predictor import StereoMatcher, resized, working_size
 from quadtree_attention.tasks.stereo.result import Disparity
 from tests.support import raises, tiny
@@ -159,13 +158,6 @@ def test_depth():
         raises(OptionError, f"{name} must be ", found.depth, focal, baseline, offset=offset)
 
 
-def test_save(found, tmp_path):
-    for name, tolerance in (("d.npy", 0), ("d.pfm", 0), ("d.png", 1 / 256)):
-        found.save(tmp_path / name)
-        stored = read_disparity(tmp_path / name)
-        assert np.abs(stored.values - found.disparity).max() <= tolerance
-
-
 def test_a_swapped_pair_is_warned_of(weights):
     left, right = rendered((180, 240))
     matcher = StereoMatcher.from_pretrained(weights, size=64)
@@ -179,8 +171,3 @@ def test_what_is_refused(weights, matcher, pair):
         matcher(left, left.resize((91, 50)))
     with pytest.raises(DataError, match="at least 16 pixels a side, got 90x15"):
         matcher(left.resize((90, 15)), left.resize((90, 15)))
-    with pytest.raises(OptionError, match="size must be at least 16, got 8"):
-        StereoMatcher.from_pretrained(weights, size=8)
-    for number in (0, -1, np.nan, np.inf):
-        with pytest.raises(OptionError, match=f"max_disparity must be above 0, got {number}"):
-            StereoMatcher.from_pretrained(weights, max_disparity=number)

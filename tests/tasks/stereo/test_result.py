@@ -10,8 +10,6 @@ from PIL import Image
 from quadtree_attention.errors import DataError, OptionError
 from quadtree_attention.tasks import Disparity, evaluate
 from quadtree_attention.tasks.stereo.formats import write_disparity
-from quadtree_attention.tasks.stereo.readers import open_source
-from tests.conftest import ROOT
 from tests.support import raises
 
 SIZE = (50, 90)  # height, width
@@ -128,18 +126,6 @@ def test_answers_of_other_programs(data, tmp_path):
     assert b["epe_noc"] == pytest.approx(20 * 25 / 45)  # of 45 rows that are known
 
 
-def test_missing_pairs_are_named_and_damaged_ones_left_out(tmp_path):
-    root = write_pairs(tmp_path / "data", ("a", "b", "c"))
-    (root / "disparity" / "c.pfm").write_bytes(b"no disparity")
-    out = tmp_path / "out"
-    out.mkdir()
-    for name in ("a", "c"):
-        write_answer(out / f"{name}.npz", np.full(SIZE, 8.0, np.float32))
-    scores = scored(root, out)
-    assert [row["name"] for row in scores.rows] == ["a"] and scores.missing == ["b"]
-    assert len(scores.skipped) == 1 and "c.pfm" in scores.skipped[0]
-
-
 def test_answers_that_are_refused(data, tmp_path):
     write_answer(tmp_path / "a.npz", np.ones((50, 91)))
     with pytest.raises(DataError, match=r"of a must have the size of its pair, 90x50, got 91x50"):
@@ -149,18 +135,3 @@ def test_answers_that_are_refused(data, tmp_path):
         scored(data, tmp_path)
     (tmp_path / "a.npz").write_bytes(b"PK\x03\x04 broken")
     raises(DataError, r"cannot read .*a.npz", scored, data, tmp_path)
-
-
-def test_the_truth_of_real_pairs_scores_best(tmp_path):
-    root = ROOT.parent / "shared" / "data" / "stereo"
-    if not root.is_dir():
-        pytest.skip("the pairs of ../shared/data/stereo are not here")
-    source = open_source(root / "MIDDLEBURY_2001_2003")
-    for index in range(len(source)):
-        found, path = source.truth(index), tmp_path / f"{source.name(index)}.npz"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_answer(path, found.disparity, found.occluded.astype(np.float32))
-    scores = scored(root / "MIDDLEBURY_2001_2003", tmp_path)
-    assert len(scores.rows) == 4
-    assert scores.mean["epe_all"] == scores.mean["d1_noc"] == 0
-    assert scores.mean["occlusion_iou"] == 1

@@ -10,12 +10,7 @@ from jsonargparse import ArgumentError, ArgumentParser
 
 from quadtree_attention.errors import DataError, OptionError
 from quadtree_attention.tasks.contract import get_task
-from quadtree_attention.tasks.training.data import (
-    SyntheticData,
-    TaskData,
-    listed,
-    read_or_replace,
-)
+from quadtree_attention.tasks.training.data import SyntheticData, TaskData, listed, read_or_replace
 from tests.support import raises
 
 
