@@ -20,9 +20,9 @@ from quadtree_attention.models.stereo_convert import convert_stereo
 from quadtree_attention.models.weights import read_card, read_checkpoint
 from tests.conftest import Golden, golden_files, golden_path
 from tests.models.sttr_names import official_state
-from tests.models.test_backbone import golden_image, load_official, recipe_state
 from tests.support import commands
 from tests.support.commands import invoke, printed, row
+from tests.support.official import golden_image, load_official, recipe_state
 
 pytestmark = pytest.mark.usefixtures("only_reference")
 

@@ -1,24 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Official modules, loaded by name, give the official numbers; what names and shapes tell."""
 
-import json
-from pathlib import Path
-
 import pytest
 import torch
 
 from quadtree_attention import CheckpointError, QuadtreeAttention, QuadtreeBlock
-from quadtree_attention.models.convert import (
-    check_fit,
-    convert_backbone,
-    convert_block,
-    infer_name,
-    infer_options,
-    is_official_backbone,
-    split_backbone,
-)
+from quadtree_attention.models import convert
+from quadtree_attention.models.convert import check_fit, convert_backbone, convert_block, infer_name
 from quadtree_attention.models.registry import create
 from tests.conftest import Golden, golden_files
+from tests.support import raises
+from tests.support.official import manifest, shapes_of
 
 FILES = golden_files("modules/*_attn_*.npz", "modules/*_block_*.npz")
 
@@ -89,23 +81,23 @@ def test_unknown_names_are_told():
 # ---- whole backbones
 
 
-def official(path: Path) -> dict[str, torch.Tensor]:
-    shapes = json.loads(path.read_text())["state_dict"]
-    return {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
-
-
 @pytest.mark.parametrize(
     "path", golden_files(*(f"manifests/{task}_*.json" for task in ("class*", "detec*", "segm*")))
 )
-def test_name_and_options_of_every_manifest(path):
+def test_every_manifest(path):
+    """Name and options follow from the tensors, of which nothing is left over or missing."""
     task, letter, size = path.stem.replace("quadtreeA", "a").replace("quadtree", "b").split("_")
-    state = convert_backbone(official(path))
+    state, official = convert_backbone(shapes_of(path.stem)), manifest(path.stem)
     assert infer_name(state) == f"quadtree_{letter}_{size}"
     classifies = task == "classification"
     expected = {"num_classes": 1000, "topk": 8} if classifies else {"num_classes": 0, "topk": 32}
     if letter == "b":
         expected["value_act"] = "gelu" if classifies else "relu"
-    assert infer_options(state) == expected
+    assert convert.infer_options(state) == expected
+    model = create(infer_name(state), device="meta", **expected)
+    check_fit(model, state)
+    assert len(state) == official["tensors"]
+    assert sum(p.numel() for p in model.parameters()) == official["parameters"]
 
 
 @pytest.mark.parametrize("letter", ["a", "b"])
@@ -116,47 +108,41 @@ def test_name_of_every_registered_model(letter, size):
     assert infer_name(create(name, device="meta").state_dict()) == name
 
 
-@pytest.mark.parametrize("path", golden_files("manifests/detection_quadtree_b0.json"))
-def test_name_in_spite_of_damage(path):
-    state = convert_backbone(official(path))
+def test_name_in_spite_of_damage():
+    state = convert_backbone(shapes_of("detection_quadtree_b0"))
     del state["stages.0.blocks.0.norm1.weight"], state["patch_embed.proj.weight"]
     state["stages.1.blocks.1.norm2.weight"] = torch.zeros(7)
     assert infer_name(state) == "quadtree_b_b0"
 
 
 def test_size_that_is_not_official():
-    state = {
-        f"stages.{i}.blocks.{j}.norm1.weight": torch.zeros(8 * (i + 1))
-        for i in range(3)
-        for j in range(2)
-    }
+    names = [(i, f"stages.{i}.blocks.{j}.norm1.weight") for i in range(3) for j in range(2)]
     message = (
         r"has the blocks \(2, 2, 2\) and channels \(8, 16, 24\) per stage; "
         r"known are b0 \(2, 2, 2, 2\) x \(32, 64, 160, 256\), b1"
     )
-    with pytest.raises(CheckpointError, match=message):
-        infer_name(state)
-    with pytest.raises(CheckpointError, match=r"blocks \(\) and channels \(\) per stage"):
-        infer_name({})
+    state = {name: torch.zeros(8 * (i + 1)) for i, name in names}
+    raises(CheckpointError, message, infer_name, state)
+    raises(CheckpointError, r"blocks \(\) and channels \(\) per stage", infer_name, {})
 
 
 def test_classifier_with_one_tensor_missing_still_counts():
-    assert infer_options({"head.bias": torch.zeros(7)}) == {"num_classes": 7, "topk": 8}
-    assert infer_options({"head.weight": torch.tensor(1.0)})["num_classes"] == 1
+    options = convert.infer_options
+    assert options({"head.bias": torch.zeros(7)}) == {"num_classes": 7, "topk": 8}
+    assert options({"head.weight": torch.tensor(1.0)})["num_classes"] == 1
 
 
-def test_split_backbone():
-    x, y, z = (torch.full((), i) for i in range(3))
-    inside = {"backbone.patch_embed1.norm.bias": x, "neck.a": y, "ema_backbone_norm": z}
-    assert is_official_backbone(inside)
-    assert split_backbone(inside) == (
-        {"patch_embed1.norm.bias": x},
-        ["neck.a", "ema_backbone_norm"],
-    )
-    alone = {"patch_embed1.norm.bias": x, "neck.a": y}
-    assert split_backbone(alone) == (alone, [])
-    with pytest.raises(CheckpointError, match=r"1 tensors are not part .*: neck\.a; pass"):
-        convert_backbone(alone)
+def test_backbone_is_taken_out_of_a_detector():
+    alone = {"patch_embed1.norm.bias": torch.ones(1)}
+    neck = {"neck.a": torch.zeros(1), "ema_backbone_norm": torch.zeros(1)}
+    inside = {f"backbone.{name}": x for name, x in alone.items()} | neck
+    assert convert.is_official_backbone(inside)
+    assert convert.split_backbone(inside) == (alone, ["neck.a", "ema_backbone_norm"])
+    assert convert_backbone(inside) == convert_backbone(alone)
+    assert convert.split_backbone(alone | neck) == (alone | neck, [])
+    message = r"^2 tensors are not part of an official backbone: neck\.a, .*; pass the state dict"
+    raises(CheckpointError, message, convert_backbone, alone | neck)
+    raises(CheckpointError, r": block1\.0\.attn\.sr;", convert_backbone, {"block1.0.attn.sr": neck})
 
 
 @pytest.mark.parametrize(

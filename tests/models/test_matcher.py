@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The matcher: official numbers and names, and what it promises of sizes, masks and batches."""
 
-import json
-
 import numpy as np
 import pytest
 import torch
@@ -19,16 +17,12 @@ from quadtree_attention.models.matcher_convert import (
 from quadtree_attention.models.parts.coarse_matching import CoarseMatches, matches_for_training
 from quadtree_attention.models.registry import create, names
 from tests.conftest import Golden, golden_files, golden_path
-from tests.models.test_backbone import load_official, recipe
 from tests.support import raises
+from tests.support.official import load_official, manifest, recipe, shapes_of
 
 pytestmark = pytest.mark.usefixtures("only_reference", "one_thread")
 
 # ---- official numbers
-
-
-def manifest(name: str) -> dict:
-    return json.loads(golden_path(f"manifests/{name}.json").read_text())
 
 
 def official_state(golden: Golden) -> dict[str, torch.Tensor]:
@@ -173,8 +167,7 @@ def test_manifest_converts_with_nothing_left_over(path):
     model = create(name, device="meta")
     assert sum(p.numel() for p in model.parameters()) == official["parameters"]
     assert sum(b.numel() for b in model.buffers()) == official["buffers"]
-    shapes = official["state_dict"]
-    state = {key: torch.empty(shape, device="meta") for key, shape in shapes.items()}
+    state = shapes_of(path.stem)
     assert is_official_matcher(state)
     converted = convert_matcher(state)
     assert len(converted) == official["tensors"]
