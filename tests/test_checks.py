@@ -5,6 +5,7 @@ import pytest
 
 from quadtree_attention import checks
 from quadtree_attention.errors import MissingDependencyError, OptionError
+from tests.support import raises
 
 
 @pytest.mark.parametrize(
@@ -22,8 +23,7 @@ from quadtree_attention.errors import MissingDependencyError, OptionError
     ],
 )
 def test_a_bad_value_is_named(check, message):
-    with pytest.raises(OptionError, match=message):
-        check()
+    raises(OptionError, message, check)
 
 
 def test_limits_and_none_pass():

@@ -26,15 +26,8 @@ def run(folder: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
     source = str(Path(quadtree_attention.__file__).parents[1])
     path = os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH")]))
     command = [sys.executable, str(SCRIPT), *map(str, arguments)]
-    return subprocess.run(
-        command,
-        cwd=folder,
-        env=os.environ | {"PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    options = {"env": os.environ | {"PYTHONPATH": path}, "timeout": 120}
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, **options)
 
 
 def result_of(printed: str) -> np.ndarray:
@@ -77,12 +70,16 @@ def pair(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def main_in(
-    example: ModuleType, monkeypatch: pytest.MonkeyPatch, folder: Path, *arguments: object
-) -> None:
-    monkeypatch.chdir(folder)
-    monkeypatch.setattr(sys, "argv", ["attend.py", *map(str, arguments)])
-    example.main()
+@pytest.fixture
+def main_in(example, monkeypatch):
+    """Runs the script in a folder, in this process."""
+
+    def call(folder: Path, *arguments: object) -> None:
+        monkeypatch.chdir(folder)
+        monkeypatch.setattr(sys, "argv", ["attend.py", *map(str, arguments)])
+        example.main()
+
+    return call
 
 
 def test_shipped_pair(tmp_path: Path) -> None:
@@ -114,15 +111,8 @@ def test_finds_the_place_in_a_crop_of_another_size(pair: Path) -> None:
         ((233, 77), ["--num-levels", 3, "--topk", 16, "--variant", "A"]),
     ],
 )
-def test_options(
-    example: ModuleType,
-    pair: Path,
-    point: tuple[int, int],
-    options: list[object],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    main_in(example, monkeypatch, pair, "whole.png", "crop.png", "--point", *point, *options)
+def test_options(main_in, pair, point, options, capsys):
+    main_in(pair, "whole.png", "crop.png", "--point", *point, *options)
     near = 25 if "A" in options else 5  # in variant A all the image has a share in the result
     assert np.abs(result_of(capsys.readouterr().out) - (np.array(point) - SHIFT)).max() < near
     check_picture(pair / "selection.png")
@@ -148,12 +138,10 @@ def test_any_image_is_read(example: ModuleType, pair: Path) -> None:
     assert example.load(pair / "long.png").rgb.shape == (16, 512, 3)
 
 
-def test_picture_of_a_single_pixel(
-    example: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_picture_of_a_single_pixel(main_in, tmp_path):
     Image.new("RGB", (1, 1)).save(tmp_path / "dot.png")
     Image.new("RGB", (37, 3), "red").save(tmp_path / "line.png")
-    main_in(example, monkeypatch, tmp_path, "dot.png", "line.png")
+    main_in(tmp_path, "dot.png", "line.png")
     check_picture(tmp_path / "selection.png")
 
 
@@ -161,9 +149,8 @@ def test_mistake_ends_with_one_line(pair: Path) -> None:
     before = sorted(pair.iterdir())
     done = run(pair, "whole.png", "nowhere.png")
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == (
-        "attend: no image file at nowhere.png; give the path of a JPEG or PNG file\n"
-    )
+    message = "no image file at nowhere.png; give the path of a JPEG or PNG file"
+    assert done.stderr == f"attend: {message}\n"
     assert sorted(pair.iterdir()) == before
 
 
@@ -188,19 +175,12 @@ def test_mistake_ends_with_one_line(pair: Path) -> None:
         (["whole.png", "crop.png", "--out", 300 * "a" + ".png"], "cannot write aaa"),
     ],
 )  # fmt: skip
-def test_mistakes(
-    example: ModuleType,
-    pair: Path,
-    arguments: list[str],
-    words: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_mistakes(main_in, pair, arguments, words, capsys):
     (pair / "notes.txt").write_text("no image\n")
     (pair / "half.png").write_bytes((pair / "whole.png").read_bytes()[:20_000])
     before = sorted(pair.iterdir())
     with pytest.raises(SystemExit) as ended:
-        main_in(example, monkeypatch, pair, *arguments)
+        main_in(pair, *arguments)
     assert ended.value.code == 2
     out, err = capsys.readouterr()
     assert out == ""
@@ -208,14 +188,9 @@ def test_mistakes(
     assert sorted(pair.iterdir()) == before
 
 
-def test_help(
-    example: ModuleType,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_help(main_in, tmp_path, capsys):
     with pytest.raises(SystemExit) as ended:
-        main_in(example, monkeypatch, tmp_path, "--help")
+        main_in(tmp_path, "--help")
     assert ended.value.code == 0
     text = capsys.readouterr().out
     for option in ("IMAGE0", "IMAGE1", "--point", "--topk", "--num-levels", "--variant", "--out"):

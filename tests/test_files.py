@@ -9,6 +9,7 @@ import pytest
 
 from quadtree_attention import files
 from quadtree_attention.errors import OptionError
+from tests.support import raises
 
 
 def test_a_failed_write_keeps_what_was_there(tmp_path):
@@ -23,8 +24,8 @@ def test_a_failed_write_keeps_what_was_there(tmp_path):
 def test_several_files_are_replaced_together_or_not_at_all(tmp_path):
     first, second = tmp_path / "a", tmp_path / "none" / "b"
     first.write_bytes(b"old")
-    with pytest.raises(OptionError, match="cannot be written: No such file"):
-        files.write_all({first: b"new", second: b"new"})
+    both = {first: b"new", second: b"new"}
+    raises(OptionError, "cannot be written: No such file", files.write_all, both)
     assert first.read_bytes() == b"old"
     assert os.listdir(tmp_path) == ["a"]
 
@@ -35,58 +36,52 @@ def test_an_input_is_not_replaced_by_any_of_its_names(tmp_path):
     (tmp_path / "link.png").symlink_to(source)
     (tmp_path / "hard.png").hardlink_to(source)
     for name in ("a.png", "link.png", "hard.png"):
-        with pytest.raises(OptionError, match="is an input"):
-            files.check_writable(tmp_path / name, source)
+        raises(OptionError, "is an input", files.check_writable, tmp_path / name, source)
     files.check_writable(tmp_path / "b.png", source)
 
 
-HOLD = """
-    import sys, time
-    from pathlib import Path
-    from quadtree_attention.files import Lock
-    with Lock(Path(sys.argv[1]), "a run"):
-        print("held", flush=True)
-        time.sleep(60)
-"""
-
-
-def test_a_lock_has_one_owner_and_ends_with_its_process(tmp_path):
-    command = [sys.executable, "-c", textwrap.dedent(HOLD), str(tmp_path)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as owner:
-        assert owner.stdout.readline() == "held\n"
-        with pytest.raises(OptionError, match="in use by a run"), files.Lock(tmp_path, "a run"):
-            pass
-        owner.send_signal(signal.SIGKILL)
-        owner.wait()
-    with files.Lock(tmp_path, "a run"), pytest.raises(OptionError), files.Lock(tmp_path, "a run"):
-        pass
-    assert os.listdir(tmp_path) == []
-
-
-FORK = """
+OWNER = """
     import os, sys, time
     from pathlib import Path
     from quadtree_attention.files import Lock
     with Lock(Path(sys.argv[1]), "a run"):
-        if os.fork() == 0:
+        if sys.argv[2] == "alone" or os.fork() == 0:
             print("held", flush=True)
         time.sleep(60)
 """
 
 
+def owned(folder, how):
+    """A process that holds the lock of a folder, alone or with a fork of it."""
+    command = [sys.executable, "-c", textwrap.dedent(OWNER), str(folder), how]
+    options = {"text": True, "start_new_session": True}
+    return subprocess.Popen(command, stdout=subprocess.PIPE, **options)
+
+
+def locked(folder):
+    with files.Lock(folder, "a run"):
+        pass
+
+
+def test_a_lock_has_one_owner_and_ends_with_its_process(tmp_path):
+    with owned(tmp_path, "alone") as owner:
+        assert owner.stdout.readline() == "held\n"
+        raises(OptionError, "in use by a run", locked, tmp_path)
+        owner.send_signal(signal.SIGKILL)
+        owner.wait()
+    with files.Lock(tmp_path, "a run"):
+        raises(OptionError, "in use by a run", locked, tmp_path)
+    assert os.listdir(tmp_path) == []
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
 def test_a_forked_worker_does_not_keep_the_lock_of_its_killed_parent(tmp_path):
-    command = [sys.executable, "-c", textwrap.dedent(FORK), str(tmp_path)]
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, text=True, start_new_session=True
-    ) as owner:
+    with owned(tmp_path, "forked") as owner:
         assert owner.stdout.readline() == "held\n"
-        with pytest.raises(OptionError, match="in use by a run"), files.Lock(tmp_path, "a run"):
-            pass
+        raises(OptionError, "in use by a run", locked, tmp_path)
         owner.send_signal(signal.SIGKILL)
         owner.wait()
         try:
-            with files.Lock(tmp_path, "a run"):
-                pass
+            locked(tmp_path)
         finally:
             os.killpg(owner.pid, signal.SIGKILL)

@@ -5,8 +5,6 @@ import ast
 import io
 import keyword
 import pkgutil
-import subprocess
-import sys
 import tokenize
 from collections import defaultdict
 from importlib import import_module
@@ -16,7 +14,7 @@ import pytest
 
 import quadtree_attention
 from quadtree_attention.tasks.contract import NAMES
-from tests.support.commands import environment
+from tests.support.commands import python
 
 SOURCE = Path(quadtree_attention.__file__).parent
 TASKS = SOURCE / "tasks"
@@ -134,10 +132,7 @@ print(heavy, time.process_time() / len(asked))
 
 
 def test_help_imports_no_torch():
-    done = subprocess.run(
-        [sys.executable, "-c", HELP], env=environment(), capture_output=True, text=True, check=True
-    )
-    assert done.stdout.startswith("[] "), done.stdout
+    assert python(HELP).startswith("[] ")
 
 
 def test_help_of_one_command_is_quick():
@@ -149,9 +144,6 @@ sys.argv = ["quadtree", "match", "--help"]
 try:
     main()
 finally:
-    print(sum(os.times()[:2]), file=sys.stderr)
+    print(sum(os.times()[:2]))
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment(), capture_output=True, text=True, check=True
-    )
-    assert float(done.stderr.split()[-1]) < 0.5
+    assert float(python(code).split()[-1]) < 0.5

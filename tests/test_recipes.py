@@ -11,6 +11,7 @@ import yaml
 from quadtree_attention.errors import OptionError
 from quadtree_attention.models.registry import create
 from tests.conftest import ROOT
+from tests.support import raises
 from tests.support.commands import command
 
 pytest.importorskip("pytorch_lightning", reason="training needs the extra 'train'")
@@ -88,10 +89,8 @@ def test_recipe_starts_with_what_it_is_and_how_to_run_it(path):
     shown = re.search(rf"\n#   quadtree train {task} --config {place}( --variant (\S+))?", comment)
     recipe = read_recipe(path, shown.group(2))  # the variant exists
     assert recipe.task == task
-    needs_data = "source" not in recipe.settings["data"] or recipe.settings["data"]["source"] in (
-        "files", "folder", "ade20k", "scannet", "megadepth",
-    )  # fmt: skip
-    if needs_data and path.stem != "debug":
+    read = {"files", "folder", "ade20k", "scannet", "megadepth"}
+    if recipe.settings["data"].get("source", "files") in read and path.stem != "debug":
         assert "--data.root" in comment
     assert set(recipe.results) <= set(recipe.variants)
     for scores in recipe.results.values():
@@ -108,9 +107,8 @@ def test_misspelt_key_is_refused_and_the_right_one_suggested(path, tmp_path):
     old, new, full = misspelt[RECIPES.index(path) % len(misspelt)]
     copy = tmp_path / "copy.yaml"
     copy.write_text(path.read_text().replace(f"  {old}:", f"  {new}:"))
-    with pytest.raises(OptionError) as caught:
-        run_command(path.parent.name, ["--config", str(copy)])
-    assert str(caught.value).endswith(f"did you mean {full}?")
+    call = run_command, path.parent.name, ["--config", str(copy)]
+    raises(OptionError, rf"did you mean {re.escape(full)}\?$", *call)
 
 
 @pytest.mark.parametrize(
@@ -131,9 +129,8 @@ def test_misspelt_key_is_refused_and_the_right_one_suggested(path, tmp_path):
 )
 def test_recipe_of_before_variants_answers_with_its_new_name(old, new):
     path = ROOT / "recipes" / f"{old}.yaml"
-    with pytest.raises(OptionError) as caught:
-        read_recipe(path)
-    assert str(caught.value) == f"there is no recipe {path}; pass --config {path.parent}/{new}"
+    message = f"there is no recipe {path}; pass --config {path.parent}/{new}"
+    raises(OptionError, f"^{re.escape(message)}$", read_recipe, path)
 
 
 @pytest.mark.parametrize("size", PUBLISHED)

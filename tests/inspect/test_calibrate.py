@@ -13,12 +13,15 @@ from quadtree_attention import (
     set_topk,
 )
 from quadtree_attention.models.weights import save_weights
+from tests.support import raises
+
+SMALL = {"dims": (16, 24, 32), "num_pairs": 1}
 
 
 @pytest.fixture(scope="module")
 def model():
     torch.manual_seed(0)
-    network = models.create("loftr_quadtree_small", dims=(16, 24, 32), num_pairs=1).eval()
+    network = models.create("loftr_quadtree_small", **SMALL).eval()
     for layer in network.coarse_transformer.layers:  # sharp enough to have something to lose
         layer.attn.scale = 30.0
     return network
@@ -66,13 +69,11 @@ def test_more_mass_needs_more_cells(model, images):
 def test_the_model_keeps_its_own_k_and_a_file_remembers(model, images, tmp_path):
     before = {name: layer.topk for name, layer in model.named_modules() if hasattr(layer, "topk")}
     found = calibrate_topk(model, images[:1], mass=0.5)
+    found.draw(tmp_path / "curve.png")
+    assert (tmp_path / "curve.png").stat().st_size > 1000
     after = {name: layer.topk for name, layer in model.named_modules() if hasattr(layer, "topk")}
     assert before == after
-    card = {
-        "model": "loftr_quadtree_small",
-        "kwargs": {"dims": (16, 24, 32), "num_pairs": 1},
-        "topk": dict(found),
-    }
+    card = {"model": "loftr_quadtree_small", "kwargs": SMALL, "topk": dict(found)}
     save_weights(tmp_path / "k.safetensors", model.state_dict(), card)
     loaded = models.load(tmp_path / "k.safetensors")
     for name, topk in found.items():
@@ -84,23 +85,17 @@ def test_the_model_keeps_its_own_k_and_a_file_remembers(model, images, tmp_path)
         set_topk(model, {name: before[name] for name in found})
 
 
-def test_a_picture(model, images, tmp_path):
-    calibrate_topk(model, images[:1], mass=0.5).draw(tmp_path / "curve.png")
-    assert (tmp_path / "curve.png").stat().st_size > 1000
-
-
 def test_bad_arguments(model, images):
-    for options in ({}, {"mass": 0.9, "error": 0.1}):
-        with pytest.raises(OptionError, match="exactly one"):
-            calibrate_topk(model, images, **options)
-    for mass in (0, 1.5, float("nan")):
-        with pytest.raises(OptionError, match="mass must be"):
-            calibrate_topk(model, images, mass=mass)
-    with pytest.raises(OptionError, match="at least one image"):
-        calibrate_topk(model, [], mass=0.9)
-    with pytest.raises(OptionError, match="no quadtree layers"):
-        calibrate_topk(torch.nn.Linear(2, 2), images, mass=0.9)
-    with pytest.raises(OptionError, match="accelerate"):
-        calibrate_topk(model, images, error=0.1)
-    with pytest.raises(OptionError, match="eager"):
-        calibrate_topk(torch.compile(QuadtreeAttention(16, 2)), images, mass=0.9)
+    linear, compiled = torch.nn.Linear(2, 2), torch.compile(QuadtreeAttention(16, 2))
+    for message, options in (
+        ("exactly one", {}),
+        ("exactly one", {"mass": 0.9, "error": 0.1}),
+        ("mass must be", {"mass": 0}),
+        ("mass must be", {"mass": 1.5}),
+        ("mass must be", {"mass": float("nan")}),
+        ("accelerate", {"error": 0.1}),
+    ):
+        raises(OptionError, message, calibrate_topk, model, images, **options)
+    raises(OptionError, "at least one image", calibrate_topk, model, [], mass=0.9)
+    raises(OptionError, "no quadtree layers", calibrate_topk, linear, images, mass=0.9)
+    raises(OptionError, "eager", calibrate_topk, compiled, images, mass=0.9)

@@ -7,13 +7,13 @@ import torch
 
 from quadtree_attention import OptionError, accelerate, calibrate_topk, set_topk
 from quadtree_attention.inspect import calibrate_error
+from tests.support import raises
 
 
 @pytest.fixture(scope="module")
 def model():
-    network = timm.create_model(
-        "vit_tiny_patch16_224", dynamic_img_size=True, depth=2, global_pool="avg"
-    ).eval()
+    options = {"dynamic_img_size": True, "depth": 2, "global_pool": "avg"}
+    network = timm.create_model("vit_tiny_patch16_224", **options).eval()
     with torch.no_grad():  # peaked attention that matters, and in which a few cells do
         for block in network.blocks:
             block.attn.qkv.weight[:384] *= 4
@@ -131,12 +131,8 @@ def test_outputs_that_cannot_be_compared(model):
 
 
 def test_mistakes(model):
-    with pytest.raises(OptionError, match="models of accelerate"):
-        calibrate_topk(model, images(1), error=0.1)
+    raises(OptionError, "models of accelerate", calibrate_topk, model, images(1), error=0.1)
     with accelerate(model):
-        with pytest.raises(OptionError, match="error must be above 0"):
-            calibrate_topk(model, images(1), error=0.0)
-        with pytest.raises(OptionError, match="at least one image"):
-            calibrate_topk(model, [], error=0.1)
-        with pytest.raises(OptionError, match="topk must be at least 1"):
-            set_topk(model, {"blocks.0.attn": 0})
+        raises(OptionError, "error must be above 0", calibrate_topk, model, images(1), error=0.0)
+        raises(OptionError, "at least one image", calibrate_topk, model, [], error=0.1)
+        raises(OptionError, "topk must be at least 1", set_topk, model, {"blocks.0.attn": 0})

@@ -15,6 +15,7 @@ from quadtree_attention.models.parts.row_attention import RowAttention
 from quadtree_attention.tasks import Matcher
 from quadtree_attention.viz.page import inlined
 from tests.conftest import ROOT
+from tests.support import raises
 
 QUERIES = 50
 EQUAL = 0.98  # share of kept cells
@@ -306,14 +307,10 @@ def test_in_a_notebook(opened, matcher_page, tmp_path):
 
 def test_bad_input(tmp_path):
     seen, images = of_maps("B")
-    with pytest.raises(OptionError, match=r"written as \.html"):
-        seen.show(images).save(tmp_path / "a.png")
-    with pytest.raises(OptionError, match="outside"):
-        seen.show(images, at=(400, 10))
-    with pytest.raises(OptionError, match="recorded layer"):
-        seen.show(images, layers=["x"])
-    with pytest.raises(OptionError, match="one image or two"):
-        seen.show(images * 3)
-    with pytest.raises(OptionError, match="cannot be written"):
-        seen.show(images).save(tmp_path / "missing" / "a.html")
+    page = seen.show(images)
+    raises(OptionError, r"written as \.html", page.save, tmp_path / "a.png")
+    raises(OptionError, "cannot be written", page.save, tmp_path / "missing" / "a.html")
+    raises(OptionError, "outside", seen.show, images, at=(400, 10))
+    raises(OptionError, "recorded layer", seen.show, images, layers=["x"])
+    raises(OptionError, "one image or two", seen.show, images * 3)
     assert not list(tmp_path.iterdir())

@@ -12,6 +12,7 @@ from quadtree_attention.models.parts.context_attention import FullAttention, Lin
 from quadtree_attention.models.parts.row_attention import RowAttention
 from quadtree_attention.nn.baselines import make_attention
 from quadtree_attention.ops import quadtree_attention
+from tests.support import raises
 
 
 def matcher(**options):
@@ -215,9 +216,10 @@ def test_a_layer_recomputed_in_backward_is_recorded_once():
     assert [len(layer) for layer in seen.values()] == [32, 32]  # 2 views of 16 rows
 
 
-@pytest.mark.parametrize(
-    "name", ["full", "linear", "spatial_reduction", "linear_spatial_reduction"]
-)
+DENSE = ["full", "linear", "spatial_reduction", "linear_spatial_reduction"]
+
+
+@pytest.mark.parametrize("name", DENSE)
 @torch.no_grad()
 def test_dense_scores_are_those_of_the_attention(name, monkeypatch):
     torch.manual_seed(0)
@@ -238,25 +240,24 @@ def test_dense_scores_are_those_of_the_attention(name, monkeypatch):
     torch.testing.assert_close(messages.reshape(1, 7, 9, 16), out, atol=1e-5, rtol=1e-5)
 
 
+def refused(model, **options):
+    with record(model, **options):
+        model(torch.randn(1, 16, 16, 16))
+
+
 def test_compiled_models_are_refused():
     layer = QuadtreeAttention(16, 2)
-    with pytest.raises(OptionError, match="eager"), record(torch.compile(layer)):
-        pass
+    raises(OptionError, "eager", refused, torch.compile(layer))
     layer.compile()
-    with pytest.raises(OptionError, match="eager"), record(torch.nn.Sequential(layer)):
-        pass
+    raises(OptionError, "eager", refused, torch.nn.Sequential(layer))
 
 
 def test_bad_options():
     layer = QuadtreeAttention(16, 2)
-    with pytest.raises(OptionError, match="no attention"), record(torch.nn.Linear(2, 2)):
-        pass
-    with pytest.raises(OptionError, match="is called 'nothing'"), record(layer, layers="nothing"):
-        pass
-    with pytest.raises(OptionError, match="heads must be from 0 to 1"), record(layer, heads=[2]):
-        pass
-    with pytest.raises(OptionError, match="limit=1000"), record(layer, limit=1000):
-        layer(torch.randn(1, 16, 16, 16))
+    raises(OptionError, "no attention", refused, torch.nn.Linear(2, 2))
+    raises(OptionError, "is called 'nothing'", refused, layer, layers="nothing")
+    raises(OptionError, "heads must be from 0 to 1", refused, layer, heads=[2])
+    raises(OptionError, "limit=1000", refused, layer, limit=1000)
     assert "attend" not in vars(layer)  # also after an error
 
 
@@ -284,12 +285,9 @@ def test_still_pictures(tmp_path):
     assert (tmp_path / "a.png").stat().st_size > 1000
     assert picture.size[0] > 5 * 300  # query, three levels, full attention
     assert np.asarray(picture).tobytes() != np.asarray(seen.draw(images, (10, 40))).tobytes()
-    with pytest.raises(OptionError, match="outside"):
-        seen.draw(images, (128, 40))
-    with pytest.raises(OptionError, match="head must be"):
-        seen.draw(images, (10, 40), head=9)
-    with pytest.raises(OptionError, match="recorded layer"):
-        seen.draw(images, (10, 40), layers=["x"])
+    raises(OptionError, "outside", seen.draw, images, (128, 40))
+    raises(OptionError, "head must be", seen.draw, images, (10, 40), head=9)
+    raises(OptionError, "recorded layer", seen.draw, images, (10, 40), layers=["x"])
 
 
 @torch.no_grad()

@@ -2,8 +2,6 @@
 """The backbones: official numbers and names, and what timm expects of a model."""
 
 import math
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -14,6 +12,7 @@ from quadtree_attention.models.convert import convert_backbone
 from quadtree_attention.nn import BASELINES
 from tests.conftest import Golden, golden_files
 from tests.support import raises
+from tests.support.commands import python
 from tests.support.official import golden_image, load_official, recipe_state, shapes_of
 
 timm = pytest.importorskip("timm", reason="the backbones need timm (extra 'models')")
@@ -375,8 +374,7 @@ with torch.device("meta"):
         model = timm.create_model(name, drop_path_rate=0.1, features_only=True)
         print({p.device.type for p in model.parameters()})
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert done.stdout.splitlines() == ["{'meta'}"] * 2, done.stderr
+    assert python(script).splitlines() == ["{'meta'}"] * 2
 
 
 def test_initial_weights():

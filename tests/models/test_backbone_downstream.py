@@ -23,27 +23,16 @@ def smp():
     )
 
 
-def check_segmenter(model: nn.Module, classes: int) -> None:
-    x = torch.randn(2, 3, 96, 128)
-    out = model(x)
-    assert out.shape == (2, classes, 96, 128)
+@pytest.mark.parametrize("kind", ["Unet", "FPN", "UPerNet", "Segformer", "UnetPlusPlus"])
+def test_decoders(smp, kind):
+    name = "quadtree_b_b0" if kind == "Unet" else "test_quadtree"
+    model = getattr(smp, kind)(f"tu-{name}", encoder_weights=None, classes=3)
+    out = model(torch.randn(2, 3, 96, 128))
+    assert out.shape == (2, 3, 96, 128)
     out.square().mean().backward()
-    for name, parameter in model.named_parameters():
-        assert parameter.grad is not None, name
-        assert parameter.grad.isfinite().all(), name
+    for key, parameter in model.named_parameters():
+        assert parameter.grad is not None and parameter.grad.isfinite().all(), key
     assert model.encoder.model.patch_embed.proj.weight.grad.any()
-
-
-@pytest.mark.parametrize("name", ["test_quadtree", "quadtree_b_b0"])
-def test_unet(smp, name):
-    model = smp.Unet(f"tu-{name}", encoder_weights=None, classes=3)
-    check_segmenter(model, 3)
-
-
-@pytest.mark.parametrize("kind", ["FPN", "UPerNet", "Segformer", "UnetPlusPlus"])
-def test_other_decoders(smp, kind):
-    model = getattr(smp, kind)("tu-test_quadtree", encoder_weights=None, classes=3)
-    check_segmenter(model, 3)
 
 
 def test_encoder_is_taken_like_other_transformers(smp):
@@ -58,21 +47,18 @@ def test_encoder_is_taken_like_other_transformers(smp):
 
 
 def test_encoder_of_lower_depth_and_other_options(smp):
-    model = smp.Unet(
-        "tu-test_quadtree",
-        encoder_weights=None,
-        encoder_depth=4,
-        decoder_channels=(32, 16, 16, 8),
-        in_channels=1,
-        topk=2,
-        value_act="relu",
-    )
+    options = {"encoder_depth": 4, "decoder_channels": (32, 16, 16, 8), "in_channels": 1}
+    options |= {"encoder_weights": None, "topk": 2, "value_act": "relu"}
+    model = smp.Unet("tu-test_quadtree", **options)
     assert model.encoder.out_channels == [1, 0, 8, 16, 24]
     assert model.encoder.model.stages_0.blocks[0].attn.topk == (2, 2, 2)
     assert model(torch.randn(1, 1, 96, 128)).shape == (1, 1, 96, 128)
 
 
 # ---- torchvision
+
+
+SIZES = {"min_size": 64, "max_size": 96}
 
 
 class Backbone(nn.Module):
@@ -126,23 +112,17 @@ def check_detector(detector: nn.Module, losses: set[str], results: set[str]) -> 
             assert one["masks"].shape == (count, 1, 61, 90)
 
 
-def anchors(sizes: tuple[int, ...]):
+def anchors():
     from torchvision.models.detection.anchor_utils import AnchorGenerator
 
-    return AnchorGenerator(tuple((size,) for size in sizes), ((0.5, 1.0, 2.0),) * len(sizes))
+    return AnchorGenerator(((16,), (32,), (64,), (128,)), ((0.5, 1.0, 2.0),) * 4)
 
 
 def test_retinanet(backbone):
     from torchvision.models.detection import RetinaNet
 
     detector = RetinaNet(
-        backbone,
-        num_classes=2,
-        anchor_generator=anchors((16, 32, 64, 128)),
-        min_size=64,
-        max_size=96,
-        score_thresh=0.0,
-        detections_per_img=5,
+        backbone, 2, **SIZES, anchor_generator=anchors(), score_thresh=0.0, detections_per_img=5
     )
     check_detector(detector, {"classification", "bbox_regression"}, {"boxes", "scores", "labels"})
 
@@ -151,18 +131,10 @@ def test_mask_rcnn(backbone):
     from torchvision.models.detection import MaskRCNN
     from torchvision.ops import MultiScaleRoIAlign
 
-    detector = MaskRCNN(
-        backbone,
-        num_classes=2,
-        rpn_anchor_generator=anchors((16, 32, 64, 128)),
-        box_roi_pool=MultiScaleRoIAlign(["0", "1", "2", "3"], output_size=7, sampling_ratio=2),
-        mask_roi_pool=MultiScaleRoIAlign(["0", "1", "2", "3"], output_size=14, sampling_ratio=2),
-        min_size=64,
-        max_size=96,
-        box_score_thresh=0.0,
-        box_detections_per_img=5,
-        rpn_post_nms_top_n_train=50,
-        rpn_post_nms_top_n_test=50,
-    )
+    pools = (MultiScaleRoIAlign(["0", "1", "2", "3"], size, sampling_ratio=2) for size in (7, 14))
+    options = dict(zip(("box_roi_pool", "mask_roi_pool"), pools, strict=True))
+    options |= {"rpn_post_nms_top_n_train": 50, "rpn_post_nms_top_n_test": 50}
+    options |= {"box_score_thresh": 0.0, "box_detections_per_img": 5}
+    detector = MaskRCNN(backbone, 2, **SIZES, rpn_anchor_generator=anchors(), **options)
     losses = {"loss_classifier", "loss_box_reg", "loss_mask", "loss_objectness", "loss_rpn_box_reg"}
     check_detector(detector, losses, {"boxes", "scores", "labels", "masks"})

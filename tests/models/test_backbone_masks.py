@@ -10,6 +10,7 @@ from quadtree_attention import DTypeError, OptionError, ShapeError
 from quadtree_attention.models.parts.masks import masks_of_maps, rectangles
 from quadtree_attention.nn import BASELINES, make_attention
 from quadtree_attention.nn.block import Block
+from tests.support import raises
 
 timm = pytest.importorskip("timm", reason="the backbones need timm (extra 'models')")
 import quadtree_attention.models.backbone  # noqa: E402, F401  registers the names
@@ -142,14 +143,11 @@ def test_masks_that_are_refused():
     x = torch.randn(1, 3, 70, 45, dtype=torch.float64)
     hole = torch.ones(1, 70, 45, dtype=torch.bool)
     hole[:, :16] = False
-    with pytest.raises(OptionError, match=r"below and columns to the right only, .* other cells"):
-        maps(tiny("spatial_reduction"), x, hole)
-    with pytest.raises(ShapeError, match=r"mask must be .* that is \(1, 70, 45\), got mask\.shape"):
-        maps(tiny(), x, hole[:, 1:])
-    with pytest.raises(DTypeError, match="mask must be a bool tensor with True = visible, got tor"):
-        maps(tiny(), x, hole.float())
-    with pytest.raises(ShapeError, match=r"mask must be .* that is \(1, 5, 6\)"):
-        make_attention("window", 16, 2)(torch.randn(1, 5, 6, 16), mask=hole)
+    reduction, window = tiny("spatial_reduction"), make_attention("window", 16, 2)
+    raises(OptionError, "below and columns to the right only, .* other", maps, reduction, x, hole)
+    raises(ShapeError, r"that is \(1, 70, 45\), got mask\.shape", maps, tiny(), x, hole[:, 1:])
+    raises(DTypeError, "bool tensor with True = visible, got tor", maps, tiny(), x, hole.float())
+    raises(ShapeError, r"mask must be .* \(1, 5, 6\)", window, torch.randn(1, 5, 6, 16), mask=hole)
 
 
 def test_a_block_hands_masks_to_both_of_its_parts():

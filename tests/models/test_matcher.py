@@ -119,21 +119,16 @@ def check_matches(found: dict, golden: Golden) -> None:
         close(points, golden, f"mkpts{i}_f", atol=5e-5)
 
 
-def matcher_files() -> list[object]:
+def matcher_files():
     """One file per path through the code; the rest before a release."""
-    slow = ("480x640", "indoor_256x320")
-    return [
-        pytest.param(
-            *file.values,
-            id=file.id,
-            marks=[*file.marks, *(pytest.mark.slow for name in slow if name in (file.id or ""))],
-        )
-        for file in golden_files("models/loftr_*.npz")
-    ]
+    for file in golden_files("models/loftr_*.npz"):
+        slow = any(name in (file.id or "") for name in ("480x640", "indoor_256x320"))
+        marks = [*file.marks, *[pytest.mark.slow] * slow]
+        yield pytest.param(*file.values, id=file.id, marks=marks)
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("path", matcher_files())
+@pytest.mark.parametrize("path", [*matcher_files()])
 def test_official_matcher(path):
     golden = Golden(path)
     # The official masks act in coarse matching only.
@@ -205,15 +200,8 @@ KINDS = [(attention, block) for attention in ATTENTIONS for block in ("loftr", "
 
 def tiny(**options) -> LoFTR:
     """Random weights that tell cells apart, and match whatever is each other's best."""
-    defaults = {
-        "dims": (8, 16, 32),
-        "num_pairs": 1,
-        "num_heads": 2,
-        "fine_heads": 2,
-        "threshold": 0.0,
-        "border": 0,
-        "dtype": torch.float64,
-    }
+    defaults = {"dims": (8, 16, 32), "num_pairs": 1, "num_heads": 2, "fine_heads": 2}
+    defaults |= {"threshold": 0.0, "border": 0, "dtype": torch.float64}
     model = create("loftr_quadtree_small", **defaults | options)
     dtype = model.fine_windows.merge.weight.dtype
     with torch.no_grad():
@@ -433,8 +421,8 @@ def test_maps_can_be_made_one_by_one():
         assert len(found["confidence"]) > 10
         assert all(torch.equal(found[name], expected[name]) for name in expected)
     assert not torch.equal(model(data)["keypoints1"], found["keypoints1"])
-    with pytest.raises(ShapeError, match="same batch size, got 1 and 2; convert one"):
-        model.pair(model.maps(image(32, 32)), model.maps(image(32, 32, batch=2)))
+    maps = [model.maps(image(32, 32, batch=batch)) for batch in (1, 2)]
+    raises(ShapeError, "same batch size, got 1 and 2; convert one", model.pair, *maps)
     raises(ShapeError, r"image must be \(batch, 1, y, x\)", model.maps, torch.rand(1, 3, 9, 9))
 
 
@@ -472,14 +460,6 @@ def test_lite_has_half_of_all_channels():
     for name in full:
         for a, b in zip(full[name].shape, lite[name].shape, strict=True):
             assert a in (2 * b, 1, 3, 7)
-
-
-def test_what_is_refused():
-    with pytest.raises(OptionError, match=r"'linear' accepts no options, got topk=3; leave it out"):
-        create("loftr", topk=3)
-    with pytest.raises(OptionError, match=r"window_size must be an odd number .*, got 4"):
-        create("loftr", window_size=4)
-    raises(OptionError, r"dim=98; change", create, "loftr", dims=(8, 8, 98), num_heads=2)
 
 
 @pytest.mark.parametrize(

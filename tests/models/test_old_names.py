@@ -10,6 +10,7 @@ from quadtree_attention import CheckpointError
 from quadtree_attention.models.convert import check_fit
 from quadtree_attention.nn import QuadtreeBlock
 from quadtree_attention.nn.renamed import with_new_names
+from tests.support import raises
 
 timm = pytest.importorskip("timm", reason="the backbones need timm (extra 'models')")
 pytest.importorskip("quadtree_attention.models.backbone")  # registers them
@@ -49,14 +50,9 @@ def test_weights_of_a_backbone():
 def test_what_is_missing_goes_by_its_new_name():
     state, model = first_weights(), timm.create_model("quadtree_b_b0")
     del state["stages.0.blocks.0.mlp.dwconv.conv.weight"]
-    with pytest.raises(
-        CheckpointError, match=r"1 missing: stages\.0\.blocks\.0\.mlp\.dwconv\.weight"
-    ):
-        check_fit(model, state)
-    with pytest.raises(
-        RuntimeError, match=r'Missing key.*"stages\.0\.blocks\.0\.mlp\.dwconv\.weight"'
-    ):
-        model.load_state_dict(state)
+    name = r"stages\.0\.blocks\.0\.mlp\.dwconv\.weight"
+    raises(CheckpointError, f"1 missing: {name}", check_fit, model, state)
+    raises(RuntimeError, f'Missing key.*"{name}"', model.load_state_dict, state)
 
 
 def test_new_names_load_as_they_are():

@@ -35,9 +35,8 @@ def theirs(name: str, **options) -> nn.Module:
 )
 def test_whole_model_equals_timm(name, ours, sizes):
     reference = theirs(name, num_classes=10, dtype=torch.float64)
-    model = timm.create_model(
-        ours[0], num_classes=10, lepe=False, dtype=torch.float64, **ours[1]
-    ).eval()
+    options = {"num_classes": 10, "lepe": False, "dtype": torch.float64}
+    model = timm.create_model(ours[0], **options, **ours[1]).eval()
     model.load_state_dict(reference.state_dict())
     for size in sizes:
         x = torch.randn(1, 3, *size, dtype=torch.float64)
@@ -52,13 +51,8 @@ def test_timm_loads_it_by_itself(tmp_path):
     reference = theirs("pvt_v2_b0", num_classes=10)
     torch.save(reference.state_dict(), tmp_path / "pvt.pth")
     overlay = {"file": str(tmp_path / "pvt.pth"), "num_classes": 10}
-    model = timm.create_model(
-        "quadtree_b_b0",
-        pretrained=True,
-        pretrained_cfg_overlay=overlay,
-        num_classes=10,
-        attention="spatial_reduction",
-    )
+    options = {"pretrained": True, "pretrained_cfg_overlay": overlay, "num_classes": 10}
+    model = timm.create_model("quadtree_b_b0", **options, **REDUCTION)
     expected = reference.state_dict()
     assert expected.keys() == model.state_dict().keys()
     assert all(torch.equal(tensor, expected[key]) for key, tensor in model.state_dict().items())
@@ -69,6 +63,5 @@ def test_warm_start_of_quadtree_attention():
     model = timm.create_model("quadtree_b_b0")
     left = model.load_state_dict(state, strict=False)
     assert all(".attn." in name for name in left.missing_keys + left.unexpected_keys)
-    assert torch.equal(
-        model.stages[2].blocks[1].mlp.dwconv.weight, state["stages.2.blocks.1.mlp.dwconv.weight"]
-    )
+    name = "stages.2.blocks.1.mlp.dwconv.weight"
+    assert torch.equal(model.get_parameter(name), state[name])

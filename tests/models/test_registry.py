@@ -2,8 +2,6 @@
 """Networks by name: what is listed, what is refused, and weights that find their network."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -12,6 +10,7 @@ from quadtree_attention import CheckpointError, OptionError, models
 from quadtree_attention.models.registry import SPECS, complete, create, load, load_with_card, names
 from quadtree_attention.models.weights import card_path, read_checkpoint, save_weights
 from tests.support import raises
+from tests.support.commands import python
 
 safetensors_torch = pytest.importorskip("safetensors.torch", reason="weights need safetensors")
 pytestmark = pytest.mark.usefixtures("only_reference")
@@ -38,20 +37,16 @@ def written(folder, task, **card):
 
 
 def test_names():
-    assert names("match") == [
-        "loftr",
-        "loftr_lite",
-        "loftr_quadtree_indoor",
-        "loftr_quadtree_outdoor",
-        "loftr_quadtree_small",
-    ]
+    quadtree = [f"loftr_quadtree_{kind}" for kind in ("indoor", "outdoor", "small")]
+    assert names("match") == ["loftr", "loftr_lite", *quadtree]
     assert names("stereo") == ["sttr", "sttr_quadtree", "sttr_quadtree_small"]
     sizes = [f"quadtree_{letter}_b{i}" for letter in "ab" for i in range(5)]
     assert names("classify") == [*sizes, "swin_tiny_quadtree_b"]
-    assert names("detect") == [
-        f"{k}_{n}" for k in ("retinanet", "mask_rcnn") for n in names("classify")
-    ]
-    assert names("segment") == [f"semfpn_{name}" for name in names("classify")]
+    retinanet, mask_rcnn, semfpn = (
+        [f"{kind}_{name}" for name in names("classify")]
+        for kind in ("retinanet", "mask_rcnn", "semfpn")
+    )
+    assert names("detect") == retinanet + mask_rcnn and names("segment") == semfpn
     assert len(names()) == sum(len(names(task)) for task in TINY) == len(set(names()))
     assert not any("test_quadtree" in name for name in names())  # which can be built all the same
     assert names(pretrained=True) == ["loftr_quadtree_small", "sttr_quadtree_small"]
@@ -67,11 +62,7 @@ def test_presets_name_options_of_their_class():
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        (
-            "loftr_light",
-            {},
-            r"model must be one of quadtree_a_b0, .*'loftr_light'; did you mean lof",
-        ),
+        ("loftr_light", {}, r"must be one of quadtree_a_b0, .*'loftr_light'; did you mean lof"),
         ("retinanet_quadtree_b0", {}, r"did you mean .*retinanet_quadtree_b_b0"),
         ("resnet18", {}, "pass one of them"),
         ("loftr", {"depth": 3}, r"an option of loftr must be one of dims, .*, got 'depth'"),
@@ -90,15 +81,15 @@ def test_names_of_another_attention():
     other = create("loftr_quadtree_indoor", attention="full", device="meta")  # which has no topk
     assert type(other.coarse_transformer.layers[0].attn).__name__ == "FullAttention"
     assert complete("quadtree_a_b0", {"attention": "window"})["variant"] is None
-    assert (
-        complete("semfpn_quadtree_b_b0", {"num_classes": 2, "attention": "window"})["topk"] is None
-    )
-    dense = complete("semfpn_quadtree_b_b0", {"num_classes": 2})
-    assert (dense["topk"], dense["value_act"]) == (32, "relu")
-    mean = complete("semfpn_quadtree_b_b0", {"num_classes": 2, "value_pyramid": "mean"})
-    assert (mean["topk"], mean["value_act"]) == (32, None)
-    assert complete("retinanet_swin_tiny_quadtree_b", {"num_classes": 2})["value_act"] is None
-    assert complete("retinanet_quadtree_a_b0", {"num_classes": 2})["value_act"] is None
+    for name, options, topk, act in (
+        ("semfpn_quadtree_b_b0", {"attention": "window"}, None, None),
+        ("semfpn_quadtree_b_b0", {}, 32, "relu"),
+        ("semfpn_quadtree_b_b0", {"value_pyramid": "mean"}, 32, None),
+        ("retinanet_swin_tiny_quadtree_b", {}, 32, None),
+        ("retinanet_quadtree_a_b0", {}, 32, None),
+    ):
+        found = complete(name, {"num_classes": 2} | options)
+        assert (found["topk"], found["value_act"]) == (topk, act), (name, options)
 
 
 @pytest.mark.parametrize("task", ["match", "stereo"])
@@ -109,8 +100,7 @@ sys.modules["timm"] = sys.modules["torchvision"] = None
 from quadtree_attention import models
 print(type(models.load({TINY[task][0]!r}, task={task!r})).__name__, len(models.names()) > 40)
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert done.stdout.split() == [{"match": "LoFTR", "stereo": "STTR"}[task], "True"], done.stderr
+    assert python(script).split() == [{"match": "LoFTR", "stereo": "STTR"}[task], "True"]
 
 
 # ---- weights
@@ -143,34 +133,26 @@ def test_weights_of_another_task(tmp_path, task, alone):
         assert "\n" not in message and "__init__" not in message
 
 
-@pytest.mark.parametrize(
-    ("task", "old"), [("match", "quadtree_small"), ("stereo", "quadtree_small")]
-)
-def test_cards_with_old_names(tmp_path, task, old):
+@pytest.mark.parametrize("task", ["match", "stereo"])
+def test_cards_with_old_names(tmp_path, task):
     path, model = written(tmp_path, task)
     kwargs = TINY[task][1]
-    tensors = read_checkpoint(path)
-    safetensors_torch.save_file(
-        tensors, path, {"card": json.dumps({"model": old, "kwargs": kwargs})}
-    )
+    old = {"card": json.dumps({"model": "quadtree_small", "kwargs": kwargs})}
+    safetensors_torch.save_file(read_checkpoint(path), path, old)
     card_path(path).unlink()  # it says no task either
     card, loaded = load_with_card(path, task=task)
     assert card["model"] == TINY[task][0] and card["kwargs"] == complete(card["model"], kwargs)
     assert type(loaded) is type(model)
-    with pytest.raises(CheckpointError, match="for the task match or stereo, not for detect"):
-        load(path, task="detect")
+    raises(CheckpointError, "task match or stereo, not for detect", load, path, task="detect")
     raises(CheckpointError, r"was renamed; pass loftr_quadtree_small \(task m", load, path)
 
 
 def test_packaged_weights():
     raises(CheckpointError, "no weights of sttr come with the package, only", load, "sttr")
-    with pytest.raises(
-        CheckpointError, match="no weights of the task detect come with the package"
-    ):
-        load_with_card(None, task="detect")
+    none = "no weights of the task detect come with the package"
+    raises(CheckpointError, none, load_with_card, None, task="detect")
     raises(CheckpointError, "there is no file 'outdoor'", load, "outdoor")
     card, network = load_with_card(None, task="match")
     assert card["model"] == "loftr_quadtree_small" and network.symmetric
-    assert (
-        models.create("loftr_quadtree_small", pretrained=True, symmetric=False).symmetric is False
-    )
+    other = models.create(card["model"], pretrained=True, symmetric=False)
+    assert other.symmetric is False

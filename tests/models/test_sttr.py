@@ -21,30 +21,18 @@ from quadtree_attention.models.parts.sttr_features import ScaledConv, STTRFeatur
 from quadtree_attention.models.registry import complete, create
 from quadtree_attention.models.stereo_convert import convert_stereo, is_official_stereo
 from tests.models.sttr_names import official_state, shapes
+from tests.models.test_stereo import pair, tiny
+from tests.support import raises
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-SMALL = {"dims": (8, 8, 8, 8), "dim": 16, "num_heads": 2, "num_layers": 2, "refine_dim": 4}
-
-
-def small(name="sttr", **options):
-    torch.manual_seed(0)
-    return create(name, **{**SMALL, **options}).eval()
-
-
-def pair(height, width, count=1, dtype=torch.float32):
-    torch.manual_seed(1)
-    return {name: torch.rand(count, 3, height, width, dtype=dtype) for name in ("image0", "image1")}
-
 
 # ---- size and work
 
 
 def test_parameters_are_the_published_ones():
     model = create("sttr", device="meta")
-    parts = {
-        name: sum(p.numel() for p in part.parameters()) for name, part in model.named_children()
-    }
+    children = model.named_children()
+    parts = {name: sum(p.numel() for p in part.parameters()) for name, part in children}
     assert parts["features"] == 1_050_800 + 503_728
     assert parts["transformer"] == 797_440
     assert parts["refinement"] + parts["assignment"] == 161_843
@@ -137,52 +125,8 @@ def test_a_few_rows_at_a_time_are_all(monkeypatch):
 # ---- the whole network
 
 
-@pytest.mark.parametrize("name", ["sttr", "sttr_quadtree"])
-@pytest.mark.parametrize("size", [(16, 16), (17, 45), (50, 33), (132, 137)])
-def test_any_size(name, size):
-    model = small(name)
-    with torch.no_grad():
-        found = model(pair(*size))
-    assert found.disparity.shape == found.occlusion.shape == (1, *size)
-    assert (found.disparity >= 0).all() and found.disparity.isfinite().all()
-    places = [torch.arange(side)[model.offset :: model.stride] for side in size]
-    assert found.raw_disparity.shape == (1, *(len(x) for x in places))
-    columns = torch.arange(size[1]).expand(1, *size)
-    assert torch.equal(model.at_cells(columns)[0, 0], places[1])
-    assert places[1][0] == (1 if name == "sttr" else 0)
-
-
-@pytest.mark.parametrize("name", ["sttr", "sttr_quadtree"])
-def test_a_batch_is_its_pairs(name):
-    model, data = small(name), pair(24, 40, count=2)
-    with torch.no_grad():
-        together = model(data)
-        for i in range(2):
-            alone = model({view: x[i : i + 1] for view, x in data.items()})
-            assert torch.allclose(together.raw_disparity[i], alone.raw_disparity[0], atol=1e-4)
-            assert torch.allclose(together.disparity[i], alone.disparity[0], atol=1e-3)
-
-
-@pytest.mark.parametrize("name", ["sttr", "sttr_quadtree"])
-def test_gradients_reach_everything_that_learns(name):
-    model = small(name).train()
-    model.set_grad_checkpointing(name == "sttr")
-    found = model(pair(32, 48), true_disparity=torch.rand(1, 32, 48) * 8)
-    parts = (found.disparity, found.occlusion, found.raw_disparity, found.log_true, found.log_none)
-    sum(part.mean() for part in parts).backward()
-    idle = set()
-    for parameter_name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            assert parameter.grad is not None and parameter.grad.any(), parameter_name
-        else:
-            idle.add(parameter_name)
-    assert idle == (
-        {"transformer.norm.weight", "transformer.norm.bias"} if name == "sttr" else set()
-    )
-
-
 def test_scores_of_the_last_cross_attention_are_assigned():
-    model, data = small(dtype=torch.float64), pair(16, 48, dtype=torch.float64)
+    model, data = tiny("sttr", dtype=torch.float64), pair(16, 48, dtype=torch.float64)
     seen = []
     model.transformer.register_forward_hook(lambda *call: seen.append(call[2]))
     with torch.no_grad():
@@ -203,15 +147,12 @@ def test_scores_of_the_last_cross_attention_are_assigned():
 
 
 def test_full_attention_without_position_terms_is_an_option():
-    model = small(position="rotation")
     with torch.no_grad():
-        assert model(pair(32, 48)).disparity.isfinite().all()
-    with pytest.raises(OptionError, match="position 'sine' is for attention 'full' without MLPs"):
-        small(attention="quadtree_b")
-    with pytest.raises(OptionError, match="layout must be one of hourglass, sttr, sttr_half"):
-        small(layout="stttr")
-    with pytest.raises(OptionError, match="channels must be even and a multiple of the heads"):
-        small(num_heads=3)
+        assert tiny("sttr", position="rotation")(pair(32, 48)).disparity.isfinite().all()
+    sine = "position 'sine' is for attention 'full' without MLPs"
+    raises(OptionError, sine, tiny, "sttr", attention="quadtree_b")
+    raises(OptionError, "layout must be one of hourglass, sttr, ", tiny, "sttr", layout="stttr")
+    raises(OptionError, "must be even and a multiple of the heads", tiny, "sttr", num_heads=3)
 
 
 def test_little_that_matches_is_taken_as_it_is():
@@ -292,23 +233,22 @@ def test_tensors_go_where_they_belong():
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("name", "shape", "message"),
     [
-        (lambda s: s.update(extra=torch.zeros(1)), "1 tensors are not part .* STTR: extra; pass"),
+        ("extra", (1,), "1 tensors are not part .* STTR: extra; pass"),
+        ("backbone.other.running_mean", (1,), "an official STTR: backbone.other.running_mean"),
+        ("tokenizer.up.1.convTrans.bias", None, "1 missing: features.up.1.bias"),
         (
-            lambda s: s.update({"backbone.other.running_mean": torch.zeros(1)}),
-            "not part of an official STTR: backbone.other.running_mean",
-        ),
-        (lambda s: s.pop("tokenizer.up.1.convTrans.bias"), "1 missing: features.up.1.bias"),
-        (
-            lambda s: s.update({"regression_head.cal.in_conv.weight": torch.zeros(16, 5, 3, 3)}),
+            "regression_head.cal.in_conv.weight",
+            (16, 5, 3, 3),
             r"1 mismatched: refinement.embed.weight is \(16, 5, 3, 3\), must be \(16, 4, 3, 3\)",
         ),
     ],
 )
-def test_every_tensor_is_accounted_for(change, message):
-    state = official_state()
-    change(state)
+def test_every_tensor_is_accounted_for(name, shape, message):
+    state = official_state() | {name: shape and torch.zeros(shape)}
+    if shape is None:
+        del state[name]
     with pytest.raises(CheckpointError, match=message):
         check_fit(create("sttr", device="meta"), convert_stereo(state)[0])
 

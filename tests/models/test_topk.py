@@ -7,6 +7,7 @@ from quadtree_attention import CheckpointError, OptionError
 from quadtree_attention.models import create, load, save_weights, set_topk
 from quadtree_attention.models.topk import quadtree_layers
 from tests.models.test_registry import STTR, TINY
+from tests.support import raises
 
 pytestmark = pytest.mark.usefixtures("only_reference")
 
@@ -30,8 +31,7 @@ def test_all_or_none_are_set():
         ({last: 1, first: [1, 2]}, rf"{first}: topk must have one entry per level"),
         ({first: 0}, "topk must be at least 1"),
     ):
-        with pytest.raises(OptionError, match=message):
-            set_topk(model, wrong)
+        raises(OptionError, message, set_topk, model, wrong)
         assert layers[first].topk == (8, 4, 2)
 
 
@@ -46,5 +46,4 @@ def test_cards_hold_them(tmp_path, task):
     changed, *others = quadtree_layers(load(path)).values()
     assert tuple(changed.topk) == (3, 2, 1) and all(x.topk != (3, 2, 1) for x in others)
     save_weights(path, model.state_dict(), card | {"topk": {"none": 1}}, overwrite=True)
-    with pytest.raises(CheckpointError, match="a quadtree layer must be one of"):
-        load(path)
+    raises(CheckpointError, "a quadtree layer must be one of", load, path)

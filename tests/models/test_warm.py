@@ -1,14 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kernels that are compiled before they are needed."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
 
 from quadtree_attention import OptionError, models
-from tests.conftest import ROOT
+from tests.support import raises
+from tests.support.commands import python
 from tests.support.tiny import NETWORKS
 
 OF_ATTENTION = ("logits", "pyramid", "coarse", "fine")
@@ -30,8 +28,8 @@ def test_a_network_stays_as_it_was(task, training):
 
 
 def test_sizes_are_checked():
-    with pytest.raises(OptionError, match="height must be at least 1"):
-        models.warmup(models.create("test_quadtree"), [(0, 10)])
+    model = models.create("test_quadtree")
+    raises(OptionError, "height must be at least 1", models.warmup, model, [(0, 10)])
 
 
 def compile_one_norm() -> None:
@@ -60,9 +58,7 @@ def compile_one_norm() -> None:
 
 def test_recorded_launches_are_compiled():
     pytest.importorskip("triton", reason="triton comes with the CUDA builds of torch for Linux")
-    code = "from tests.models.test_warm import compile_one_norm; compile_one_norm()"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
+    python("from tests.models.test_warm import compile_one_norm; compile_one_norm()")
 
 
 def variants_of_sizes(training):

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from quadtree_attention import OptionError, QuadtreeAttention, ShapeError, quadtree_attention
+from tests.support import raises
 
 KINDS = {
     "plain": {},
@@ -42,12 +43,10 @@ def test_is_the_op_between_projections(kind):
     module = build(kind)
     x = torch.randn(1, 6, 9, 16, dtype=torch.float64)
     context = torch.randn(1, 5, 4, 16, dtype=torch.float64)
-    q = module.q_proj(x).unflatten(-1, (2, 8))
-    k = module.k_proj(context).unflatten(-1, (2, 8))
-    v = module.v_proj(context).unflatten(-1, (2, 8))
-    out = quadtree_attention(
-        q, k, v, num_levels=3, topk=3, variant=module.variant, level_weights=module.level_logits
-    )
+    projected = module.q_proj(x), module.k_proj(context), module.v_proj(context)
+    options = {"variant": module.variant, "level_weights": module.level_logits}
+    maps = (y.unflatten(-1, (2, 8)) for y in projected)
+    out = quadtree_attention(*maps, num_levels=3, topk=3, **options)
     torch.testing.assert_close(module(x, context), module.proj(out.flatten(-2)))
 
 
@@ -75,10 +74,9 @@ def test_context_mask_hides_context():
     mask[:, 4:] = False
     changed = context.clone()
     changed[:, 4:] = torch.nan
-    torch.testing.assert_close(
-        module(x, context, context_mask=mask), module(x, changed, context_mask=mask)
-    )
-    assert not torch.allclose(module(x, context), module(x, context, context_mask=mask))
+    out = module(x, context, context_mask=mask)
+    torch.testing.assert_close(module(x, changed, context_mask=mask), out)
+    assert not torch.allclose(module(x, context), out)
 
 
 @pytest.mark.parametrize("kind", ["plain", "variant A", "relu"])
@@ -157,8 +155,7 @@ BAD = [
 
 @pytest.mark.parametrize(("options", "text"), BAD, ids=[t[:40] for _, t in BAD])
 def test_bad_options(options, text):
-    with pytest.raises(OptionError, match=re.escape(text)):
-        build("plain", **options)
+    raises(OptionError, re.escape(text), build, "plain", **options)
 
 
 def test_bad_inputs():
@@ -166,16 +163,11 @@ def test_bad_inputs():
     x = torch.randn(2, 5, 6, 16, dtype=torch.float64)
     mask = torch.ones(2, 5, 6, dtype=torch.bool)
     text = "x must be (batch, *, *, 16), channels last, with at least one cell, got x.shape=(2, 16"
-    with pytest.raises(ShapeError, match=re.escape(text)):
-        module(x.permute(0, 3, 1, 2))
-    with pytest.raises(ShapeError, match="x and context must have the same batch size"):
-        module(x, x[:1])
-    with pytest.raises(OptionError, match="context_mask needs a context, got context=None"):
-        module(x, context_mask=mask)
-    with pytest.raises(ShapeError, match=re.escape("mask must be (batch, *grid) of x, that is")):
-        module(x, mask=mask[:, :4])
-    with pytest.raises(OptionError, match="lepe=True adds the value map of x to its own cells"):
-        build("backbone")(x, x)
+    raises(ShapeError, re.escape(text), module, x.permute(0, 3, 1, 2))
+    raises(ShapeError, "x and context must have the same batch size", module, x, x[:1])
+    raises(OptionError, "needs a context, got context=None", module, x, context_mask=mask)
+    raises(ShapeError, r"mask must be \(batch, \*grid\) of x, that", module, x, mask=mask[:, :4])
+    raises(OptionError, "adds the value map of x to its own cells", build("backbone"), x, x)
 
 
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
@@ -184,10 +176,8 @@ def test_checkpointing_gives_the_same_gradients(backend, variant):
     """Recomputed tensors can be read once only."""
     if backend == "cpu":
         pytest.importorskip("numba", reason="the cpu backend needs numba")
-    options = {"value_pyramid": "conv", "lepe": True} if variant == "B" else {}
-    layer = QuadtreeAttention(
-        16, num_heads=2, num_levels=3, topk=2, variant=variant, backend=backend, **options
-    )
+    kind = "backbone" if variant == "B" else "variant A"
+    layer = build(kind, backend=backend, dtype=torch.float32)
     grads = []
     for run in (layer, partial(checkpoint, layer, use_reentrant=False)):
         torch.manual_seed(1)

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+import itertools
 import re
 
 import pytest
@@ -7,18 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from quadtree_attention import OptionError, ShapeError
-from quadtree_attention.nn.baselines import (
-    BASELINES,
-    FocalAttention,
-    FullAttention,
-    LinearAttention,
-    LinearSpatialReductionAttention,
-    MapAttention,
-    SpatialReductionAttention,
-    TopKAttention,
-    WindowAttention,
-    make_attention,
-)
+from quadtree_attention.nn.baselines import BASELINES, FocalAttention, MapAttention, make_attention
+from tests.support import raises
 
 DIM, HEADS = 12, 3
 KINDS = {
@@ -66,29 +57,16 @@ def one_by_one(module: MapAttention, x: torch.Tensor, keys_of) -> torch.Tensor:
 # against timm
 
 
-@pytest.mark.parametrize("size", [(16, 24), (9, 14)])
-@pytest.mark.parametrize("sr_ratio", [1, 2, 4, 8])
+@pytest.mark.parametrize(
+    ("sr_ratio", "size"),
+    [*itertools.product([1, 2, 4, 8, None], [(16, 24), (9, 14)]), (None, (3, 5))],
+)
 def test_spatial_reduction_equals_timm(sr_ratio, size):
-    timm_attention = pytest.importorskip(
-        "timm.models.pvt_v2", reason="timm comes with the models extra"
-    ).Attention
-    theirs = timm_attention(DIM, HEADS, sr_ratio=sr_ratio, dtype=torch.float64)
-    ours = SpatialReductionAttention(
-        DIM, HEADS, sr_ratio=sr_ratio, qkv_bias=True, dtype=torch.float64
-    )
-    ours.load_state_dict(theirs.state_dict())
-    x = draw(*size)
-    expected = theirs(x.flatten(1, 2), size).view_as(x)
-    torch.testing.assert_close(ours(x), expected, rtol=0, atol=1e-9)
-
-
-@pytest.mark.parametrize("size", [(16, 24), (9, 14), (3, 5)])
-def test_linear_spatial_reduction_equals_timm(size):
-    timm_attention = pytest.importorskip(
-        "timm.models.pvt_v2", reason="timm comes with the models extra"
-    ).Attention
-    theirs = timm_attention(DIM, HEADS, linear_attn=True, dtype=torch.float64)
-    ours = LinearSpatialReductionAttention(DIM, HEADS, qkv_bias=True, dtype=torch.float64)
+    pvt = pytest.importorskip("timm.models.pvt_v2", reason="timm comes with the models extra")
+    linear, options = sr_ratio is None, {"sr_ratio": sr_ratio} if sr_ratio else {}
+    theirs = pvt.Attention(DIM, HEADS, linear_attn=linear, **options, dtype=torch.float64)
+    name = "linear_spatial_reduction" if linear else "spatial_reduction"
+    ours = make_attention(name, DIM, HEADS, **options, qkv_bias=True, dtype=torch.float64)
     ours.load_state_dict(theirs.state_dict())
     x = draw(*size)
     expected = theirs(x.flatten(1, 2), size).view_as(x)
@@ -98,11 +76,11 @@ def test_linear_spatial_reduction_equals_timm(size):
 @pytest.mark.parametrize("shift", [0, 2])
 def test_window_equals_timm(shift):
     """On a size that divides; elsewhere timm lets cells attend to its padding."""
-    block = pytest.importorskip(
-        "timm.models.swin_transformer", reason="timm comes with the models extra"
-    ).SwinTransformerBlock(DIM, (8, 12), HEADS, window_size=4, shift_size=shift)
+    swin = pytest.importorskip("timm.models.swin_transformer", reason="it is in the models extra")
+    block = swin.SwinTransformerBlock(DIM, (8, 12), HEADS, window_size=4, shift_size=shift)
     nn.init.normal_(block.attn.relative_position_bias_table)
-    ours = WindowAttention(DIM, HEADS, window_size=4, shift_size=shift, qkv_bias=True)
+    options = {"window_size": 4, "shift_size": shift, "qkv_bias": True}
+    ours = make_attention("window", DIM, HEADS, **options)
     ours.load_state_dict(block.attn.state_dict())
     x = draw(8, 12)
     expected = block.double()._attn(x)
@@ -215,7 +193,7 @@ def test_linear_equals_the_quadratic_formula():
 
 
 def test_linear_survives_queries_without_features():
-    module = LinearAttention(DIM, HEADS, qkv_bias=True)
+    module = make_attention("linear", DIM, HEADS, qkv_bias=True)
     nn.init.constant_(module.qkv.bias[:DIM], -1000)
     out = module(torch.randn(1, 4, 5, DIM))
     torch.testing.assert_close(out, module.proj.bias.expand_as(out))
@@ -341,13 +319,6 @@ def test_lepe_is_a_convolution_of_the_values(kind, qkv_bias):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_samples_do_not_mix(kind):
-    module = build(kind)
-    x = draw(7, 10, batch=3)
-    torch.testing.assert_close(module(x)[1:2], module(x[1:2]), rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize("kind", KINDS)
 def test_samples_of_several_sizes_keep_their_places(kind):
     module = build(kind)
     x, sizes = draw(7, 9, batch=4), [(5, 9), (7, 4), (5, 9), (7, 4)]
@@ -446,23 +417,19 @@ BAD = [
 
 @pytest.mark.parametrize(("name", "options", "text"), BAD)
 def test_bad_options(name, options, text):
-    with pytest.raises(OptionError, match=re.escape(text)):
-        make_attention(name, **({"dim": DIM, "num_heads": HEADS} | options))
+    options = {"dim": DIM, "num_heads": HEADS} | options
+    raises(OptionError, re.escape(text), make_attention, name, **options)
 
 
 @pytest.mark.parametrize("shape", [(2, DIM, 5, 6), (2, 30, DIM), (2, 0, 6, DIM)])
 def test_bad_inputs(shape):
-    text = (
-        "x must be (batch, *, *, 12), channels last, with at least one cell, got "
-        f"x.shape={shape}; images in (batch, channels, y, x) need x.permute(0, 2, 3, 1)"
-    )
-    with pytest.raises(ShapeError, match=re.escape(text)):
-        FullAttention(DIM, HEADS)(torch.zeros(shape))
+    text = "x must be (batch, *, *, 12), channels last, with at least one cell, got "
+    text += f"x.shape={shape}; images in (batch, channels, y, x) need x.permute(0, 2, 3, 1)"
+    raises(ShapeError, re.escape(text), build("full"), torch.zeros(shape))
 
 
 def test_topk_default_is_small_enough_to_matter():
-    module = TopKAttention(DIM, HEADS)
-    full = FullAttention(DIM, HEADS)
+    module, full = (make_attention(name, DIM, HEADS) for name in ("topk", "full"))
     full.load_state_dict(module.state_dict())
     x = draw(11, 13).float() * 3
     assert not torch.allclose(module(x), full(x))

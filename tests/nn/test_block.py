@@ -47,14 +47,8 @@ def test_quadtree_block_is_a_block_of_its_parts():
     block = QuadtreeBlock(16, 2, **OPTIONS, mlp_ratio=2, norm_eps=1e-3, drop_path=0.2)
     names = dict.fromkeys(name.split(".")[0] for name in block.state_dict())
     assert list(names) == ["norm1", "attn", "norm2", "mlp"]
-    plain = Block(
-        16,
-        QuadtreeAttention(16, 2, **OPTIONS),
-        ConvMlp(16, 32, dtype=torch.float64),
-        norm_eps=1e-3,
-        drop_path=0.2,
-        dtype=torch.float64,
-    )
+    parts = QuadtreeAttention(16, 2, **OPTIONS), ConvMlp(16, 32, dtype=torch.float64)
+    plain = Block(16, *parts, norm_eps=1e-3, drop_path=0.2, dtype=torch.float64)
     plain.load_state_dict(block.state_dict())
     x = torch.randn(2, 5, 6, 16, dtype=torch.float64)
     assert torch.equal(block.eval()(x), plain.eval()(x))
@@ -129,14 +123,12 @@ def test_layers_of_an_mlp_may_be_replaced_or_have_hooks(change):
     assert all(p.grad is not None and p.grad.any() for p in learned)
 
 
-@pytest.mark.parametrize(
-    "register", ["register_full_backward_hook", "register_full_backward_pre_hook"]
-)
-def test_backward_hooks_in_an_mlp_run(register):
+@pytest.mark.parametrize("kind", ["hook", "pre_hook"])
+def test_backward_hooks_in_an_mlp_run(kind):
     mlp = ConvMlp(16, 32)
     seen = []
     for layer in (mlp.fc2, mlp.dwconv):
-        getattr(layer, register)(lambda layer, *_: seen.append(layer))
+        getattr(layer, f"register_full_backward_{kind}")(lambda layer, *_: seen.append(layer))
     mlp(torch.randn(2, 5, 6, 16)).sum().backward()
     assert seen == [mlp.fc2, mlp.dwconv]
 

@@ -7,32 +7,19 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
+from tests.support.against_reference import Case, case_inputs
+
 
 @dataclass(frozen=True)
-class Drawn:
+class Drawn(Case):
     """A problem; its tensors follow from the seed."""
 
-    batch: int
-    grid: tuple[int, ...]
-    key_grid: tuple[int, ...]
-    heads: int
-    dim: int
-    value_dim: int
-    num_levels: int
-    topk: tuple[int, ...]
-    variant: str
-    hide_queries: float
-    hide_keys: float
-    seed: int
+    seed: int = 0
 
     def tensors(self, dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, ...]:
         """Query, key and value, drawn on the CPU."""
         rng = torch.Generator().manual_seed(self.seed)
-        shapes = (
-            (self.batch, *self.grid, self.heads, self.dim),
-            (self.batch, *self.key_grid, self.heads, self.dim),
-            (self.batch, *self.key_grid, self.heads, self.value_dim),
-        )
+        shapes = (case_inputs(self)[name] for name in "qkv")
         return tuple(torch.randn(s, generator=rng, dtype=torch.float64).to(dtype) for s in shapes)
 
     @property
@@ -81,6 +68,7 @@ def problems(draw: st.DrawFn, *, ndims: tuple[int, ...] = (1, 2, 3), masks: bool
     num_levels = draw(st.integers(1, 4 if ndim < 3 else 3))
     hide = st.sampled_from([0.0, 0.3, 0.8]) if masks else st.just(0.0)
     return Drawn(
+        name="drawn",
         batch=draw(st.integers(1, 2)),
         grid=tuple(draw(grids)),
         key_grid=tuple(draw(grids)),

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from benchmarks.result import read_all
-from benchmarks.speed.ops import KNOWN, Case
+from benchmarks.speed.ops import KNOWN
 from quadtree_attention import plan, quadtree_attention
 from quadtree_attention.ops.planning import cost
 from quadtree_attention.ops.planning.cost import saved_bytes
@@ -46,23 +46,11 @@ DECIDED = [pair for pair in PAIRS if has_winner(pair.values[2])]
 ON_DEVICE = [pair for pair in PAIRS if not is_launched_one_by_one(pair.values[0], pair.values[2])]
 
 
-def plan_of(case: Case, dtype: str, device: str, variant: str):
-    return plan(
-        case.grid,
-        heads=case.heads,
-        dim=case.head_dim,
-        num_levels=case.num_levels,
-        topk=case.topk,
-        batch=case.batch,
-        variant=variant,
-        dtype=getattr(torch, dtype),
-        device=device,
-    )
-
-
 def planned(device, variant, rows):
-    case = KNOWN[rows["sdpa"]["case"]]
-    return plan_of(case, rows["sdpa"]["dtype"], device, variant)
+    case, dtype = KNOWN[rows["sdpa"]["case"]], getattr(torch, rows["sdpa"]["dtype"])
+    sizes = {name: getattr(case, name) for name in ("heads", "num_levels", "topk", "batch")}
+    sizes |= {"dim": case.head_dim, "variant": variant, "dtype": dtype, "device": device}
+    return plan(case.grid, **sizes)
 
 
 def test_there_are_results_of_both_devices():
@@ -142,37 +130,22 @@ def test_backend_without_copies_needs_no_memory_for_the_finest_level(monkeypatch
 
 
 def test_half_precision_holds_half_where_sums_are_not_kept():
-    sizes = {"dim": 64, "num_levels": 1, "topk": 1}
-    full = plan((40, 50), **sizes, dtype=torch.float32).quadtree
-    half = plan((40, 50), **sizes, dtype=torch.bfloat16).quadtree
-    assert full.memory == 2 * half.memory
-    assert half.training_memory > full.training_memory / 2  # gradients are summed in float32
+    sizes, dtypes = {"dim": 64, "num_levels": 1, "topk": 1}, (torch.float32, torch.bfloat16)
+    full, half = (plan((40, 50), **sizes, dtype=dtype) for dtype in dtypes)
+    assert full.quadtree.memory == 2 * half.quadtree.memory
+    assert half.quadtree.training_memory > full.quadtree.training_memory / 2  # sums in float32
+    # dense: result, three gradients, two numbers per query
+    assert full.dense.training_memory == 2000 * (4 * 64 + 2) * 4
+    assert half.dense.training_memory == 2000 * (4 * 64 * 2 + 2 * 4 + 64 * 4)
 
 
-def test_training_memory_of_dense_attention():
-    """Result, three gradients, two numbers per query; half precision sums dq in float32."""
-    sizes = {"dim": 64, "num_levels": 1, "topk": 1}
-    full, half = (
-        plan((40, 50), **sizes, dtype=dtype).dense.training_memory
-        for dtype in (torch.float32, torch.bfloat16)
-    )
-    assert full == 2000 * (4 * 64 + 2) * 4
-    assert half == 2000 * (4 * 64 * 2 + 2 * 4 + 64 * 4)
-
-
-def test_variant_a_keeps_scores_too():
-    sizes = {"heads": 2, "dim": 8, "num_levels": 3, "topk": (3, 2)}
-    a, b = (plan((12, 20), **sizes, variant=variant).quadtree for variant in "AB")
-    assert a.memory - b.memory == 2 * (3 * 5 * 3 + 6 * 10 * 2) * 4
-    assert a.flops == b.flops
-
-
-def test_variant_a_lists_slots_too(monkeypatch):
+def test_variant_a_keeps_scores_and_lists_slots_too(monkeypatch):
     """With every user of a key comes the number of the key among those it kept."""
     monkeypatch.setitem(cost.COPIES_FINEST, "cpu", False)
     sizes = {"heads": 2, "dim": 8, "num_levels": 3, "topk": (3, 2)}
     a, b = (plan((12, 20), **sizes, variant=variant).quadtree for variant in "AB")
     saved = 2 * (3 * 5 * 3 + 6 * 10 * 2) * 4  # scores
+    assert a.memory - b.memory == saved and a.flops == b.flops
     families, queries, kept = 6 * 10, 12 * 20, 2
     slots = 2 * families * kept * 4
     statistics = 2 * (families * kept - 2 * queries) * 4  # of families, not of queries

@@ -2,8 +2,6 @@
 """The Numba kernels against the reference, and their behaviour in threads, forks and compilers."""
 
 import multiprocessing
-import os
-import subprocess
 import sys
 import threading
 
@@ -12,17 +10,17 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.flop_counter import FlopCounterMode
 
-from quadtree_attention import ShapeError, quadtree_attention, quadtree_attention_pyramid
+from quadtree_attention import ShapeError, quadtree_attention
 from quadtree_attention.ops.attention import cpu, reference
+from quadtree_attention.ops.attention import tree as plain
 from quadtree_attention.ops.attention.cpu import operators, pyramids
 from quadtree_attention.ops.attention.cpu import threads as helpers
 from quadtree_attention.ops.attention.cpu.operators import attend as attend_level
 from quadtree_attention.ops.attention.problem import make_problem
 from quadtree_attention.ops.attention.tree import Tree
-from quadtree_attention.ops.attention.tree import pyramid as tree_pyramid
-from quadtree_attention.ops.attention.tree import to_grid as tree_to_grid
-from quadtree_attention.ops.attention.tree import to_tree as tree_to_tree
 from tests.ops.cases import CASES, Case, check, every_case
+from tests.support import raises
+from tests.support.commands import python
 
 pytest.importorskip("numba", reason="the cpu backend needs numba")
 
@@ -87,18 +85,6 @@ def test_queries_in_parts(name, monkeypatch):
     monkeypatch.setattr(operators, "PARTS", 11)
     case = next(case for case in CASES if case.name == name)
     check(case, "cpu", torch.float64)
-
-
-@VARIANTS
-def test_gradcheck(variant):
-    q, k, v = (x.requires_grad_() for x in draw((5, 3), dim=3, dtype=torch.float64))
-    weights = torch.randn(2, dtype=torch.float64, requires_grad=True) if variant == "B" else None
-    mask = torch.rand(1, 5, 3) > 0.3
-
-    def run(q, k, v, weights=None):
-        return attend(q, k, v, variant, num_levels=2, topk=2, key_mask=mask, level_weights=weights)
-
-    assert torch.autograd.gradcheck(run, (q, k, v) if weights is None else (q, k, v, weights))
 
 
 def level_arguments(variant, dtype=torch.float32):
@@ -182,12 +168,11 @@ def test_pyramids(grid, width, masked):
     if masked:
         x[~mask] = torch.nan
     x.requires_grad_()
-    got, expected = cpu.pyramid(tree, x, visible), tree_pyramid(tree, x, visible)
+    got, expected = cpu.pyramid(tree, x, visible), plain.pyramid(tree, x, visible)
     torch.testing.assert_close(got, expected, equal_nan=True)
     cotangents = [torch.randn_like(level) for level in got]
-    torch.testing.assert_close(
-        torch.autograd.grad(got, x, cotangents), torch.autograd.grad(expected, x, cotangents)
-    )
+    gradients = (torch.autograd.grad(levels, x, cotangents) for levels in (got, expected))
+    torch.testing.assert_close(*gradients)
     shown = [level for level in visible if level is not None]
     x = torch.randn_like(x, requires_grad=True)
     torch.library.opcheck(OPS.cpu_pyramid, (x, shown, list(grid), 3))
@@ -197,7 +182,7 @@ def test_pyramids(grid, width, masked):
 def test_back_to_the_grid(grid):
     tree = Tree(grid, 3)
     x = torch.randn(2, 3, tree.num_cells(2), 11, requires_grad=True)
-    got, expected = cpu.to_grid(tree, x), tree_to_grid(tree, x)
+    got, expected = cpu.to_grid(tree, x), plain.to_grid(tree, x)
     assert torch.equal(got, expected)
     (a,), (b,) = (torch.autograd.grad(y.square().sum(), x) for y in (got, expected))
     assert torch.equal(a, b)
@@ -222,30 +207,12 @@ def test_orders_of_trees_are_bounded(monkeypatch):
 def test_a_level_in_tree_order(grid, level):
     tree = Tree(grid, 3)
     x = torch.randn(2, *tree.grid_at(level), 3, 11, requires_grad=True)
-    got, expected = cpu.to_tree(tree, x, level), tree_to_tree(tree, x, level)
+    got, expected = cpu.to_tree(tree, x, level), plain.to_tree(tree, x, level)
     assert torch.equal(got, expected)
     (a,), (b,) = (torch.autograd.grad(y.square().sum(), x) for y in (got, expected))
     assert torch.equal(a, b)
     if level:
         torch.library.opcheck(OPS.cpu_to_tree, (x, list(tree.grid_at(level)), level + 1))
-
-
-@VARIANTS
-def test_compiles_into_one_graph(variant):
-    torch.compiler.reset()
-    leaves = [x.requires_grad_() for x in draw((6, 10), dim=8)]
-    mask = torch.rand(1, 6, 10) > 0.3
-
-    def run(q, k, v):
-        return attend(q, k, v, variant, num_levels=2, topk=2, key_mask=mask)
-
-    expected = run(*leaves)
-    got = torch.compile(run, fullgraph=True, backend="aot_eager")(*leaves)
-    torch.testing.assert_close(got, expected)
-    torch.testing.assert_close(
-        torch.autograd.grad(got.square().sum(), leaves),
-        torch.autograd.grad(expected.square().sum(), leaves),
-    )
 
 
 def test_exported_programs_use_the_reference(monkeypatch):
@@ -259,16 +226,6 @@ def test_reasons():
     problem = make_problem(q, k, v, num_levels=2, topk=3)
     assert cpu.CPU.reasons(problem) == []
     assert attend(q, k, v).shape == q.shape
-
-
-@VARIANTS
-def test_inputs_need_not_be_contiguous(variant):
-    q, k, v = (x.permute(0, 3, 2, 4, 1)[:, :, ::2] for x in torch.randn(3, 2, 4, 10, 6, 3))
-    k = k[:1].expand(2, -1, -1, -1, -1)
-    v = v[..., 1:3]
-    got = gradients(q, k, v, variant=variant, num_levels=2)
-    expected = gradients(*(x.contiguous() for x in (q, k, v)), variant=variant, num_levels=2)
-    torch.testing.assert_close(got, expected)
 
 
 def test_gradient_that_is_expanded():
@@ -295,13 +252,6 @@ def test_hidden_rows_are_never_read(variant):
             assert (grads[1][:, :, ~visible[0]] == 0).all()
             results.append((*(x.detach() for x in outputs[:3]), *grads))
         assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-
-
-@VARIANTS
-def test_nothing_visible_gives_zeros_and_zero_gradients(variant):
-    inputs = draw()
-    found = gradients(*inputs, variant=variant, key_mask=torch.zeros(1, 9, 14, dtype=torch.bool))
-    assert all((x == 0).all() for x in found)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -358,19 +308,6 @@ def test_callers_parents_out_of_range_are_ignored():
     assert torch.equal(got[0], OPS.cpu_attend(*fine)[0])
 
 
-@pytest.mark.parametrize("num_levels", [1, 3])
-def test_empty_batch(num_levels):
-    found = gradients(*draw(batch=0), num_levels=num_levels)
-    assert [x.shape for x in found] == [(0, 9, 14, 2, 16)] * 4
-
-
-def test_pyramids_with_their_own_values():
-    qs, ks, vs = ([torch.randn(1, *g, 2, 8) for g in ((3, 4), (5, 7))] for _ in range(3))
-    got = quadtree_attention_pyramid(qs, ks, vs, topk=3, backend="cpu")
-    expected = quadtree_attention_pyramid(qs, ks, vs, topk=3, backend="reference")
-    torch.testing.assert_close(got, expected)
-
-
 def test_autocast():
     q, k, v = draw()
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -406,20 +343,14 @@ with FlopCounterMode(display=False) as counter:
     qa.quadtree_attention(q, k, v, num_levels=1, topk=1, backend="cpu")
 print(counter.get_total_flops())
 """
-    assert python(source) == str(2 * 24 * 24 * 16)
+    assert last_line(source) == str(2 * 24 * 24 * 16)
 
 
 # ---- threads, processes, installations -----------------------------------------------------------
 
 
-def python(source, **environment):
-    """Runs a program in a new interpreter and returns what it printed last."""
-    done = subprocess.run(
-        [sys.executable, "-c", source], capture_output=True, text=True, timeout=120,
-        env=os.environ | environment, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip().splitlines()[-1]
+def last_line(source, **environment):
+    return python(source, **environment).splitlines()[-1]
 
 
 class Attended(Dataset):
@@ -518,9 +449,9 @@ def test_compiled_code_that_cannot_be_kept(tmp_path):
     )
     expected = "[0.0, 1.0, 2.0, 3.0]"
     source = only_the_named_place + ONE_LEVEL
-    assert python(source, NUMBA_CACHE_DIR=nowhere) == expected
-    assert python(ONE_LEVEL, NUMBA_CACHE_DIR=nowhere) == expected
-    assert python(source, NUMBA_CACHE_DIR=str(tmp_path / "cache")) == expected
+    assert last_line(source, NUMBA_CACHE_DIR=nowhere) == expected
+    assert last_line(ONE_LEVEL, NUMBA_CACHE_DIR=nowhere) == expected
+    assert last_line(source, NUMBA_CACHE_DIR=str(tmp_path / "cache")) == expected
     assert list((tmp_path / "cache").rglob("*.nbi"))
 
 
@@ -541,21 +472,18 @@ try:
 except BackendUnsupportedError as error:
     print(error.reasons)
 """
-    assert python(source) == "['cpu: numba is not installed; pip install numba']"
+    assert last_line(source) == "['cpu: numba is not installed; pip install numba']"
 
 
 def test_import_does_not_import_numba():
-    source = (
-        "import sys; import quadtree_attention.ops.attention.cpu; print('numba' in sys.modules)"
-    )
-    assert python(source) == "False"
+    name = "quadtree_attention.ops.attention.cpu"
+    assert last_line(f"import sys, {name}; print('numba' in sys.modules)") == "False"
 
 
 def test_operators_refuse_rows_too_narrow_for_their_vectors():
-    with pytest.raises(ShapeError, match="rows need 8 numbers or more, got 5"):
-        torch.ops.quadtree_attention.cpu_pyramid(torch.randn(1, 4, 6, 1, 5), [], [4, 6], 2)
-    with pytest.raises(ShapeError, match="rows need 8 numbers or more, got 5"):
-        torch.ops.quadtree_attention.cpu_to_grid(torch.randn(1, 1, 24, 5), [4, 6], 2)
+    message = "rows need 8 numbers or more, got 5"
+    raises(ShapeError, message, OPS.cpu_pyramid, torch.randn(1, 4, 6, 1, 5), [], [4, 6], 2)
+    raises(ShapeError, message, OPS.cpu_to_grid, torch.randn(1, 1, 24, 5), [4, 6], 2)
 
 
 def test_one_term_with_all_the_weight_gives_no_gradient_in_variant_c():

@@ -87,16 +87,8 @@ def by_penalty(function, x, along):
     return (second * along).sum(), slope(lambda x: penalty(x)[1].detach(), x, along)
 
 
-TRANSFORMS = (
-    by_forward_ad,
-    by_jvp,
-    by_grad,
-    by_jacrev,
-    by_hessian,
-    by_vmap,
-    by_backward_twice,
-    by_penalty,
-)
+TRANSFORMS = (by_forward_ad, by_jvp, by_grad, by_jacrev, by_hessian, by_vmap)
+TRANSFORMS += (by_backward_twice, by_penalty)
 each_transform = pytest.mark.parametrize("transform", TRANSFORMS, ids=lambda f: f.__name__)
 
 
@@ -129,18 +121,14 @@ def test_reference(transform, variant):
 @each_transform
 def test_reference_in_chunks(transform, monkeypatch):
     monkeypatch.setattr(reference, "WORKSPACE_BYTES", 2_000)
-    if transform is by_vmap:  # recomputed in backward, of which there is none here
-        with torch.no_grad():
-            compare(transform, attention("reference"), *numbers(1, 3, 4, 1, 2))
-    else:
+    with torch.set_grad_enabled(transform is not by_vmap):  # it recomputes in backward alone
         compare(transform, attention("reference"), *numbers(1, 3, 4, 1, 2))
 
 
 def block(backend):
     torch.manual_seed(0)
-    return QuadtreeBlock(
-        4, 1, num_levels=2, topk=1, value_pyramid="conv", lepe=True, mlp_ratio=2, backend=backend
-    ).double()
+    options = {"num_levels": 2, "topk": 1, "value_pyramid": "conv", "lepe": True, "mlp_ratio": 2}
+    return QuadtreeBlock(4, 1, **options, backend=backend).double()
 
 
 @each_transform
@@ -165,9 +153,8 @@ def test_parameters_of_a_block():
 
 
 def check_refused(transform, function, inputs, what):
-    sentence = "second derivatives" if "backward" in transform.__name__ else "forward-mode"
-    if transform is by_penalty:
-        sentence = "second derivatives"
+    twice = transform in (by_backward_twice, by_penalty)
+    sentence = "second derivatives" if twice else "forward-mode"
     with pytest.raises(BackendUnsupportedError, match=f"{what} has no {sentence}") as caught:
         transform(function, *inputs)
     text = str(caught.value)

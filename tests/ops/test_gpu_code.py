@@ -5,14 +5,12 @@ Triton needs no GPU to compile for one. What comes out is run by the tests marke
 """
 
 import re
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 import torch
 
-from tests.conftest import ROOT
+from tests.support.commands import python
 
 pytest.importorskip("triton", reason="triton comes with the CUDA builds of torch for Linux")
 
@@ -147,11 +145,7 @@ def convolutions(dtype: torch.dtype) -> None:
     from quadtree_attention.ops.depthwise import launch
     from quadtree_attention.ops.norms.kernels import GELU
 
-    for grid, levels in (
-        ((12, 20), 1),
-        ((12, 20), 4),
-        ((4, 6, 8), 1 if dtype.itemsize == 2 else 2),
-    ):
+    for grid, levels in (((12, 20), 1), ((12, 20), 4), ((4, 6, 8), 1 + (dtype.itemsize != 2))):
         sizes = [[-(-side // 2**i) for side in grid] for i in reversed(range(levels))]
         values = [torch.zeros(1, *size, 64, dtype=dtype) for size in sizes]
         weights = [torch.zeros(64, 1, *(3,) * len(grid)) for _ in sizes]
@@ -179,11 +173,5 @@ def test_sizes_of_maps_compile_nothing_anew():
 
 
 def test_all_kernels_compile():
-    done = subprocess.run(
-        [sys.executable, "-c", "from tests.ops.test_gpu_code import compile_all; compile_all()"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.strip() == "too much shared memory: []"
+    printed = python("from tests.ops.test_gpu_code import compile_all; compile_all()")
+    assert printed == "too much shared memory: []\n"

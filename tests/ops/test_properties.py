@@ -125,21 +125,18 @@ def test_a_larger_masked_canvas_changes_nothing(drawn: Drawn, data: st.DataObjec
         key_mask=embed(key_mask, ndim, k_offset, k_after, fill=False),
     )
     big_out, big_selection = quadtree_attention(*big, **options, return_selection=True)
-    window = (slice(None), *(slice(o, o + s) for o, s in zip(q_offset, drawn.grid, strict=True)))
-    key_window = (
-        slice(None),
-        *(slice(o, o + s) for o, s in zip(k_offset, drawn.key_grid, strict=True)),
+    window, key_window = (
+        (slice(None), *(slice(o, o + s) for o, s in zip(offset, grid, strict=True)))
+        for offset, grid in ((q_offset, drawn.grid), (k_offset, drawn.key_grid))
     )
     torch.testing.assert_close(big_out[window], out, rtol=0, atol=1e-10)
 
-    cotangent = torch.randn(
-        out.shape, dtype=out.dtype, generator=torch.Generator().manual_seed(drawn.seed)
-    )
-    grads = torch.autograd.grad((out * cotangent).sum(), small)
-    big_grads = torch.autograd.grad((big_out[window] * cotangent).sum(), big)
-    for grad, big_grad, where in zip(
-        grads, big_grads, (window, key_window, key_window), strict=True
-    ):
+    rng = torch.Generator().manual_seed(drawn.seed)
+    cotangent = torch.randn(out.shape, dtype=out.dtype, generator=rng)
+    grads = torch.autograd.grad(out, small, cotangent)
+    big_grads = torch.autograd.grad(big_out[window], big, cotangent)
+    windows = (window, key_window, key_window)
+    for grad, big_grad, where in zip(grads, big_grads, windows, strict=True):
         torch.testing.assert_close(big_grad[where], grad, rtol=0, atol=1e-10)
         assert big_grad.isfinite().all()
 
@@ -178,9 +175,8 @@ def test_a_hidden_key_influences_nothing(drawn: Drawn):
 def test_nothing_visible_gives_zeros(drawn: Drawn):
     q, k, v = (x.requires_grad_() for x in drawn.tensors())
     nothing = torch.zeros(drawn.batch, *drawn.key_grid, dtype=torch.bool)
-    out, selection = quadtree_attention(
-        q, k, v, **drawn.options(key_mask=nothing), return_selection=True
-    )
+    options = drawn.options(key_mask=nothing, return_selection=True)
+    out, selection = quadtree_attention(q, k, v, **options)
     assert (out == 0).all()
     assert all((kept.cells == -1).all() and (kept.scores == 0).all() for kept in selection)
     assert all((g == 0).all() for g in torch.autograd.grad(out.sum(), (q, k, v)))
@@ -219,3 +215,67 @@ def test_selection_is_what_the_scores_say(drawn: Drawn):
         found = (below.cells[..., :, None, :] >> 1) == parents[..., None, :, :]
         found = found.all(-1).any(-1) | (below.cells[..., 0] < 0)
         assert found.all()
+
+
+@pytest.mark.parametrize("num_levels", [1, 3])
+def test_empty_batch(num_levels):
+    leaves = [torch.randn(0, 9, 14, 2, 16, requires_grad=True) for _ in range(3)]
+    out = quadtree_attention(*leaves, num_levels=num_levels, topk=3)
+    gradients = torch.autograd.grad(out.square().sum(), leaves)
+    assert [x.shape for x in (out, *gradients)] == [(0, 9, 14, 2, 16)] * 4
+
+
+@pytest.mark.parametrize("variant", ["A", "B"])
+def test_inputs_need_not_be_contiguous(variant):
+    q, k, v = (x.permute(0, 3, 2, 4, 1)[:, :, ::2] for x in torch.randn(3, 2, 4, 10, 6, 3))
+    views = q, k[:1].expand(2, -1, -1, -1, -1), v[..., 1:3]
+    results = []
+    for maps in (views, [x.contiguous() for x in views]):
+        leaves = [x.detach().requires_grad_() for x in maps]
+        out = quadtree_attention(*leaves, num_levels=2, topk=4, variant=variant)
+        results.append((out, *torch.autograd.grad(out.square().sum(), leaves)))
+    torch.testing.assert_close(*results)
+
+
+def test_scale_zero_is_not_the_default():
+    q, k, v = torch.randn(3, 1, 4, 6, 1, 4).unbind()
+    out = quadtree_attention(q, k, v, num_levels=1, topk=1, scale=0.0)
+    torch.testing.assert_close(out, v.mean((1, 2), keepdim=True).expand_as(out))
+
+
+@pytest.mark.parametrize("variant", ["A", "B"])
+def test_hidden_cells_come_after_visible_ones_whose_scores_underflow(variant):
+    """Scores of logits hundreds below the best are 0, as are those of hidden cells."""
+    q, v = torch.ones(1, 8, 1, 2), torch.randn(1, 10, 1, 2)
+    level = torch.tensor([500.0, 0, -300, -600, 300]).repeat_interleave(2)
+    k = level[None, :, None, None].expand(1, 10, 1, 2)
+    shown = (torch.arange(10) > 3)[None]  # cells 2, 3 and 4 of the coarser level are visible
+    options = {"num_levels": 2, "variant": variant, "scale": 0.5, "key_mask": shown}
+    for topk, expected in ((3, [4, 2, 3]), (4, [4, 2, 3, -1])):
+        _, (kept,) = quadtree_attention(q, k, v, topk=topk, return_selection=True, **options)
+        assert kept.scores[..., 0].eq(1).all() and kept.scores[..., 1:].eq(0).all()
+        assert kept.cells.flatten(0, 2).squeeze(-1).tolist() == [expected] * 4
+
+
+@pytest.mark.parametrize("how", ["A", "B", "C", "C exact", "C lookahead"])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(("grid", "key_grid", "levels"), [((7,), (9,), 3), ((3, 5), (4, 2), 2)])
+def test_gradcheck(how, masked, grid, key_grid, levels):
+    leaf = {"dtype": torch.float64, "requires_grad": True}
+    variant, own = how[0], {"level_weights": torch.randn(levels, **leaf)} if how == "B" else {}
+    if variant == "C":
+        names = ("prefix_queries", "prefix_keys", "prefix_values")
+        own = {x: torch.randn(2, 2, 2, d, **leaf) for x, d in zip(names, (3, 3, 2), strict=True)}
+    options = {"num_levels": levels, "topk": 2, "variant": variant, "return_lse": variant == "C"}
+    options |= {"exact_queries": True} if "exact" in how else {}
+    options |= {"lookahead": True} if "lookahead" in how else {}
+    if masked:
+        options["query_mask"] = torch.rand(2, *grid) > 0.3
+        options["key_mask"] = torch.rand(2, *key_grid) > 0.3
+    sizes = ((grid, 3), (key_grid, 3), (key_grid, 2))
+    maps = [torch.randn(2, *size, 2, dim, **leaf) for size, dim in sizes]
+
+    def run(q, k, v, *rest):
+        return quadtree_attention(q, k, v, **options, **dict(zip(own, rest, strict=True)))
+
+    assert torch.autograd.gradcheck(run, (*maps, *own.values()), fast_mode=variant == "C")

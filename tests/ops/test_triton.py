@@ -9,6 +9,7 @@ from quadtree_attention import BackendUnsupportedError, quadtree_attention
 from quadtree_attention.ops.attention.problem import make_problem
 from quadtree_attention.ops.backends import TRITON
 from tests.ops.cases import CASES, Case, as_sets, check, every_case
+from tests.support import raises
 
 # Tiny: the interpreter runs one program after the other, in Python.
 INTERPRETED = (
@@ -71,10 +72,9 @@ def check_choice(name: str, grid: tuple[int, ...], topk: int, device: str) -> No
     q, k = HARD_TO_CHOOSE[name](q, k)
     kept = {}
     for backend in ("triton", "reference"):
-        _, (level,) = quadtree_attention(
-            q.to(device), k.to(device), v.to(device),
-            num_levels=2, topk=topk, scale=0.25, backend=backend, return_selection=True,
-        )  # fmt: skip
+        options = {"num_levels": 2, "topk": topk, "scale": 0.25, "return_selection": True}
+        maps = (x.to(device) for x in (q, k, v))
+        _, (level,) = quadtree_attention(*maps, **options, backend=backend)
         kept[backend] = as_sets(level.cells)
     assert torch.equal(kept["triton"], kept["reference"])
 
@@ -118,8 +118,8 @@ def test_reasons_are_all_given():
     assert "it needs a CUDA device, the tensors are on cpu" in reasons
     assert "it computes in float32 at most, the tensors are float64" in reasons
     assert "head dims go up to 256, got 300 and 300" in reasons
-    with pytest.raises(BackendUnsupportedError, match="backend 'triton' cannot run this problem"):
-        quadtree_attention(q, k, v, num_levels=2, topk=500, backend="triton")
+    words = "backend 'triton' cannot run this problem"
+    raises(BackendUnsupportedError, words, attention, q, k, v, num_levels=2, topk=500)
 
 
 def attention(q, k, v, **options):
@@ -185,11 +185,9 @@ def test_selections_stay_on_the_grid_whatever_comes(spoil, variant):
 
 @pytest.mark.gpu
 def test_more_parents_than_a_grid_axis_holds():
-    q, k, v = (draw(1, 700, 400, 1, 8, seed=i) for i in range(3))  # 70,000 parents
-    options = {"num_levels": 4, "topk": 4}
-    with torch.no_grad():
-        got = quadtree_attention(q, k, v, **options, backend="triton")
-        expected = quadtree_attention(q, k, v, **options, backend="reference")
+    q, k, v = (draw(1, 700, 400, 1, 8, seed=i).detach() for i in range(3))  # 70,000 parents
+    got = attention(q, k, v, num_levels=4)
+    expected = quadtree_attention(q, k, v, num_levels=4, topk=4, backend="reference")
     close = (got - expected).abs().amax(-1) < 1e-4  # near ties may be decided differently
     assert close.float().mean() > 0.999
 

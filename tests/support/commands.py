@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import quadtree_attention
+from tests.conftest import ROOT
 
 START = "from quadtree_attention.cli import main; main()"  # what the installed script runs
 
@@ -31,6 +32,16 @@ def command(*options: object, code: str = START, timeout: float = 120, **more: s
         timeout=timeout,
         check=False,
     )
+
+
+def python(code: str, *arguments: object, **more: str) -> str:
+    """What a program prints in a new interpreter; it ends without an error."""
+    done = subprocess.run(
+        [sys.executable, "-c", code, *map(str, arguments)],
+        env=environment(**more), cwd=ROOT, capture_output=True, text=True, timeout=600,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
 
 
 def invoke(*options: object, charset: str = "utf-8", **more: Any) -> Any:

@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from quadtree_attention.errors import ShapeError
-from quadtree_attention.synthetic import depth_to_flow, warp
+from quadtree_attention.synthetic import cameras, depth_to_flow, warp
 from quadtree_attention.synthetic.cameras import (
-    BEHIND,
     Camera,
     from_axis_angle,
     from_quaternion,
@@ -17,9 +16,9 @@ from quadtree_attention.synthetic.cameras import (
     intrinsics,
     pixel_grid,
     project,
-    transform,
     unproject,
 )
+from tests.support import raises
 
 H, W = 7, 11
 
@@ -56,13 +55,13 @@ def test_convention_pixel_centres_are_whole_numbers():
 def test_points_behind_the_camera_are_outside():
     K = random_camera().K.float()
     pixels = project(torch.tensor([0.0, 0, -1]).expand(2, 3, 4, 3), K)
-    assert (pixels == BEHIND).all() and not inside(pixels, (H, W)).any()
+    assert (pixels == cameras.BEHIND).all() and not inside(pixels, (H, W)).any()
 
 
 def test_flow_agrees_with_matrices():
     one, two = random_camera(), random_camera()
     depth = torch.rand(2, H, W, dtype=torch.float64) + 2
-    T = transform(one, two)
+    T = cameras.transform(one, two)
     flow = depth_to_flow(depth, one.K, two.K, T)
     ones = torch.ones(H, W, 1, dtype=torch.float64)
     for b in range(2):
@@ -72,11 +71,8 @@ def test_flow_agrees_with_matrices():
         seen = point[..., :3] @ two.K[b].T
         assert torch.allclose(seen[..., :2] / seen[..., 2:], flow[b] + pixel[..., :2])
     points = unproject(depth, one.K)
-    assert torch.allclose(two.from_world(one.to_world(points)), one_to_other(T, points))
-
-
-def one_to_other(T, points):
-    return points @ T[:, None, :3, :3].mT + T[:, None, None, :3, 3]
+    moved = points @ T[:, None, :3, :3].mT + T[:, None, None, :3, 3]
+    assert torch.allclose(two.from_world(one.to_world(points)), moved)
 
 
 def test_resized_camera_keeps_the_edges_of_the_view():
@@ -102,10 +98,9 @@ def test_warp_moves_by_the_flow():
 
 def test_bad_shapes():
     eye = torch.eye(3)[None]
-    with pytest.raises(ShapeError, match=r"depth_to_flow needs .* got \(7, 11\)"):
-        depth_to_flow(torch.ones(H, W), eye, eye, torch.eye(4)[None])
-    with pytest.raises(ShapeError, match="warp needs"):
-        warp(torch.ones(1, 3, H, W), torch.ones(2, H, W, 2))
+    maps = torch.ones(H, W), eye, eye, torch.eye(4)[None]
+    raises(ShapeError, r"depth_to_flow needs .* got \(7, 11\)", depth_to_flow, *maps)
+    raises(ShapeError, "warp needs", warp, torch.ones(1, 3, H, W), torch.ones(2, H, W, 2))
 
 
 def test_inside_ends_at_the_centres_of_the_outer_pixels():

@@ -6,6 +6,7 @@ import torch
 
 from quadtree_attention.errors import OptionError
 from quadtree_attention.synthetic.draws import Draws, hash_noise
+from tests.support import raises
 
 CPU = torch.device("cpu")
 
@@ -41,8 +42,7 @@ def test_ranges():
 
 @pytest.mark.parametrize(("seed", "indices"), [(-1, [0]), (0, []), (0, [3, -2])])
 def test_bad_numbers(seed, indices):
-    with pytest.raises(OptionError, match="seed >= 0 and at least one index >= 0"):
-        Draws(seed, indices)
+    raises(OptionError, "seed >= 0 and at least one index >= 0", Draws, seed, indices)
 
 
 def test_noise_of_items_with_neighbouring_keys_is_not_shifted():

@@ -86,9 +86,7 @@ def test_nothing_is_compiled_on_cpus():
 
 def test_a_training_loop_does_not_change_data(textures):
     def make():
-        return scene_pairs(textures, [4], size=(24, 32)), homography_pairs(
-            textures, [4], size=(24, 32)
-        )
+        return [pairs(textures, [4], size=(24, 32)) for pairs in (scene_pairs, homography_pairs)]
 
     plain = make()
     with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
@@ -102,14 +100,13 @@ def test_a_training_loop_does_not_change_data(textures):
 @pytest.mark.slow
 @needs_compiler
 def test_compiled_views_are_those_of_the_plain_functions(textures):
-    scenes = SceneOptions(photometric=0, samples=1)
-    planes = HomographyOptions(photometric=0, samples=1)
     before = graphs()
     for count in (3, 5, 1):
-        for make, options in ((scene_pairs, scenes), (homography_pairs, planes)):
-            plain = make(textures, range(count), size=(24, 33), options=options)
+        for make, kind in ((scene_pairs, SceneOptions), (homography_pairs, HomographyOptions)):
+            options = {"size": (24, 33), "options": kind(photometric=0, samples=1)}
+            plain = make(textures, range(count), **options)
             with compile_everywhere():
-                made = make(textures, range(count), size=(24, 33), options=options)
+                made = make(textures, range(count), **options)
             assert_close(made, plain)
     assert graphs() == before + 3  # what is where, its colours, planes
     assert compiles(torch.device("cuda")), "the compiler failed"
@@ -120,13 +117,11 @@ def test_gpu_compiles_once_and_is_never_waited_for():
     textures = ProceduralTextures(16, size=128).to("cuda")
 
     def make(count, strength):
-        size = (97, 123)
-        scenes = SceneOptions(photometric=strength)
-        planes = HomographyOptions(photometric=strength)
-        return (
-            scene_pairs(textures, range(count), size=size, options=scenes),
-            homography_pairs(textures, range(count), size=size, options=planes),
-        )
+        kinds = ((scene_pairs, SceneOptions), (homography_pairs, HomographyOptions))
+        return [
+            pairs(textures, range(count), size=(97, 123), options=options(photometric=strength))
+            for pairs, options in kinds
+        ]
 
     with plainly():
         plain = make(4, 0.0)

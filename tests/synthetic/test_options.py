@@ -5,6 +5,7 @@ import pytest
 
 from quadtree_attention.errors import OptionError
 from quadtree_attention.synthetic import HomographyOptions, SceneOptions, StereoOptions
+from tests.support import raises
 
 
 @pytest.mark.parametrize(
@@ -29,5 +30,4 @@ from quadtree_attention.synthetic import HomographyOptions, SceneOptions, Stereo
     ],
 )
 def test_bad_options(make, options, message):
-    with pytest.raises(OptionError, match=message):
-        make(**options)
+    raises(OptionError, message, make, **options)

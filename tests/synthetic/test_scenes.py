@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from quadtree_attention.errors import OptionError
 from quadtree_attention.synthetic import SceneOptions, depth_to_flow, scene_pairs, warp
 from quadtree_attention.synthetic.cameras import inside, pixel_grid
+from tests.support import raises
 
 SIZE, SIZE1 = (121, 163), (110, 140)
 CLEAN = SceneOptions(photometric=0, samples=4)
@@ -143,18 +144,16 @@ def test_photometric_changes_images_alone(textures):
 
 
 def test_enough_overlap(textures):
-    wide = SceneOptions(
-        photometric=0, samples=1, rotation=(30, 80), baseline=(0.5, 1.5), overlap=(0.4, 1.0)
-    )
+    wide = {"rotation": (30, 80), "baseline": (0.5, 1.5), "overlap": (0.4, 1.0)}
+    wide = SceneOptions(photometric=0, samples=1, **wide)
     pair = scene_pairs(textures, range(24), size=(48, 64), options=wide)
     for visible in (pair.visible0, pair.visible1):
         assert (visible.flatten(1).float().mean(dim=1) > 0.35).all()  # it is measured coarsely
 
 
 def test_options_widen_the_motion(textures):
-    still = SceneOptions(
-        photometric=0, baseline=(0, 0), rotation=(0, 0), roll=(0, 0), focal_ratio=(1, 1)
-    )
+    nothing = dict.fromkeys(("baseline", "rotation", "roll"), (0, 0))
+    still = SceneOptions(photometric=0, focal_ratio=(1, 1), **nothing)
     rolled = dataclasses.replace(still, roll=(90, 90), overlap=(0, 1))
     R = scene_pairs(textures, range(8), size=(24, 32), options=still).T_0to1[:, :3, :3]
     angle = ((R.diagonal(dim1=1, dim2=2).sum(dim=1) - 1) / 2).clamp(-1, 1).acos().rad2deg()
@@ -170,8 +169,8 @@ def test_an_empty_room(textures):
 
 @pytest.mark.parametrize("size", [(7, 20), (20,), (0, 0)])
 def test_bad_size(textures, size):
-    with pytest.raises(OptionError, match=r"size must be .height, width., each at least 8"):
-        scene_pairs(textures, [0], size=size)
+    message = r"size must be .height, width., each at least 8"
+    raises(OptionError, message, scene_pairs, textures, [0], size=size)
 
 
 def test_speed(textures):

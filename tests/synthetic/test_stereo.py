@@ -10,6 +10,7 @@ from quadtree_attention.errors import OptionError
 from quadtree_attention.synthetic import SceneOptions, StereoOptions, stereo_pairs, warp
 from quadtree_attention.synthetic.draws import Draws
 from quadtree_attention.synthetic.layout import first_camera, place
+from tests.support import raises
 
 SIZE = (97, 163)
 CLEAN = StereoOptions(photometric=0, samples=4)
@@ -109,8 +110,7 @@ def test_a_share_of_the_objects_is_thin():
     assert shares[0.0] == 0 and shares[1.0] == 1
     assert shares[0.15] == pytest.approx(0.15, abs=0.03)
     assert StereoOptions().thin == 0.15 and SceneOptions().thin == 0
-    with pytest.raises(OptionError, match="thin must lie between 0 and 1, got -1"):
-        StereoOptions(thin=-1)
+    raises(OptionError, "thin must lie between 0 and 1, got -1", StereoOptions, thin=-1)
 
 
 def test_scenes_for_matching_stay_as_they_are():

@@ -5,19 +5,8 @@ import numpy as np
 import pytest
 from PIL import Image, ImageFont
 
-from quadtree_attention.viz.canvas import (
-    BAR_WIDTH,
-    HEADER,
-    LEAST_HEIGHT,
-    LEGEND,
-    WITH_LEGEND,
-    Canvas,
-    Entry,
-    Scale,
-    cut,
-    lay_out,
-    ticks,
-)
+from quadtree_attention.viz import canvas as module
+from quadtree_attention.viz.canvas import HEADER, LEAST_HEIGHT, Canvas, Entry, Scale, lay_out
 from quadtree_attention.viz.palette import BACKGROUND, CONFIDENCE, TEXT
 
 SCALE = Scale(CONFIDENCE, 0, 1, "confidence")
@@ -44,7 +33,7 @@ def test_one_image():
     (panel,) = lay_out([(60, 40)], legend=True)
     assert (panel.x, panel.y) == (0, HEADER + (LEAST_HEIGHT - 120) // 2)
     (panel,) = lay_out([(6000, 400)], legend=True)
-    assert panel.width == WITH_LEGEND[0]
+    assert panel.width == module.WITH_LEGEND[0]
 
 
 @pytest.mark.parametrize("sizes", [[(1, 1)] * 2, [(20_000, 3), (3, 20_000)], [(5, 9)], [(9, 9999)]])
@@ -67,7 +56,7 @@ def test_a_header_stays_in_its_place():
     assert len({header.tobytes() for header in headers}) == 4  # what was there before is gone
     bar = (nothing != BACKGROUND).any(axis=(0, 2)).nonzero()[0].min()  # its unit begins here
     assert (headers[2][:, bar - 10 :] == nothing[:, bar - 10 :]).all()
-    assert (nothing[20, -24 - BAR_WIDTH] == CONFIDENCE[0]).all()
+    assert (nothing[20, -24 - module.BAR_WIDTH] == CONFIDENCE[0]).all()
     assert (nothing[20, -25] == CONFIDENCE[-1]).all()
     canvas.header("d" * 500, [])  # without a bar there is more room
     assert (np.asarray(canvas.picture)[:HEADER, bar:-24] == TEXT).any()
@@ -75,7 +64,7 @@ def test_a_header_stays_in_its_place():
 
 def test_a_legend():
     canvas = Canvas(lay_out([(60, 40)], legend=True), legend=True)
-    assert canvas.picture.size == (180 + LEGEND, HEADER + LEAST_HEIGHT)
+    assert canvas.picture.size == (180 + module.LEGEND, HEADER + LEAST_HEIGHT)
     entries = [Entry("red " * 50, 0.7, (250, 0, 0)), Entry("none", 0.3, None)]
     canvas.legend(entries)
     pixels = np.asarray(canvas.picture)[:, 180:]
@@ -85,8 +74,8 @@ def test_a_legend():
 
 def test_cut():
     font = ImageFont.load_default(14)
-    assert cut("short", 100, font) == "short"
-    found = cut("a text that is too long", 100, font)
+    assert module.cut("short", 100, font) == "short"
+    found = module.cut("a text that is too long", 100, font)
     assert found.endswith("...") and found.startswith("a text") and font.getlength(found) <= 100
 
 
@@ -101,4 +90,4 @@ def test_cut():
     ],
 )
 def test_ticks(low, high, expected):
-    assert ticks(low, high) == pytest.approx(expected)
+    assert module.ticks(low, high) == pytest.approx(expected)

@@ -16,6 +16,7 @@ from quadtree_attention.viz.palette import (
     text_on,
     vivid,
 )
+from tests.support import raises
 
 
 def test_distinct():
@@ -45,5 +46,4 @@ def test_ramps_grow_lighter(colours, least):
 @pytest.mark.parametrize("value", [(1, 2), (1, 2, 256), (-1, 2, 3), (0.5, 1, 2), "abc"])
 def test_what_is_no_colour(value):
     assert colour([1, 2, 3]) == (1, 2, 3)
-    with pytest.raises((TypeError, ValueError)):
-        colour(value)
+    raises((TypeError, ValueError), ".", colour, value)

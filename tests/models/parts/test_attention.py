@@ -10,6 +10,7 @@ from torch import nn
 import quadtree_attention.models.backbone  # noqa: F401  registers the names
 from quadtree_attention import OptionError, QuadtreeAttention
 from quadtree_attention.nn import BASELINES
+from tests.support import raises
 
 timm = pytest.importorskip("timm", reason="the backbones need timm (extra 'models')")
 pytestmark = pytest.mark.usefixtures("only_reference", "one_thread")
@@ -58,22 +59,9 @@ def test_names_that_choose_options_of_quadtree_attention_take_baselines(name):
 )
 @pytest.mark.parametrize("name", BASELINES)
 def test_baselines_refuse_options_of_quadtree_attention(name, option, value):
-    text = (
-        f"attention={name!r} does not accept options of quadtree attention, "
-        f"got {option}={value!r}; "
-        "leave them out, or set its own options in attention_options: "
-    )
-    with pytest.raises(OptionError, match=re.escape(text)):
-        tiny(attention=name, **{option: value})
-
-
-def test_baselines_refuse_several_at_once():
-    text = (
-        "got topk=4, variant='A'; leave them out, or set its own options in attention_options: "
-        "topk, qkv_bias, attn_drop"
-    )
-    with pytest.raises(OptionError, match=re.escape(text)):
-        tiny(attention="topk", topk=4, variant="A")
+    text = f"attention={name!r} does not accept options of quadtree attention, got "
+    text += f"{option}={value!r}; leave them out, or set its own options in attention_options: "
+    raises(OptionError, re.escape(text), tiny, attention=name, **{option: value})
 
 
 def test_options_reach_the_baseline():
@@ -120,6 +108,8 @@ def test_number_of_levels_for_all_stages():
 @pytest.mark.parametrize(
     ("options", "text"),
     [
+        ({"attention": "topk", "topk": 4, "variant": "A"}, "got topk=4, variant='A'; leave them "
+         "out, or set its own options in attention_options: topk, qkv_bias, attn_drop"),
         ({"attention": "windows"}, "attention must be one of quadtree, spatial_reduction, "
          "linear_spatial_reduction, window, focal, linear, topk, full, got 'windows'; did you "
          "mean 'window'?"),
@@ -140,5 +130,4 @@ def test_number_of_levels_for_all_stages():
     ],
 )  # fmt: skip
 def test_choices_that_are_refused(options, text):
-    with pytest.raises(OptionError, match=re.escape(text)):
-        tiny(**options)
+    raises(OptionError, re.escape(text), tiny, **options)

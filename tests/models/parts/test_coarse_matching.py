@@ -5,13 +5,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from quadtree_attention import OptionError
-from quadtree_attention.models.parts.coarse_matching import (
-    CoarseMatches,
-    CoarseMatching,
-    matches_for_training,
-)
+from quadtree_attention.models.parts import coarse_matching
+from quadtree_attention.models.parts.coarse_matching import CoarseMatches, CoarseMatching
 from quadtree_attention.models.parts.fine_matching import FineWindows, expected_offset
 from tests.conftest import Golden, golden_files
+from tests.support import raises
 
 METHODS = ["dual_softmax", "optimal_transport"]
 
@@ -58,9 +56,8 @@ def test_official_heads(path):
     windows = FineWindows(coarse[0].shape[-1], fine[0].shape[1], meta["fine_window"], dtype=dtype)
     names = {"down_proj": "project", "merge_feat": "merge"}
     state = golden.with_prefix("sd:fine_preprocess.")
-    windows.load_state_dict(
-        {f"{names[k.split('.')[0]]}.{k.split('.')[1]}": state[k] for k in state}
-    )
+    parts = {key: key.split(".") for key in state}
+    windows.load_state_dict({f"{names[a]}.{b}": state[key] for key, (a, b) in parts.items()})
     cells = (matches.cells0, matches.cells1)
     both = [windows(fine[i], coarse[i], matches.batch_indexes, cells[i]) for i in range(2)]
     for i in range(2):
@@ -145,8 +142,7 @@ def test_padding_changes_nothing(method, dtype, masked):
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize(("max_entries", "part"), [(1, 1), (100, 200), (2000, 600), (10**6, 900)])
 def test_tiles_give_what_the_matrix_gives(method, dtype, masked, max_entries, part, monkeypatch):
-    module = "quadtree_attention.models.parts.coarse_matching"
-    monkeypatch.setattr(f"{module}.CPU_ENTRIES", part)
+    monkeypatch.setattr(coarse_matching, "CPU_ENTRIES", part)
     matching = CoarseMatching(method, threshold=1e-3, border=1, max_entries=max_entries)
     map0, map1 = draw(9, 11, dtype=dtype), draw(7, 13, dtype=dtype)
     shown = (masks(9, 11), masks(7, 13)) if masked else (None, None)
@@ -258,18 +254,15 @@ def some(count: int, confidence: float) -> CoarseMatches:
     [(3, 50, (3, 17)), (100, 50, (15, 5)), (0, 2, (0, 20)), (8, 0, (8, 0)), (0, 0, (0, 0))],
 )
 def test_matches_for_training(predicted, truth, expected):
-    got = matches_for_training(some(predicted, 0.5), some(truth, 0.0), count=20, least_true=5)
+    given = some(predicted, 0.5), some(truth, 0.0)
+    got = coarse_matching.matches_for_training(*given, count=20, least_true=5)
     assert ((got.confidence > 0).sum().item(), (got.confidence == 0).sum().item()) == expected
     assert len(set(got.cells0[got.confidence > 0].tolist())) == expected[0]
     assert torch.equal(got.cells0, got.cells1)
 
 
 def test_what_is_refused():
-    with pytest.raises(
-        OptionError, match=r"one of dual_softmax, optimal_transport, got 'sinkhorn'"
-    ):
-        CoarseMatching("sinkhorn")
-    with pytest.raises(OptionError, match=r"temperature must be above 0, got 0;"):
-        CoarseMatching(temperature=0)
-    with pytest.raises(OptionError, match=r"border must be at least 0, got -1;"):
-        CoarseMatching(border=-1)
+    methods = r"one of dual_softmax, optimal_transport, got 'sinkhorn'"
+    raises(OptionError, methods, CoarseMatching, "sinkhorn")
+    raises(OptionError, r"temperature must be above 0, got 0;", CoarseMatching, temperature=0)
+    raises(OptionError, r"border must be at least 0, got -1;", CoarseMatching, border=-1)

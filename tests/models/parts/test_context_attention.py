@@ -3,13 +3,9 @@ import pytest
 import torch
 
 from quadtree_attention import OptionError, QuadtreeAttention
-from quadtree_attention.models.parts.context_attention import (
-    ATTENTIONS,
-    FullAttention,
-    LinearAttention,
-    PooledAttention,
-    build_context_attention,
-)
+from quadtree_attention.models.parts import context_attention
+from quadtree_attention.models.parts.context_attention import ATTENTIONS, build_context_attention
+from tests.support import raises
 
 pytestmark = pytest.mark.usefixtures("only_reference")
 
@@ -37,16 +33,16 @@ def kernel(q, k):
     return scores / (scores.sum(-1, keepdim=True) + 1e-6)
 
 
-@pytest.mark.parametrize(("cls", "weigh"), [(FullAttention, softmax), (LinearAttention, kernel)])
-def test_against_the_formula(cls, weigh):
-    attn = cls(16, 4, dtype=torch.float64)
+@pytest.mark.parametrize(("name", "weigh"), [("full", softmax), ("linear", kernel)])
+def test_against_the_formula(name, weigh):
+    attn = build_context_attention(name, 16, 4, {}, dtype=torch.float64)
     x, context = draw(5, 6), draw(3, 7)
     torch.testing.assert_close(attn(x, context), by_hand(attn, x, context, weigh))
     torch.testing.assert_close(attn(x), by_hand(attn, x, x, weigh))
 
 
 def test_spatial_reduction_is_full_attention_to_the_pooled_map():
-    attn = PooledAttention(16, 4, pool_size=3, dtype=torch.float64)
+    attn = context_attention.PooledAttention(16, 4, pool_size=3, dtype=torch.float64)
     x, context = draw(5, 6), draw(7, 10)
     pooled = torch.nn.functional.adaptive_avg_pool2d(context.movedim(-1, 1), 3).movedim(1, -1)
     expected = by_hand(attn, x, pooled, softmax)
@@ -61,10 +57,9 @@ def test_hidden_cells_are_not_seen(name):
     x, context = draw(5, 6), draw(9, 7)
     mask = torch.rand(2, 9, 7) > 0.4
     poisoned = torch.where(mask[..., None], context, torch.nan)
-    torch.testing.assert_close(
-        attn(x, poisoned, context_mask=mask), attn(x, context, context_mask=mask)
-    )
-    assert (attn(x, context, context_mask=mask) - attn(x, context)).abs().max() > 1e-3
+    shown = attn(x, context, context_mask=mask)
+    torch.testing.assert_close(attn(x, poisoned, context_mask=mask), shown)
+    assert (shown - attn(x, context)).abs().max() > 1e-3
 
 
 def test_topk_doubles_towards_the_coarse_levels():
@@ -74,13 +69,11 @@ def test_topk_doubles_towards_the_coarse_levels():
 
 
 def test_options_an_attention_does_not_have():
-    with pytest.raises(OptionError, match=r"'linear' accepts no options, got topk=3; leave it out"):
-        build_context_attention("linear", 16, 4, {"topk": 3})
-    with pytest.raises(OptionError, match=r"accepts pool_size, got backend='cpu'; leave"):
-        build_context_attention("spatial_reduction", 16, 4, {"backend": "cpu"})
-    with pytest.raises(OptionError, match=r"did you mean 'quadtree_b'\?"):
-        build_context_attention("quadtree_bb", 16, 4, {})
-    with pytest.raises(OptionError, match=r"got dim=16, num_heads=3; change"):
-        build_context_attention("full", 16, 3, {})
-    with pytest.raises(OptionError, match="pool_size must be at least 1, got 0"):
-        build_context_attention("spatial_reduction", 16, 4, {"pool_size": 0})
+    for message, name, heads, options in (
+        (r"'linear' accepts no options, got topk=3; leave it out", "linear", 4, {"topk": 3}),
+        (r"pool_size, got backend='cpu'; leave", "spatial_reduction", 4, {"backend": "cpu"}),
+        (r"did you mean 'quadtree_b'\?", "quadtree_bb", 4, {}),
+        (r"got dim=16, num_heads=3; change", "full", 3, {}),
+        (r"pool_size must be at least 1, got 0", "spatial_reduction", 4, {"pool_size": 0}),
+    ):
+        raises(OptionError, message, build_context_attention, name, 16, heads, options)

@@ -4,11 +4,9 @@ import torch
 import torch.nn.functional as F
 
 from quadtree_attention import OptionError
-from quadtree_attention.models.parts.fine_matching import (
-    FineWindows,
-    expected_offset,
-    gather_windows,
-)
+from quadtree_attention.models.parts import fine_matching
+from quadtree_attention.models.parts.fine_matching import FineWindows, expected_offset
+from tests.support import raises
 
 
 @pytest.mark.parametrize("size", [3, 5])
@@ -21,7 +19,7 @@ def test_windows_are_those_of_unfold(size):
         torch.arange(2), torch.arange(3), torch.arange(4), indexing="ij"
     )
     places = (batch.flatten(), 4 * rows.flatten(), 4 * columns.flatten())
-    assert torch.equal(gather_windows(x, *places, size), unfolded.flatten(0, 1))
+    assert torch.equal(fine_matching.gather_windows(x, *places, size), unfolded.flatten(0, 1))
 
 
 def test_the_offset_is_x_before_y():
@@ -53,5 +51,5 @@ def test_gradients_reach_the_maps():
 
 @pytest.mark.parametrize("size", [1, 4])
 def test_sizes_without_a_centre_or_neighbours(size):
-    with pytest.raises(OptionError, match=rf"odd number from 3 on, got {size}; the original has 5"):
-        FineWindows(8, 8, size)
+    message = rf"odd number from 3 on, got {size}; the original has 5"
+    raises(OptionError, message, FineWindows, 8, 8, size)

@@ -9,19 +9,16 @@ from quadtree_attention.models.parts.context_attention import ATTENTIONS, build_
 from quadtree_attention.models.parts.match_transformer import MatchTransformer
 from quadtree_attention.nn.block import ContextBlock, ConvMlp
 from tests.conftest import Golden, golden_files
+from tests.support import raises
 
 KINDS = [(attention, block) for attention in ATTENTIONS for block in ("loftr", "vit")]
 
 
 def build(dim=16, heads=2, attention="quadtree_b", block="vit", pairs=1, **options) -> nn.Module:
-    dd = {"dtype": torch.float64}
-    return MatchTransformer(
-        dim,
-        pairs,
-        lambda: build_context_attention(attention, dim, heads, options, **dd),
-        block,
-        **dd,
-    )
+    def build_attention() -> nn.Module:
+        return build_context_attention(attention, dim, heads, options, dtype=torch.float64)
+
+    return MatchTransformer(dim, pairs, build_attention, block, dtype=torch.float64)
 
 
 def draw(*shape: int) -> torch.Tensor:
@@ -34,14 +31,10 @@ def test_official_transformer(path):
     golden = Golden(path)
     meta, dtype = golden.meta, torch.float64
     quadtree = meta["block_type"] == "quadtree"
-    model = build(
-        meta["d_model"],
-        meta["nhead"],
-        "quadtree_b" if quadtree else "linear",
-        "vit" if quadtree else "loftr",
-        len(meta["layer_names"]) // 2,
-        **({"topk": meta["topks"][:2]} if quadtree else {}),
-    )
+    kind = ("quadtree_b", "vit") if quadtree else ("linear", "loftr")
+    options = {"topk": meta["topks"][:2]} if quadtree else {}
+    pairs = len(meta["layer_names"]) // 2
+    model = build(meta["d_model"], meta["nhead"], *kind, pairs, **options)
     for i, layer in enumerate(model.layers):
         layer.load_state_dict(convert_match_block(golden.with_prefix(f"sd:layers.{i}."))[0])
     leaves = [golden.tensor(f"in:feat{i}", dtype).requires_grad_() for i in range(2)]
@@ -65,14 +58,10 @@ def test_padding_changes_nothing(attention, block):
     model = build(attention=attention, block=block, pairs=2)
     map0, map1 = draw(5, 6), draw(4, 7)
     alone = model(map0, map1)
-    canvas0 = torch.full((2, 8, 9, 16), 7.0, dtype=torch.float64)
-    canvas0[:, :5, :6] = map0
-    canvas1 = torch.full((2, 8, 9, 16), -7.0, dtype=torch.float64)
-    canvas1[:, :4, :7] = map1
-    mask0 = torch.zeros(2, 8, 9, dtype=torch.bool)
-    mask1 = mask0.clone()
-    mask0[:, :5, :6] = True
-    mask1[:, :4, :7] = True
+    canvas0, canvas1 = (torch.full((2, 8, 9, 16), x, dtype=torch.float64) for x in (7.0, -7.0))
+    mask0, mask1 = torch.zeros(2, 2, 8, 9, dtype=torch.bool).unbind()
+    canvas0[:, :5, :6], canvas1[:, :4, :7] = map0, map1
+    mask0[:, :5, :6] = mask1[:, :4, :7] = True
     padded = model(canvas0, canvas1, mask0, mask1)
     torch.testing.assert_close(padded[0][:, :5, :6], alone[0], rtol=0, atol=1e-10)
     torch.testing.assert_close(padded[1][:, :4, :7], alone[1], rtol=0, atol=1e-10)
@@ -108,15 +97,10 @@ def test_one_batch_or_two_calls():
     map0, map1, mask1 = draw(5, 6), draw(5, 6), torch.rand(2, 5, 6) > 0.3
     stacked = model(map0, map1, None, mask1)
     model.layers = nn.ModuleList(InHalves(layer) for layer in model.layers)
-    one_by_one = [
-        torch.cat(parts)
-        for parts in zip(
-            *(model(map0[i : i + 1], map1[i : i + 1], None, mask1[i : i + 1]) for i in range(2)),
-            strict=True,
-        )
-    ]
-    for got, expected in zip(one_by_one, stacked, strict=True):
-        torch.testing.assert_close(got, expected, rtol=0, atol=1e-10)
+    for i in range(2):
+        alone = model(map0[i : i + 1], map1[i : i + 1], None, mask1[i : i + 1])
+        for got, expected in zip(alone, stacked, strict=True):
+            torch.testing.assert_close(got[0], expected[i], rtol=0, atol=1e-10)
 
 
 class InHalves(nn.Module):
@@ -139,9 +123,8 @@ def test_vit_block_is_the_quadtree_block_of_the_original():
     attn = build_context_attention("quadtree_b", 16, 2, {"topk": 3}, dtype=torch.float64)
     mlp = ConvMlp(16, 64, extra_relu=True, dtype=torch.float64)
     block = ContextBlock(16, attn, mlp, norm_eps=1e-5, dtype=torch.float64)
-    other = QuadtreeBlock(
-        16, 2, num_levels=3, topk=3, extra_relu=True, norm_eps=1e-5, dtype=torch.float64
-    )
+    options = {"extra_relu": True, "norm_eps": 1e-5, "dtype": torch.float64}
+    other = QuadtreeBlock(16, 2, num_levels=3, topk=3, **options)
     other.load_state_dict(block.state_dict())
     x, context, mask = draw(5, 6), draw(4, 7), torch.rand(2, 4, 7) > 0.3
     assert torch.equal(block(x, context, context_mask=mask), other(x, context, context_mask=mask))
@@ -160,8 +143,7 @@ def test_how_blocks_start():
 
 
 def test_unknown_block():
-    with pytest.raises(OptionError, match=r"one of loftr, vit, got 'vti'; did you mean vit"):
-        build(block="vti")
+    raises(OptionError, r"one of loftr, vit, got 'vti'; did you mean vit", build, block="vti")
 
 
 @torch.no_grad()

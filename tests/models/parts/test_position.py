@@ -5,6 +5,7 @@ import torch
 from quadtree_attention import OptionError
 from quadtree_attention.models.parts.position import sine_table
 from tests.conftest import Golden, golden_files
+from tests.support import raises
 
 
 @pytest.mark.parametrize("path", golden_files("modules/position_encoding.npz"))
@@ -25,7 +26,5 @@ def test_the_two_forms_differ():
 
 
 def test_what_is_refused():
-    with pytest.raises(OptionError, match=r"multiple of 4, got dim=6; change"):
-        sine_table(2, 3, 6)
-    with pytest.raises(OptionError, match=r"one of fixed, legacy, got 'new'"):
-        sine_table(2, 3, 8, "new")
+    raises(OptionError, r"multiple of 4, got dim=6; change", sine_table, 2, 3, 6)
+    raises(OptionError, r"one of fixed, legacy, got 'new'", sine_table, 2, 3, 8, "new")

@@ -7,6 +7,7 @@ import torch
 from quadtree_attention.errors import OptionError
 from quadtree_attention.models.parts import row_attention
 from quadtree_attention.models.parts.row_attention import RowAttention, RowTransformer, turned
+from tests.support import raises
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -77,10 +78,8 @@ def test_position_is_relative():
 
 def test_both_views_are_treated_alike():
     (x,) = maps(24)
-    x = x.expand(-1, -1, -1, -1)
-    model = RowTransformer(
-        16, 2, 2, mlp_ratio=2.0, options={"num_levels": 3, "topk": 2}, dtype=torch.float64
-    )
+    options = {"mlp_ratio": 2.0, "options": {"num_levels": 3, "topk": 2}}
+    model = RowTransformer(16, 2, 2, **options, dtype=torch.float64)
     swapped = torch.cat(x.chunk(2)[::-1])
     assert torch.allclose(model(swapped), torch.cat(model(x).chunk(2)[::-1]))
     model.grad_checkpointing = True
@@ -96,10 +95,10 @@ def test_gradients(attention):
 
 
 def test_what_is_refused():
-    with pytest.raises(OptionError, match=r"multiple of 4 for the position.*dim=12, num_heads=2"):
-        RowAttention(12, 2)
-    with pytest.raises(OptionError, match="one of full, quadtree_a, quadtree_b, got"):
-        RowAttention(16, 2, "linear")
+    message = r"multiple of 4 for the position.*dim=12, num_heads=2"
+    raises(OptionError, message, RowAttention, 12, 2)
+    message = "one of full, quadtree_a, quadtree_b, got"
+    raises(OptionError, message, RowAttention, 16, 2, "linear")
 
 
 @pytest.mark.parametrize("dim", [4, 8, 24])
