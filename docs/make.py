@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The site: hooks of MkDocs that write pages from the code, and checks of the result.
+"""MkDocs hooks that generate pages from the code, and checks of the built site.
 
-mkdocs serve                      # builds the site and serves it on port 8000
-python docs/make.py               # builds it strictly into site/, and checks it
-python docs/make.py --external    # and requests every external link
+mkdocs serve                      # build the site and serve it on port 8000
+python docs/make.py               # strict build into site/, and checks
+python docs/make.py --external    # also request every external link
 """
 
 import argparse
@@ -26,6 +26,7 @@ import griffe
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
+PACKAGE = "src/quadtree_attention"
 COPIED = {  # pages that are files outside docs/
     "changelog.md": "CHANGELOG.md",
     "conduct.md": "CODE_OF_CONDUCT.md",
@@ -47,7 +48,7 @@ MODULES = {  # API pages, in this order; a name is on the first page whose modul
     "integrations.kornia": "kornia",
     "errors": "Errors",
 }
-PHRASES = {  # what a test refuses, and what to write
+PHRASES = {  # refused phrases, and what to write instead
     r"rivals?": "baseline",
     r"moods? of": "host noise",
     r"comes? to nothing": "has no effect",
@@ -68,6 +69,29 @@ PHRASES = {  # what a test refuses, and what to write
     r"give the pose of": "recovers N of M poses",
     r"knows? nothing of": "is independent of",
 }
+IN_DOCS = {  # refused in pages, help texts and the parts of the package in PROSE
+    r"looks? at|looked at": "candidates, compared with",
+    r"asked for": "requested",
+    r"anew": "again",
+    r"stands? for": "represents",
+    r"told apart": "distinguished",
+    r"gives? \w+ \w+ back|gives? back": "returns, restores",
+    r"(is|are) told": "receives",
+    r"mended": "fixed",
+    r"that remembers?|remembers": "stores",
+    r"what it costs": "cost",
+    r"what is (there|left)": "name it",
+    r"walks? down": "candidates per level",
+    r"hands? \w+ \w+( \w+)? down": "multiplies, passes",
+    r"near enough|next to nothing": "approximately, almost no",
+    r"so that (they|it) travels?": "for a single copy",
+    r"(as|which) it pleases": "any",
+    r"is held against": "is tested against",
+    r"you (have|run|get|want|use) \|": "input, command, output",
+    r"in silence": "silently",
+    r"what (stood|stands) in the way": "problem",
+}
+PROSE = ("cli/", "inspect/", "models/", "synthetic/", "viz/", "checks", "errors", "files", "images")
 UNCHECKED = ("CONTRIBUTING.md", "docs/make.py", "tests/docs/test_site.py")  # quote them
 TEXTS = ("*.md", "*.py", "*.yaml", "*.toml", "*.js", "*.html", "*.cff")
 LINK = re.compile(r"(\]\()([^)\s:#]+)(#[^)\s]*)?(\))")  # of files, not of URLs or of this page
@@ -326,7 +350,7 @@ def linked() -> set[Path]:
 
 
 def _uri(path: Path) -> str:
-    """Where a file of the repository is in the site."""
+    """Return the path of a repository file in the site."""
     for uri, source in COPIED.items():
         if path == ROOT / source:
             return uri
@@ -397,18 +421,31 @@ def external(site: Path) -> list[str]:
 
 
 def phrases() -> list[str]:
-    """Lines of the repository with a phrase that the word list refuses."""
+    """Lines of the repository with a phrase that the word lists refuse."""
     listed = ["git", "ls-files", *TEXTS]
     files = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    refused = {re.compile(rf"\b({old})\b", re.I): new for old, new in PHRASES.items()}
-    some = re.compile("|".join(PHRASES), re.I)  # most files have none
+    found = []
+    for name in files.split():
+        if name in UNCHECKED or not (ROOT / name).is_file():
+            continue
+        text = (ROOT / name).read_text()
+        found += [f"{name}:{problem}" for problem in refused(text, PHRASES)]
+        edited = name.endswith(".py") and name.startswith(tuple(f"{PACKAGE}/{x}" for x in PROSE))
+        if name.endswith(".md") or edited:
+            found += [f"{name}:{problem}" for problem in refused(text, IN_DOCS)]
+    return found
+
+
+def refused(text: str, listed: dict[str, str]) -> list[str]:
+    """Line numbers of a text with phrases of a list, and what to write."""
+    some = re.compile("|".join(rf"\b({old})" for old in listed), re.I)
+    if not some.search(text):  # most texts
+        return []
+    phrases = {re.compile(rf"\b({old})(?!\w)", re.I): new for old, new in listed.items()}
     return [
-        f"{name}:{number}: {match[0]!r}; write: {new}"
-        for name in files.split()
-        if name not in UNCHECKED and (ROOT / name).is_file()
-        if some.search(text := (ROOT / name).read_text())
+        f"{number}: {match[0]!r}; write: {new}"
         for number, line in enumerate(text.splitlines(), start=1)
-        for old, new in refused.items()
+        for old, new in phrases.items()
         if (match := old.search(line))
     ]
 

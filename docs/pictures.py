@@ -2,7 +2,7 @@
 """Draws the pictures of the site into docs/images.
 
 python docs/pictures.py                  # charts and diagrams, from benchmarks/results
-python docs/pictures.py walk             # one query's walk down the tree; runs the packaged matcher
+python docs/pictures.py walk             # candidates of one query per level, by the packaged matcher
 python docs/pictures.py site             # screenshots of the site built by docs/make.py, with Chromium
 """
 
@@ -180,14 +180,14 @@ def architecture() -> bytes:
     return ("\n".join(parts) + "\n").encode()
 
 
-# One query's walk down the tree --------------------------------------------------------------
+# Candidates of one query ----------------------------------------------------------------------
 
 PHOTOS = [ROOT / "examples" / "images" / f"street{i}.jpg" for i in (0, 1)]
 SECONDS = 3.0  # per level
 
 
 def walk(layer: str, at: tuple[float, float]) -> bytes:
-    """What the query at a pixel (x, y) of the first photograph looks at, level by level."""
+    """Draw the candidates of the query at a pixel (x, y) of the first photograph, per level."""
     from PIL import Image
 
     from quadtree_attention import record

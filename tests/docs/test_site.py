@@ -103,11 +103,26 @@ def test_no_refused_phrases():
 def test_refused_phrases_are_found(tmp_path, monkeypatch):
     subprocess.run(["git", "init", "--quiet", tmp_path], check=True)
     (tmp_path / "a.md").write_text("One.\nMust be from 0 to below 1; pass such.\n")
-    (tmp_path / "b.md").write_text("A baseline.\n")
+    (tmp_path / "b.md").write_text("A baseline.\n\nThe cells that a query looked at.\n")
     subprocess.run(["git", "-C", tmp_path, "add", "."], check=True)
     monkeypatch.setattr(make, "ROOT", tmp_path)
     found = make.phrases()
-    assert [line.partition(" ")[0] for line in found] == ["a.md:2:", "a.md:2:"]
+    assert [line.partition(" ")[0] for line in found] == ["a.md:2:", "a.md:2:", "b.md:3:"]
+
+
+@pytest.mark.parametrize(
+    ("path", "count"),
+    [("cli/match.py", 1), ("checks.py", 1), ("ops/replay.py", 0)],
+    ids=["help", "module", "not-yet"],
+)
+def test_phrases_of_pages_are_refused_in_parts_of_the_package(path, count, tmp_path, monkeypatch):
+    file = tmp_path / make.PACKAGE / path
+    file.parent.mkdir(parents=True)
+    file.write_text('"""The file that was asked for."""\n')
+    subprocess.run(["git", "init", "--quiet", tmp_path], check=True)
+    subprocess.run(["git", "-C", tmp_path, "add", "."], check=True)
+    monkeypatch.setattr(make, "ROOT", tmp_path)
+    assert len(make.phrases()) == count
 
 
 @pytest.mark.parametrize("name", pictures.CHARTS)

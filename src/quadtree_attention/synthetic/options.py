@@ -23,25 +23,26 @@ class ContentOptions:
     """
 
     objects: tuple[int, int] = (3, 12)
-    """Fewest and most objects of a scene, background aside."""
+    """Minimum and maximum number of objects, without the background."""
     depth: Range = (1.5, 8.0)
-    """Of the objects, as far as the room allows."""
+    """Depth of the objects, limited by the room."""
     room: Range = (3.0, 10.0)
-    """Half the length of the room that is the background."""
+    """Half the length of the room, the background."""
     focal: Range = (0.7, 1.4)
-    """Focal length of the first view over its longer side; 0.7 sees 71 degrees, 1.4 sees 39."""
+    """Focal length of the first view over its longer side; the field of view is 71 degrees at 0.7
+    and 39 degrees at 1.4."""
     texture_scale: Range = (0.6, 2.0)
-    """Pixels per texel at the depth of the object: higher is coarser."""
+    """Pixels per texel at the depth of the object; larger values are coarser."""
     textureless: float = 0.15
-    """Share of surfaces with next to no texture."""
+    """Share of surfaces with almost no texture."""
     blank: float = 0.0
-    """Share of the surfaces with next to no texture that have a single colour."""
+    """Share of the surfaces with almost no texture that have a single colour."""
     thin: float = 0.0
-    """Share of objects drawn out to poles and wires, beside the bars that are always there."""
+    """Share of objects replaced by poles and wires; bars are always included."""
     photometric: float = 1.0
-    """Strength of what cameras do to images, per view; 0 turns it off."""
+    """Strength of the photometric distortions of each view; 0 disables them."""
     samples: int = 2
-    """Rays per pixel for colours: 1, 2 or 4. Depth and flow always use the pixel's centre."""
+    """Rays per pixel for colours: 1, 2 or 4. Depth and flow use the centre of the pixel."""
 
     def __post_init__(self) -> None:
         check_range("objects", self.objects, 0, 64)
@@ -60,21 +61,22 @@ class ContentOptions:
 class SceneOptions(ContentOptions):
     """Options of scenes with two free cameras; a curriculum widens the ranges of the motion.
 
-    The second camera is translated by `baseline`, oriented towards the point that the first camera
-    looks at, then rotated away from it by `rotation` and about its optical axis by `roll`.
+    The second camera is translated by `baseline`, oriented towards the point on the optical axis of
+    the first camera, then rotated away from it by `rotation` and about its own axis by `roll`.
     """
 
     baseline: Range = (0.05, 0.6)
-    """Way between the cameras over the median depth of the first view."""
+    """Distance of the cameras over the median depth of the first view."""
     rotation: Range = (0.0, 15.0)
-    """Degrees by which the second camera looks past the common point."""
+    """Angle in degrees between the axis of the second camera and the common point."""
     roll: Range = (0.0, 25.0)
-    """Degrees about the optical axis, in either direction; 180 is upside down."""
+    """Rotation about the optical axis in degrees, in either direction; 180 is upside down."""
     focal_ratio: Range = (0.8, 1.25)
-    """Focal length of the second view over that of the first, in shares of their longer sides."""
+    """Focal length of the second view over that of the first, relative to their longer sides."""
     overlap: Range = (0.3, 1.0)
-    """Share of each view that the other one sees, measured on a coarse grid. The lower end is
-    kept, if need be by moving less; the upper one where one of a few draws allows it."""
+    """Share of each view that is visible in the other one, measured on a coarse grid. The lower
+    bound always holds, by reducing the motion; the upper bound only if one of a few random cameras
+    satisfies it."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -90,12 +92,12 @@ class StereoOptions(ContentOptions):
     """Options of scenes with two rectified cameras."""
 
     thin: float = 0.15
-    """As before; thin things in front of far ones are what stereo fails at."""
+    """As in `ContentOptions`; thin structures in front of distant ones are difficult for stereo."""
     photometric: float = 0.4
-    """As before; the two cameras of a rig are much alike."""
+    """As in `ContentOptions`; the two cameras of a stereo rig are similar."""
     disparity: Range = (0.04, 0.25)
-    """Largest disparity of the left view over the width of the image. The right view may see
-    nearer surfaces, and so slightly larger ones."""
+    """Largest disparity of the left view over the width of the image. It may be slightly larger in
+    the right view, which can contain nearer surfaces."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -107,19 +109,19 @@ class HomographyOptions:
     """Options of pairs of a plane that fills both views."""
 
     rotation: Range = (0.0, 45.0)
-    """Degrees in the plane of the image, in either direction."""
+    """Rotation in the image plane in degrees, in either direction."""
     scale: Range = (0.6, 1.6)
-    """Size of things in the second view over the first."""
+    """Scale of the second view relative to the first."""
     perspective: Range = (0.0, 0.5)
     """Strength of the perspective distortion: 0 is affine, above 0.7 is extreme."""
     translation: Range = (0.0, 0.3)
-    """Over half the diagonal of the image."""
+    """Translation relative to half the diagonal of the image."""
     texture_scale: Range = (0.6, 2.0)
     """Pixels of the first view per texel."""
     overlap: Range = (0.3, 1.0)
-    """Share of each view that the other one sees. The lower end is kept by moving less."""
+    """Share of each view that is inside the other one. The lower bound holds by reducing motion."""
     photometric: float = 1.0
-    """Strength of what cameras do to images, per view; 0 turns it off."""
+    """Strength of the photometric distortions of each view; 0 disables them."""
     samples: int = 2
     """Samples per pixel for colours: 1, 2 or 4."""
 
@@ -136,8 +138,8 @@ class HomographyOptions:
 
 def check_range(name: str, value: Range, low: float, high: float) -> None:
     try:
-        fits = len(value) == 2 and low <= value[0] <= value[1] <= high  # refuses NaN too
-    except TypeError:  # recipes may hold anything
+        fits = len(value) == 2 and low <= value[0] <= value[1] <= high  # also refuses NaN
+    except TypeError:  # values of recipes may have any type
         fits = False
     if not fits:
         raise OptionError(
