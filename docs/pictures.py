@@ -289,7 +289,7 @@ def _jpeg(photo: Any, size: tuple[int, int]) -> str:
 
 # Screenshots ---------------------------------------------------------------------------------
 
-PAGES = ("index", "guides/train", "api/tasks", "results/index")
+PAGES = ("index", "guides/network", "api/ops", "results/index")
 SIZES = {"wide": (1280, 900), "narrow": (375, 812)}
 
 
@@ -304,7 +304,7 @@ def screenshots(site: Path) -> dict[str, bytes]:
         )
         for name, (width, height) in SIZES.items():
             page = browser.new_page(viewport={"width": width, "height": height})
-            for path in PAGES if name == "wide" else ("index", "results/index"):
+            for path in PAGES:
                 page.goto((site / f"{path}.html").as_uri())
                 page.wait_for_timeout(1000)
                 shown = path.replace("/index", "").replace("/", "-")
