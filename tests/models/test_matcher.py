@@ -420,6 +420,11 @@ def test_maps_can_be_made_one_by_one():
         expected = model(given)  # images of two sizes are no batch there either
         assert len(found["confidence"]) > 10
         assert all(torch.equal(found[name], expected[name]) for name in expected)
+        attended = [model.attend(model.maps(*one)) for one in images]
+        again = model.pair(*attended)
+        assert all(torch.equal(again[name], expected[name]) for name in expected)
+        attended[0].attended.zero_()  # it is what the transformer goes on from
+        assert not torch.equal(model.pair(*attended)["keypoints1"], found["keypoints1"])
     assert not torch.equal(model(data)["keypoints1"], found["keypoints1"])
     maps = [model.maps(image(32, 32, batch=batch)) for batch in (1, 2)]
     raises(ShapeError, "same batch size, got 1 and 2; convert one", model.pair, *maps)

@@ -18,7 +18,8 @@ from PIL import ExifTags, Image
 
 from quadtree_attention.errors import DataError, OptionError
 from quadtree_attention.sfm import Chosen, PairMatcher, build_model
-from quadtree_attention.sfm.matching import _turned_back
+from quadtree_attention.sfm.matching import _turned_back, seems_sure
+from quadtree_attention.tasks.match.result import Matches
 from tests.support.commands import (
     START,
     command,
@@ -330,6 +331,24 @@ def test_points_are_turned_back(turn):
     y, x = np.mgrid[: turned.shape[0], : turned.shape[1]].reshape(2, -1)
     column, row = _turned_back(np.stack([x, y], axis=1), turn, (7, 5)).T
     assert (values[row, column] == turned[y, x]).all()
+
+
+@pytest.mark.parametrize(("share", "sure"), [(0.9, True), (0.3, False), (0.0, False)])
+@pytest.mark.parametrize("count", [100, 3000])
+def test_some_matches_tell_whether_most_agree(share, sure, count):
+    """Points seen by a camera that moves sideways; the wrong ones are anywhere."""
+    random = np.random.default_rng(0)
+    points0 = random.uniform(0, 640, (count, 2))
+    points1 = points0 + np.stack([random.uniform(5, 60, count), np.zeros(count)], axis=1)
+    wrong = random.random(count) >= share
+    points1[wrong] = random.uniform(0, 640, (int(wrong.sum()), 2))
+    both = Matches(np.tile(points0, (2, 1)), np.tile(points1, (2, 1)), np.ones(2 * count))
+    assert seems_sure(both, 1.0) == sure
+
+
+def test_too_few_matches_are_not_sure():
+    points = np.random.default_rng(0).uniform(0, 640, (20, 2))
+    assert not seems_sure(Matches(points, points, np.ones(20)), 1.0)
 
 
 PHOTOGRAPHS, MOST_GIB = 200, 3.0

@@ -20,7 +20,7 @@ Example:
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -54,11 +54,14 @@ class Maps:
         coarse: Coarse map (B, C, H, W).
         fine: Fine map (B, c, h, w).
         mask: Visible cells of the coarse map (B, H, W); None: all.
+        attended: Coarse map (B, H, W, C) after the first self block of the transformer, which does
+            not depend on the other image; None: not computed yet. See `LoFTR.attend`.
     """
 
     coarse: Tensor
     fine: Tensor
     mask: Tensor | None
+    attended: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -266,6 +269,12 @@ class LoFTR(nn.Module):
         coarse, fine = self.backbone(image, acting)
         return Maps(coarse, fine, pyramid[3])
 
+    def attend(self, maps: Maps) -> Maps:
+        """Returns maps with `attended`, for images that are matched with many others."""
+        mask = maps.mask if self.masks_in_attention else None
+        coarse = self.coarse_transformer.begin(self._with_position(maps.coarse), mask)
+        return replace(maps, attended=coarse)
+
     def pair(
         self, maps0: Maps, maps1: Maps, *, threshold: float | None = None
     ) -> dict[str, Tensor]:
@@ -382,9 +391,14 @@ class LoFTR(nn.Module):
     def _transformed(self, maps0: Maps, maps1: Maps) -> Features:
         """Applies the transformer to the coarse maps; returns them with the fine maps."""
         acting = (maps0.mask, maps1.mask) if self.masks_in_attention else (None, None)
-        coarse0, coarse1 = self.coarse_transformer(
-            self._with_position(maps0.coarse), self._with_position(maps1.coarse), *acting
-        )
+        if maps0.attended is not None and maps1.attended is not None:
+            coarse0, coarse1 = self.coarse_transformer.go_on(
+                maps0.attended, maps1.attended, *acting
+            )
+        else:
+            coarse0, coarse1 = self.coarse_transformer(
+                self._with_position(maps0.coarse), self._with_position(maps1.coarse), *acting
+            )
         return Features(coarse0, coarse1, maps0.fine, maps1.fine, maps0.mask, maps1.mask)
 
     def _with_position(self, x: Tensor) -> Tensor:

@@ -25,14 +25,16 @@ from quadtree_attention.models.matcher import COARSE_STRIDE, LoFTR, Maps
 from quadtree_attention.sfm.verify import agreeing
 from quadtree_attention.tasks.cluster import Cluster, Outcome
 from quadtree_attention.tasks.contract import Prepared, Source
-from quadtree_attention.tasks.match.guided import Guided, common_turn
+from quadtree_attention.tasks.match.guided import Guided, Turns, oriented, vote
 from quadtree_attention.tasks.match.predictor import SIZE, Matcher
 from quadtree_attention.tasks.match.result import Matches
 from quadtree_attention.tasks.store import Store
 
 Size = tuple[int, int]
 SURE = 0.6  # share of matches that agree, above which a pair is not matched again
-CACHE_BYTES = 2**30  # of maps; those of an image of 640x480 pixels take 22 MB
+CACHE_BYTES = 2**30  # of maps; those of an image of 640x480 pixels take 25 MB
+MOST_TURNS = 200  # photographs whose SIFT features are kept, 0.3 MB each
+SOME = 500  # matches of a pair that tell whether most agree
 
 
 @dataclass(frozen=True)
@@ -97,6 +99,7 @@ class PairMatcher(Matcher):
         self.options["points"] = "anchored"
         self.preprocess = PreprocessPair(SIZE if size is None else size)
         self.cache = _Cache(cache)
+        self.turns: dict[str, Turns | None] = {}
         self.flat = set[str]()  # photographs of one grey value, whose maps tell of borders alone
 
     def forward(self, batch: Sequence[Prepared]) -> list[dict[str, Tensor]]:
@@ -118,13 +121,15 @@ class PairMatcher(Matcher):
         scale = (
             sum(max(size) / max(seen) for size, seen in zip(item.sizes, item.seen, strict=True)) / 2
         )
+        if self.guided == "auto" and seems_sure(matches, scale):
+            return matches
+        angle = vote(*map(self.features, item.paths))
+        turn = 0 if angle is None else round(angle / 90) % 4
+        if not turn:
+            return matches
         agreed = agreeing(matches, scale)
         count = 0 if agreed is None else int(agreed.sum())
         if self.guided == "auto" and 0 < count >= SURE * len(matches):
-            return matches
-        angle = common_turn([to_image(path).convert("L") for path in item.paths])
-        turn = 0 if angle is None else round(angle / 90) % 4
-        if not turn:
             return matches
         first, second = _seen(item)
         found = self._loftr.anchored(
@@ -154,9 +159,33 @@ class PairMatcher(Matcher):
             if pixels.min() == pixels.max():
                 self.flat.add(path)
             pixels = pixels.rot90(turn, (1, 2)).contiguous()
-            maps = self._loftr.maps(pixels[None].to(self.device))
+            maps = self._loftr.attend(self._loftr.maps(pixels[None].to(self.device)))
             self.cache.put(key, maps)
         return maps
+
+    def features(self, path: str) -> Turns | None:
+        """SIFT features of a photograph with their orientations, of the photographs used last."""
+        if path not in self.turns:
+            self.turns[path] = oriented(to_image(path).convert("L"))
+            if len(self.turns) > MOST_TURNS:
+                self.turns.pop(next(iter(self.turns)))
+        return self.turns[path]
+
+
+def seems_sure(matches: Matches, scale: float) -> bool:
+    """Whether `SURE` of the matches agree on a geometry, estimated from at most 2 * `SOME` of them.
+
+    If not, and SIFT features have a common turn, all matches decide.
+
+    Args:
+        matches: As `PairMatcher` gives them; both halves are the same matches.
+        scale: Pixels of the photographs to one pixel that the network sees.
+    """
+    half = np.arange(len(matches) // 2)
+    some = half if len(half) <= SOME else half[:: len(half) // SOME]
+    points = matches.keypoints0[some], matches.keypoints1[some]
+    agreed = agreeing(Matches(*points, matches.confidence[some]), scale)
+    return agreed is not None and bool(agreed.mean() >= SURE)
 
 
 def _seen(item: Prepared) -> list[tuple[str, Size]]:
@@ -209,13 +238,19 @@ class _Cache:
 
 
 def _bytes(maps: Maps) -> int:
-    return maps.coarse.nbytes + maps.fine.nbytes
+    return sum(x.nbytes for x in (maps.coarse, maps.fine, maps.attended) if x is not None)
 
 
 def _stacked(maps: Sequence[Maps]) -> Maps:
     if len(maps) == 1:
         return maps[0]
-    return Maps(torch.cat([m.coarse for m in maps]), torch.cat([m.fine for m in maps]), None)
+    attended = [m.attended for m in maps if m.attended is not None]
+    return Maps(
+        torch.cat([m.coarse for m in maps]),
+        torch.cat([m.fine for m in maps]),
+        None,
+        torch.cat(attended),
+    )
 
 
 def _grey(image: Image.Image, size: tuple[int, int]) -> Tensor:

@@ -93,6 +93,16 @@ class MatchTransformer(nn.Module):
         """(B, *grid0, C) and (B, *grid1, C), masks without C -> the same shapes"""
         return self._from(0, map0, map1, mask0, mask1)
 
+    def begin(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """The first self block of one map, (B, *grid, C), for `go_on`."""
+        return self.layers[0](x, mask=mask)
+
+    def go_on(
+        self, map0: Tensor, map1: Tensor, mask0: Tensor | None = None, mask1: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Results of `forward` (up to rounding) from both results of `begin`."""
+        return self._from(1, map0, map1, mask0, mask1)
+
     def both_ways(self, map0: Tensor, map1: Tensor) -> tuple[tuple[Tensor, Tensor], ...]:
         """Return the results of (map0, map1) and (map1, map0), computing the first block once."""
         map0, map1 = _both(self.layers[0], (map0, map1), None, (None, None))

@@ -42,6 +42,7 @@ CELL = 32  # sides of views are multiples of it
 Guided = Literal["auto", "always", "never"]
 GUIDED: tuple[Guided, ...] = get_args(Guided)
 Found = tuple[Array, Array, Array]  # points 0, points 1, confidence
+Turns = tuple[Array, Array]  # orientations (N,) in degrees and descriptors (N, 128) of features
 
 
 @dataclass(frozen=True)
@@ -152,17 +153,27 @@ def common_turn(images: Sequence[Image.Image]) -> float | None:
     fiftieth of matching, and tells turned or zoomed images from such that show different things, or
     the same from far apart, which a search would not help.
     """
+    return vote(*map(oriented, images))
+
+
+def oriented(image: Image.Image) -> Turns | None:
+    """Orientations and descriptors of the SIFT features of a grey image; None: fewer than 2."""
     cv2, _ = pose.libraries()
+    small = image.copy()
+    small.thumbnail((PROBE_SIDE, PROBE_SIDE), Image.Resampling.BICUBIC, reducing_gap=2.0)
     detector = cv2.SIFT_create(nfeatures=PROBE_FEATURES)
-    angles, descriptors = [], []
-    for image in images:
-        small = image.copy()
-        small.thumbnail((PROBE_SIDE, PROBE_SIDE), Image.Resampling.BICUBIC, reducing_gap=2.0)
-        points, found = detector.detectAndCompute(np.asarray(small), None)
-        if len(points) < 2:
-            return None
-        angles.append(np.array([point.angle for point in points]))
-        descriptors.append(np.sqrt(found / found.sum(axis=1, keepdims=True).clip(1e-9)))
+    points, found = detector.detectAndCompute(np.asarray(small), None)
+    if len(points) < 2:
+        return None
+    angles = np.array([point.angle for point in points])
+    return angles, np.sqrt(found / found.sum(axis=1, keepdims=True).clip(1e-9))
+
+
+def vote(turns0: Turns | None, turns1: Turns | None) -> float | None:
+    """`common_turn` of two images from the results of `oriented`."""
+    if turns0 is None or turns1 is None:
+        return None
+    angles, descriptors = zip(turns0, turns1, strict=True)
     alike = descriptors[0] @ descriptors[1].T
     best = alike.argmax(axis=1)
     rows = np.flatnonzero(alike.argmax(axis=0)[best] == np.arange(len(best)))
