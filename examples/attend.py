@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shows where quadtree attention looks: from one point of an image into another image.
+"""Draw the cells of one image that a point of another image attends to.
 
-Both images are cut into cells of 4 pixels. Hand-made features (gradients and colours around it)
-describe each cell, so nothing has to be trained or downloaded. Every cell of IMAGE0 then attends to
-IMAGE1; the values are the positions of the cells, so the result of a query is the place it found.
+Both images are divided into cells of 4 pixels with hand-made features (gradients and colours), so
+that nothing is trained or downloaded. Every cell of IMAGE0 attends to IMAGE1; the values are the
+positions of the cells, so that the result of a query is a position in IMAGE1.
 
     python examples/attend.py
     python examples/attend.py left.jpg right.jpg --point 320 200 --topk 16 --out where.png

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draws what one query attends to with variant C: small cells where it matters, large elsewhere.
+"""Draw the cells that one query attends to with variant C: small near the target, large elsewhere.
 
     python examples/partition.py                       # writes partition.png
     python examples/partition.py --point 337 311 --topk 6 --out where.png
 
 Queries and keys are the hand-made features of attend.py. Every cell contributes its mean key and
-value, weighted by its tokens; together they cover the image once.
+value, weighted by its number of tokens; the cells cover the image exactly once.
 """
 
 import argparse

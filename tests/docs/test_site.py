@@ -96,6 +96,27 @@ def test_external_links_are_requested(tmp_path):
     assert found[0].startswith(f"{root}/gone: HTTP Error 404")
 
 
+def test_arguments_described_together_have_one_row_each():
+    text = "Args:\n    q, k: Maps\n        (B, H, W).\n    topk: Cells.\n"
+    split = make.TOGETHER.sub(make._one_by_one, text)
+    row = "Maps\n        (B, H, W).\n"
+    assert split == f"Args:\n    q: {row}    k: {row}    topk: Cells.\n"
+
+
+def test_signatures_have_the_values_of_constants(site):
+    page = (site / "api" / "ops.html").read_text()
+    assert "MIN_TOKENS" not in page
+    assert "1024" in page
+
+
+@pytest.mark.parametrize(("letters", "name"), [(19, None), (20, "medium"), (60, "long")])
+def test_cells_have_a_class_by_length(letters, name):
+    text = f"<b>{'a' * (letters - 2)}</b>\n  &amp;"  # markup and spaces do not count
+    cell = f'<td style="">{text}</td>'
+    expected = cell if name is None else f'<td class="{name}" style="">{text}</td>'
+    assert make.CELL.sub(make._with_length, cell) == expected
+
+
 def test_no_refused_phrases():
     assert make.phrases() == []
 

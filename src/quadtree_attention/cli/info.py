@@ -47,7 +47,7 @@ OWN = {
     "value_dim": option(INT, "Width of values, per head.", show_default="as --dim"),
     "levels": option(int, "Levels of the pyramids.", 3),
     "topk": option(str, "Cells kept per query: 32, or one per selecting level: 32,16.", "16"),
-    "variant": option(str, "A or B.", "B"),
+    "variant": option(str, "A, B or C.", "B"),
     "dtype": option(str, "float32, float64, float16 or bfloat16.", "float32"),
     "batch": option(int, "Maps per call.", 1),
     "plan": flag("plan", "Also print the cost of the call, compared with dense attention."),
