@@ -86,13 +86,16 @@ def test_results_are_reused_and_only_those_that_fit(task, run, data, save, monke
     raises(OptionError, "leave out weights", run, predictions=save)
 
 
-def test_other_data_of_the_same_names_are_refused(task, run, tmp_path):
+def test_other_data_of_the_same_names_are_refused(task, run, tmp_path, monkeypatch):
     run()
+    put, made = Store.put, []
+    monkeypatch.setattr(Store, "put", lambda self, found: (made.extend(found), put(self, found)))
     # Where two samples are replaced, the third result is still of the first data
     for count in (3,) if task.load("codec").together else (2, 3):
         other = tiny.write_data(task.name, tmp_path / "other", count=count)
         raises(OptionError, "of other data as", run, **other)
-        assert not run(**other, force=True).missing
+        assert not run(**other, force=True).missing and len(made) == count
+        made.clear()
 
 
 def test_files_of_others_stay(task, run, save):
