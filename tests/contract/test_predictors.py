@@ -129,7 +129,7 @@ def test_weights_that_are_missing_or_damaged(task, weights, tmp_path):
 
 def test_options_that_are_refused(task, weights, predictor):
     load = task.load("predictor").from_pretrained
-    for device in ("gpu", "mps", "cuda:99"):
+    for device in ("gpu", "mps", "meta", "cuda:99"):
         with pytest.raises(
             OptionError, match=f"there is no device '{device}' on this machine"
         ) as caught:

@@ -21,7 +21,7 @@ LEVELS = (0, 64, 128, 192)
 RECIPE = """
 task: toy
 model: {model: toy_brightness}
-trainer: {max_epochs: 40, accelerator: cpu, devices: 1, enable_progress_bar: false}
+trainer: {max_epochs: 12, accelerator: cpu, devices: 1, enable_progress_bar: false}
 variants:
   plain: {}
   short: {trainer: {max_epochs: 1}}

@@ -2,7 +2,6 @@
 """The classifier in training: its optimizer and schedule, its losses, its weights."""
 
 import math
-import re
 
 import pytest
 import torch
@@ -66,13 +65,3 @@ def test_drop_path_reaches_the_blocks():
         modules = build(drop_path=share).modules()
         rates = [module.rate for module in modules if isinstance(module, DropPath)]
         assert max(rates) == pytest.approx(share)
-
-
-def test_every_parameter_is_trained(tmp_path):
-    module = build(lr=1.0, warmup_epochs=0)
-    before = {name: p.detach().clone() for name, p in module.model.named_parameters()}
-    fit(tmp_path, module)
-    unchanged = {n for n, p in module.model.named_parameters() if torch.equal(p, before[n])}
-    # The last map is one cell, with one weight of 1; biases of keys are shared by all scores
-    no_gradient = r"(stages\.3\..*(q_proj|k_proj|level_logits)|k_proj\.bias$)"
-    assert [name for name in unchanged if not re.search(no_gradient, name)] == []

@@ -6,25 +6,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from PIL import Image
 
 from quadtree_attention.errors import CheckpointError, DataError, OptionError
 from quadtree_attention.tasks import evaluate
 from tests.support import raises
-from tests.tasks.classify.test_predictor import CLASSES, pixels, write_weights
-from tests.tasks.classify.test_readers import make_npz
+from tests.tasks.classify.test_predictor import CLASSES, write_weights
+from tests.tasks.classify.test_readers import make_folder, make_npz
 
 pytestmark = pytest.mark.usefixtures("only_reference")
-
-
-def write_images(root: Path, per_class: int = 3, classes: list[str] = CLASSES) -> Path:
-    """A split of PNG files, `root/val/<class>/<i>.png`."""
-    for label, name in enumerate(classes):
-        (root / "val" / name).mkdir(parents=True)
-        for i in range(per_class):
-            image = Image.fromarray(pixels(50 + label, 40 + i, seed=label * 100 + i))
-            image.save(root / "val" / name / f"{i}.png")
-    return root
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +23,7 @@ def weights(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def images(tmp_path) -> Path:
-    return write_images(tmp_path / "pets")
+    return make_folder(tmp_path / "pets", CLASSES)
 
 
 def run(weights: Path, root: Path, out: Path, **options: object):
@@ -57,19 +46,19 @@ def test_what_is_written(tmp_path, weights, images):
     found = read(out)
     assert found["logits"].dtype == np.float32 and found["logits"].shape == (12, 4)
     assert found["labels"].tolist() == [0] * 3 + [1] * 3 + [2] * 3 + [3] * 3
-    assert found["names"].tolist()[:4] == ["ant/0.png", "ant/1.png", "ant/2.png", "bee/0.png"]
+    assert found["names"].tolist()[:4] == ["ant/0.jpg", "ant/1.jpg", "ant/2.jpg", "bee/0.jpg"]
     assert json.loads(str(found["info"])) == {"classes": CLASSES, "top": 5}
 
 
 def test_labels_are_those_of_the_network(tmp_path, weights):
-    root = write_images(tmp_path / "some", classes=["dog", "bee"])  # folders are sorted: bee, dog
+    root = make_folder(tmp_path / "some", ["dog", "bee"])  # folders are sorted: bee, dog
     scores = run(weights, root, tmp_path / "out.npz")
     assert read(tmp_path / "out.npz")["labels"].tolist() == [1] * 3 + [3] * 3
     assert alone(tmp_path / "out.npz").mean == scores.mean
     Path(tmp_path / "out.settings.json").unlink()  # the file has the classes, too
     again = evaluate("classify", data=root, predictions=tmp_path / "out.npz")
     assert again.mean == scores.mean and again.settings is None
-    other = write_images(tmp_path / "cars", classes=["bus", "van"])
+    other = make_folder(tmp_path / "cars", ["bus", "van"])
     raises(CheckpointError, "it does not know bus, van", run, weights, other, tmp_path / "cars.npz")
 
 

@@ -161,12 +161,6 @@ def test_a_batch_can_be_learnt(data):
     assert sum(losses[-5:]) < 0.7 * sum(losses[:5])
 
 
-def test_debug_recipe_trains(tmp_path):
-    (row,) = train("match", RECIPE, tmp_path / "run", "--trainer.max_epochs=1")
-    assert float(row["train/coarse"]) > 0 and float(row["train/fine"]) > 0
-    assert {"val/auc5", "val/auc10", "val/auc20", "val/matches", "val/fscore"} <= set(row)
-
-
 def test_trains_without_estimators(tmp_path, monkeypatch, capsys):
     """The best epoch is told by what needs no estimator; their scores are left out, and said so."""
     monkeypatch.setitem(sys.modules, "poselib", None)  # what an import finds if it is not installed

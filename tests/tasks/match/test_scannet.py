@@ -187,16 +187,6 @@ def test_poses_are_measured_in_pixels_of_640x480(stored, monkeypatch):
             assert np.array_equal(K, expected)
 
 
-def test_sizes_follow_the_options(stored, pairs):
-    """Twice as small: edges stay in place, and the camera follows."""
-    data = ready(stored, height=48, width=64)
-    batch = batch_of(data, data.val_dataloader())[0]
-    assert batch["image0"].shape == (1, 3, 48, 64) and batch["depth1"].shape == (1, 48, 64)
-    middle = torch.tensor([31.5, 23.5, 1.0])  # of the small image, 63.5, 47.5 of the other
-    ray = torch.linalg.solve(batch["K0"][0], middle)
-    torch.testing.assert_close(pairs[2].K0[0] @ ray, torch.tensor([63.5, 47.5, 1.0]))
-
-
 def test_a_training_run(root, tmp_path, capsys):
     """As `quadtree train match` does it; broken files are replaced, counted and named."""
     (root / "train" / "scene0001_02" / "depth" / "0.png").unlink()
