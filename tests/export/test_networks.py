@@ -201,6 +201,8 @@ def detector(name, **options):
     for part, layer in network.named_modules():
         if isinstance(layer, torch.nn.Conv2d | torch.nn.Linear) and "backbone.body" not in part:
             torch.nn.init.kaiming_normal_(layer.weight)
+            if part.endswith("bbox_pred"):  # else masks of boxes far off change with rounding
+                layer.weight.data.mul_(0.1)
     return network
 
 
