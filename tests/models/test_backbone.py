@@ -233,15 +233,6 @@ def test_features_only_drops_stages_nobody_asked_for():
     assert len(model.stages) == 2 and isinstance(model.head, nn.Identity)
 
 
-def test_forward_is_features_then_head():
-    model, x = tiny(), image(66, 47)
-    features = model.forward_features(x)
-    assert features.shape == (2, 32, 3, 2)
-    pooled = model.forward_head(features, pre_logits=True)
-    torch.testing.assert_close(pooled, features.mean(dim=(2, 3)))
-    torch.testing.assert_close(model(x), model.head(pooled))
-
-
 def test_forward_intermediates():
     model, x = tiny(), image(66, 47)
     last, maps = model.forward_intermediates(x)
@@ -261,6 +252,10 @@ def test_global_pool_and_num_classes():
     model = tiny()
     state = model.state_dict()
     features = model.forward_features(x)
+    assert features.shape == (2, 32, 3, 2)
+    pooled = model.forward_head(features, pre_logits=True)
+    torch.testing.assert_close(pooled, features.mean(dim=(2, 3)))
+    torch.testing.assert_close(model(x), model.head(pooled))
     headless = {key: value for key, value in state.items() if not key.startswith("head.")}
     by_max = tiny(global_pool="max", num_classes=0)
     by_max.load_state_dict(headless)

@@ -75,11 +75,6 @@ def test_official_module(path, dtype):
         torch.testing.assert_close(got, expected.to(dtype), rtol=0, atol=atol * size)
 
 
-def test_unknown_names_are_told():
-    state = {"q_proj.weight": torch.zeros(4, 4, 1, 1), "head.weight": torch.zeros(2, 4)}
-    assert convert_block(state)[1] == ["head.weight"]
-
-
 # ---- whole backbones
 
 

@@ -7,8 +7,19 @@ import pytest
 import torch
 
 from quadtree_attention import CheckpointError, OptionError, models
-from quadtree_attention.models.registry import SPECS, complete, create, load, load_with_card, names
-from quadtree_attention.models.weights import card_path, read_checkpoint, save_weights
+from quadtree_attention.files import file_sha256
+from quadtree_attention.models.registry import (
+    PRETRAINED,
+    SPECS,
+    complete,
+    create,
+    load,
+    load_with_card,
+    names,
+    weights_path,
+)
+from quadtree_attention.models.weights import card_path, read_card, read_checkpoint, save_weights
+from tests.conftest import ROOT
 from tests.support import raises
 from tests.support.commands import python
 
@@ -156,3 +167,14 @@ def test_packaged_weights():
     assert card["model"] == "loftr_quadtree_small" and network.symmetric
     other = models.create(card["model"], pretrained=True, symmetric=False)
     assert other.symmetric is False
+
+
+@pytest.mark.parametrize("name", PRETRAINED)
+def test_card_tells_what_the_weights_are(name):
+    path = weights_path(name)
+    card = read_card(path)
+    assert card["sha256"] == file_sha256(path)
+    assert path.stat().st_size < 12e6
+    assert {"recipe", "commands", "commit", "data", "metrics"} <= card.keys()
+    assert all(data["terms"] for data in card["data"])
+    assert (ROOT / card["recipe"]).is_file()

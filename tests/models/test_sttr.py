@@ -20,7 +20,7 @@ from quadtree_attention.models.parts.sttr_attention import (
 from quadtree_attention.models.parts.sttr_features import ScaledConv, STTRFeatures, as_adjusted
 from quadtree_attention.models.registry import complete, create
 from quadtree_attention.models.stereo_convert import convert_stereo, is_official_stereo
-from tests.models.sttr_names import official_state, shapes
+from tests.models.sttr_names import official_state
 from tests.models.test_stereo import pair, tiny
 from tests.support import raises
 
@@ -251,7 +251,3 @@ def test_every_tensor_is_accounted_for(name, shape, message):
         del state[name]
     with pytest.raises(CheckpointError, match=message):
         check_fit(create("sttr", device="meta"), convert_stereo(state)[0])
-
-
-def test_names_are_those_of_2_5_million_parameters():
-    assert sum(math.prod(shape) for shape in shapes(statistics=False).values()) == 2_513_811

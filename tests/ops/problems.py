@@ -39,14 +39,8 @@ class Drawn(Case):
         return torch.randn(self.num_levels, generator=rng, dtype=torch.float64)
 
     def options(self, **changes: Any) -> dict[str, Any]:
-        return {
-            "num_levels": self.num_levels,
-            "topk": self.topk,
-            "variant": self.variant,
-            "level_weights": self.level_weights,
-            "query_mask": self.query_mask,
-            "key_mask": self.key_mask,
-        } | changes
+        names = ("num_levels", "topk", "variant", "level_weights", "query_mask", "key_mask")
+        return {name: getattr(self, name) for name in names} | changes
 
     def _mask(self, grid: tuple[int, ...], hide: float, seed: int) -> torch.Tensor | None:
         if hide == 0:

@@ -178,14 +178,21 @@ def test_pyramids(grid, width, masked):
     torch.library.opcheck(OPS.cpu_pyramid, (x, shown, list(grid), 3))
 
 
-@pytest.mark.parametrize("grid", [(11,), (6, 9), (8, 4), (3, 5, 4)])
-def test_back_to_the_grid(grid):
-    tree = Tree(grid, 3)
-    x = torch.randn(2, 3, tree.num_cells(2), 11, requires_grad=True)
-    got, expected = cpu.to_grid(tree, x), plain.to_grid(tree, x)
+def same_bits(x, got, expected):
+    """Results and gradients."""
     assert torch.equal(got, expected)
     (a,), (b,) = (torch.autograd.grad(y.square().sum(), x) for y in (got, expected))
     assert torch.equal(a, b)
+
+
+GRIDS = [(11,), (6, 9), (8, 4), (3, 5, 4)]
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+def test_back_to_the_grid(grid):
+    tree = Tree(grid, 3)
+    x = torch.randn(2, 3, tree.num_cells(2), 11, requires_grad=True)
+    same_bits(x, cpu.to_grid(tree, x), plain.to_grid(tree, x))
     torch.library.opcheck(OPS.cpu_to_grid, (x, list(grid), 3))
 
 
@@ -203,14 +210,11 @@ def test_orders_of_trees_are_bounded(monkeypatch):
 
 
 @pytest.mark.parametrize("level", [0, 1, 2])
-@pytest.mark.parametrize("grid", [(11,), (6, 9), (8, 4), (3, 5, 4)])
+@pytest.mark.parametrize("grid", GRIDS)
 def test_a_level_in_tree_order(grid, level):
     tree = Tree(grid, 3)
     x = torch.randn(2, *tree.grid_at(level), 3, 11, requires_grad=True)
-    got, expected = cpu.to_tree(tree, x, level), plain.to_tree(tree, x, level)
-    assert torch.equal(got, expected)
-    (a,), (b,) = (torch.autograd.grad(y.square().sum(), x) for y in (got, expected))
-    assert torch.equal(a, b)
+    same_bits(x, cpu.to_tree(tree, x, level), plain.to_tree(tree, x, level))
     if level:
         torch.library.opcheck(OPS.cpu_to_tree, (x, list(tree.grid_at(level)), level + 1))
 
@@ -290,10 +294,9 @@ def test_not_a_number_ranks_highest_and_ties_go_to_the_first():
                 }[pattern]
                 q, k = torch.ones(1, 1, 3, 1), logits.view(1, 1, keys, 1)
                 kept = min(topk, keys)
+                options = {"topk": kept, "scale": 1.0, "variant": "B", "with_scores": False}
                 got, expected = (
-                    backend.attend_coarse(
-                        q, k, k, None, None, scale=1.0, topk=kept, variant="B", with_scores=False
-                    ).selection.long()
+                    backend.attend_coarse(q, k, k, None, None, **options).selection.long()
                     for backend in (cpu, reference)
                 )
                 assert torch.equal(got, expected), (keys, topk, pattern)

@@ -8,6 +8,7 @@ import torch
 
 pytest.importorskip("triton", reason="triton comes with the CUDA builds of torch for Linux")
 
+from quadtree_attention.ops.attention.tree import Tree
 from quadtree_attention.ops.depthwise import plain
 from quadtree_attention.ops.depthwise.functional import add_positions, depthwise
 
@@ -73,14 +74,11 @@ def check_depthwise(case, dtype, device):
 
 
 def tree(batch, grid, channels, levels):
-    grids = [grid]
-    for _ in range(levels - 1):
-        grids.insert(0, tuple((side + 1) // 2 for side in grids[0]))
+    grids = [Tree(grid, levels).grid_at(level) for level in range(levels)]
     values = [draw(batch, *size, channels) for size in grids]
     weights = [draw(channels, 1, *(3,) * len(grid)) for _ in grids]
-    return [draw(batch, *grid, channels), draw(levels), *values, *weights] + [
-        draw(channels) for _ in grids
-    ]
+    biases = [draw(channels) for _ in grids]
+    return [draw(batch, *grid, channels), draw(levels), *values, *weights, *biases]
 
 
 def add_plainly(message, values, weights, biases, logits):

@@ -7,6 +7,7 @@ import torch
 from quadtree_attention import BackendUnsupportedError, use_backend
 from quadtree_attention.nn import QuadtreeAttention
 from quadtree_attention.nn.value_pyramid import plus_parents
+from quadtree_attention.ops.attention.tree import Tree
 from quadtree_attention.ops.depthwise.cpu import add_levels, can_add
 
 pytest.importorskip("numba", reason="the cpu backend needs numba")
@@ -32,9 +33,7 @@ def plainly(message, maps):
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_like_plain_pytorch(case, dtype):
     batch, grid, channels, levels = case
-    grids = [grid]
-    for _ in range(levels - 1):
-        grids.insert(0, tuple((side + 1) // 2 for side in grids[0]))
+    grids = [Tree(grid, levels).grid_at(level) for level in range(levels)]
     maps = [torch.randn(batch, *size, channels, dtype=dtype) for size in [grid, *grids]]
     maps[-1] = maps[-1].transpose(0, -1).contiguous().transpose(0, -1)  # any layout
     given = [x.requires_grad_() for x in maps]
@@ -42,9 +41,8 @@ def test_like_plain_pytorch(case, dtype):
     got, expected = add_levels(given[0], given[1:]), plainly(given[0], given[1:])
     torch.testing.assert_close(got, expected)
     dy = torch.randn_like(got)
-    grads = torch.autograd.grad(got, given, dy)
-    for grad, true in zip(grads, torch.autograd.grad(expected, given, dy), strict=True):
-        torch.testing.assert_close(grad, true)
+    gradients = (torch.autograd.grad(y, given, dy) for y in (got, expected))
+    torch.testing.assert_close(*gradients)
 
 
 def test_second_derivatives_are_refused():

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The fused norms against torch's, in Triton's interpreter here and for real on a GPU."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -59,11 +61,8 @@ def check_map_norm(shape, device):
 
     for act in ACTIVATIONS:
         for gather in (False, True):
-            compare(
-                lambda *inputs, a=act, g=gather: map_norm(*inputs, 1e-5, a, by_parent=g),
-                lambda *inputs, a=act, g=gather: plain(*inputs, a, g),
-                numbers(shape, device),
-            )
+            fused = partial(map_norm, eps=1e-5, activation=act, by_parent=gather)
+            compare(fused, partial(plain, act=act, gather=gather), numbers(shape, device))
 
 
 def check_block(device):

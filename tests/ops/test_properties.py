@@ -112,14 +112,10 @@ def test_a_larger_masked_canvas_changes_nothing(drawn: Drawn, data: st.DataObjec
     query_mask = ones if drawn.query_mask is None else drawn.query_mask
     key_mask = key_ones if drawn.key_mask is None else drawn.key_mask
     out, selection = quadtree_attention(*small, **drawn.options(), return_selection=True)
-    big = [
-        embed(x.detach(), ndim, before, after, fill).requires_grad_()
-        for x, before, after, fill in (
-            (small[0], q_offset, q_after, 7.0),  # a hidden query still asks for itself: no NaN
-            (small[1], k_offset, k_after, torch.nan),
-            (small[2], k_offset, k_after, torch.nan),
-        )
-    ]
+    q, k, v = (x.detach() for x in small)
+    big = [embed(q, ndim, q_offset, q_after, 7.0)]  # a hidden query still asks for itself: no NaN
+    big += [embed(x, ndim, k_offset, k_after, torch.nan) for x in (k, v)]
+    big = [x.requires_grad_() for x in big]
     options = drawn.options(
         query_mask=embed(query_mask, ndim, q_offset, q_after, fill=False),
         key_mask=embed(key_mask, ndim, k_offset, k_after, fill=False),

@@ -40,10 +40,8 @@ def test_keeping_all_is_dense_attention(grid, key_grid, levels, dtype, tolerance
     k, v = (torch.randn(2, *key_grid, 3, 16).to(dtype) for _ in range(2))
     mask = torch.rand(2, *key_grid) > 0.4
     for masks in ({}, {"key_mask": mask}):
-        out, lse = quadtree_attention(
-            q, k, v, num_levels=levels, topk=10**6, variant="C", exact_queries=exact,
-            return_lse=True, **masks,
-        )  # fmt: skip
+        options = {"num_levels": levels, "topk": 10**6, "variant": "C", "exact_queries": exact}
+        out, lse = quadtree_attention(q, k, v, **options, **masks, return_lse=True)
         expected = dense(q.double(), k.double(), v.double(), masks.get("key_mask"))
         assert out.dtype == dtype
         assert (out.double() - expected).abs().max() <= tolerance
@@ -75,10 +73,9 @@ def test_constant_keys_give_the_mean_of_all_values():
 def test_prefix_and_grid_together_are_dense_attention():
     q, k, v = torch.randn(3, 2, 5, 7, 4, 8, dtype=torch.float64).unbind()
     first = torch.randn(3, 2, 3, 4, 8, dtype=torch.float64)
-    out, prefix_out = quadtree_attention(
-        q, k, v, num_levels=3, topk=10**6, variant="C",
-        prefix_queries=first[0], prefix_keys=first[1], prefix_values=first[2],
-    )  # fmt: skip
+    names = ("prefix_queries", "prefix_keys", "prefix_values")
+    options = {"num_levels": 3, "topk": 10**6, "variant": "C"}
+    out, prefix_out = quadtree_attention(q, k, v, **options, **dict(zip(names, first, strict=True)))
     whole = (
         torch.cat([p, x.flatten(1, 2)], 1).transpose(1, 2)
         for p, x in zip(first, (q, k, v), strict=True)
@@ -163,10 +160,8 @@ def test_forest_that_keeps_all_is_dense_attention(masked):
     q = torch.randn(2, 4, 2 + 15 + 8 + 7, 8, **leaf)
     k, v = (torch.randn(2, 2, 2 + 12 + 15, 8, **leaf) for _ in range(2))
     mask = torch.rand(2, 29) > 0.3 if masked else None
-    out, lse = quadtree_sdpa(
-        q, k, v, grid=grids, key_grid=key_grids, num_levels=3, topk=10**6, prefix=2, key_mask=mask,
-        return_lse=True,
-    )  # fmt: skip
+    options = {"num_levels": 3, "topk": 10**6, "prefix": 2, "key_mask": mask, "return_lse": True}
+    out, lse = quadtree_sdpa(q, k, v, grid=grids, key_grid=key_grids, **options)
     shown = None if mask is None else mask[:, None, None]
     expected = F.scaled_dot_product_attention(q, k, v, shown, enable_gqa=True)
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)

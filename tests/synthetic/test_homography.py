@@ -62,14 +62,6 @@ def test_strong_perspective_gives_numbers(textures):
         assert torch.isfinite(getattr(pair, field.name)).all()
 
 
-def test_the_same_pair_in_any_batch(textures):
-    batch = homography_pairs(textures, [4, 1], size=(33, 40), seed=2)
-    single = homography_pairs(textures, [1], size=(33, 40), seed=2)
-    for field in dataclasses.fields(batch):
-        many, one = getattr(batch, field.name)[1], getattr(single, field.name)[0]
-        assert torch.allclose(many.double(), one.double(), atol=1e-5)
-
-
 @pytest.mark.parametrize("overlap", [(0.2, 0.4), (0.75, 1.0)])
 def test_views_overlap_as_asked_for(textures, overlap):
     options = HomographyOptions(overlap=overlap, translation=(0.1, 1.0), photometric=0, samples=1)

@@ -67,15 +67,6 @@ def test_largest_disparity(textures):
     assert torch.allclose(largest, torch.full((3,), 0.1 * SIZE[1]), rtol=1e-4)
 
 
-def test_the_same_pair_in_any_batch(textures):
-    batch = stereo_pairs(textures, [4, 1], size=(33, 40), seed=2)
-    single = stereo_pairs(textures, [1], size=(33, 40), seed=2)
-    for field in dataclasses.fields(batch):
-        many, one = getattr(batch, field.name)[1], getattr(single, field.name)[0]
-        assert torch.allclose(many.double(), one.double(), atol=1e-5)
-    assert not torch.equal(batch.image0[0], batch.image0[1])
-
-
 def test_views_differ_in_brightness(textures):
     strong = dataclasses.replace(CLEAN, photometric=1.0)
     pair = stereo_pairs(textures, range(8), size=(33, 40), options=strong)
