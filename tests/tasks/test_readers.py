@@ -4,6 +4,7 @@ import pytest
 
 from quadtree_attention.errors import CheckpointError, DataError
 from quadtree_attention.tasks.readers import class_names, match_classes, read_npz, summary
+from tests.support.commands import refusal
 
 
 def test_summary_names_the_first_and_counts_the_rest():
@@ -59,6 +60,5 @@ def test_arrays_of_npz_files_alone(tmp_path):
     np.save(tmp_path / "b.npy", np.arange(3))
     (tmp_path / "c.npz").write_bytes(b"\xff\xd8 a photograph")
     for name, told in (("a.npz", "got no y"), ("b.npy", "not an npz"), ("c.npz", "not an npz")):
-        with pytest.raises(DataError, match=f"{name}.*{told}") as caught:
-            read_npz(tmp_path / name, ["y"])
-        assert "pickle" not in str(caught.value)
+        refused = refusal(DataError, read_npz, tmp_path / name, ["y"])
+        assert name in refused and told in refused and "pickle" not in refused

@@ -8,7 +8,7 @@ import pytest
 import torch
 import yaml
 
-from quadtree_attention.errors import DataError, MissingDependencyError, OptionError
+from quadtree_attention.errors import MissingDependencyError, OptionError
 from quadtree_attention.models.parts.context_attention import (
     FullAttention,
     LinearAttention,
@@ -20,6 +20,7 @@ from quadtree_attention.tasks.match.megadepth import MegaDepthData
 from quadtree_attention.tasks.training.recipe import read_recipe
 from quadtree_attention.tasks.training.run import run_command as train
 from tests.conftest import ROOT
+from tests.support.commands import refusal
 
 FOLDER = ROOT / "recipes" / "match"
 LITE = {  # attention, and what is particular about it
@@ -46,9 +47,7 @@ def attentions(name, variant=None):
 
 
 def refused(*args):
-    with pytest.raises((OptionError, DataError)) as caught:
-        train("match", list(args))
-    return str(caught.value)
+    return refusal(OptionError, train, "match", list(args))
 
 
 def config(name):

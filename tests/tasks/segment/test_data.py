@@ -8,6 +8,7 @@ from PIL import Image
 from quadtree_attention.errors import DataError
 from quadtree_attention.tasks.segment.data import GeneratedSegmentData, SegmentData
 from quadtree_attention.tasks.segment.metrics import IGNORE
+from tests.support.commands import refusal
 from tests.tasks.segment.files import CLASSES, label_map, write_set
 
 
@@ -47,8 +48,6 @@ def test_strict_looks_at_all_files_first(root):
     (root / "images/train/1.png").write_bytes(b"hello")
     Image.fromarray(label_map(9, 9)).save(root / "labels/train/2.png")
     (root / "labels/train/5.png").unlink()
-    with pytest.raises(DataError) as caught:
-        data(root, strict=True).setup("fit")
-    told = str(caught.value)
+    told = refusal(DataError, data(root, strict=True).setup, "fit")
     assert told.startswith("3 files of train cannot be used: ")
     assert all(reason in told for reason in ("has no label map", "cannot decode", "9x9 pixels"))

@@ -12,6 +12,7 @@ from quadtree_attention.errors import DataError, OptionError
 from quadtree_attention.tasks.contract import get_task
 from quadtree_attention.tasks.training.data import SyntheticData, TaskData, listed, read_or_replace
 from tests.support import raises
+from tests.support.commands import refusal
 
 
 class Numbers:
@@ -129,9 +130,8 @@ def test_unusable_samples_are_replaced_or_left_out_and_reported():
 def test_strict_refuses_the_first_unusable_sample(kind):
     for split in ("train", "val"):
         data = kind(**{split: Numbers(8, bad=(3,)), "strict": True})
-        with pytest.raises(DataError) as caught:
-            batches(data, split)
-        assert str(caught.value) == ("cannot decode 3.png; mend it, or leave out --data.strict")
+        told = refusal(DataError, batches, data, split)
+        assert told == "cannot decode 3.png; mend it, or leave out --data.strict"
 
 
 def test_what_replaces_what():
@@ -151,9 +151,7 @@ def test_limit_and_counts():
     data = NumberData(limit_images=5)
     assert [batch["indices"].tolist() for batch in batches(data, "val")] == [[0, 1, 2, 3], [4]]
     assert data.batches_per_epoch == len(batches(data)) == 1
-    with pytest.raises(OptionError) as caught:
-        batches(NumberData(batch_size=13))
-    assert str(caught.value) == (
+    assert refusal(OptionError, batches, NumberData(batch_size=13)) == (
         "12 training images do not fill one batch of 13 on 1 processes; pass a smaller "
         "--data.batch_size"
     )
@@ -173,11 +171,8 @@ def test_sources_are_opened_once_reported_and_compared(capsys):
     assert capsys.readouterr().err == "quadtree: train: skipped 1 files: a.txt is no image\n"
     data = NumberData(Numbers(12, classes=["cat", "dog"]), Numbers(6, classes=["cat", "wolf"]))
     assert data.classes == ["cat", "dog"]
-    with pytest.raises(DataError) as caught:
-        data.setup("fit")
-    assert str(caught.value) == (
-        "train has the classes cat, dog, val has cat, wolf; both need the same"
-    )
+    told = refusal(DataError, data.setup, "fit")
+    assert told == "train has the classes cat, dog, val has cat, wolf; both need the same"
 
 
 class Scenes(SyntheticData):
