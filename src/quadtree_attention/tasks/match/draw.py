@@ -4,7 +4,7 @@
 import math
 
 import numpy as np
-from PIL import Image, ImageDraw
+from PIL import Image, ImageDraw, ImageOps
 
 from quadtree_attention.checks import at_least
 from quadtree_attention.errors import OptionError
@@ -98,31 +98,22 @@ def _inliers(matches: Matches) -> Array | None:
 
 
 def _draw_lines(canvas: Canvas, matches: Matches, shown: Array) -> None:
-    if not len(shown):
-        return
     size = canvas.picture.size
-    large = canvas.picture.resize(
-        (size[0] * OVERSAMPLING, size[1] * OVERSAMPLING), Image.Resampling.BOX
-    )
+    large = ImageOps.scale(canvas.picture, OVERSAMPLING, Image.Resampling.BOX)
     pen = ImageDraw.Draw(large, "RGBA")  # blends what is not opaque
     inliers = _inliers(matches)
     marked = np.ones(len(shown), bool)
     if inliers is not None:
         shown = shown[np.argsort(inliers[shown], kind="stable")]  # inliers on top
         marked = inliers[shown]
-    ends = [
-        panel.place(points[shown]) * OVERSAMPLING
-        for panel, points in zip(
-            canvas.panels, (matches.keypoints0, matches.keypoints1), strict=True
-        )
-    ]
+    views = zip(canvas.panels, (matches.keypoints0, matches.keypoints1), strict=True)
+    ends = [panel.place(points[shown]) * OVERSAMPLING for panel, points in views]
     tones = [tuple(tone) for tone in ramp(CONFIDENCE, matches.confidence[shown]).tolist()]
     radius = POINT_RADIUS * OVERSAMPLING
     for start, end, tone, mark in zip(*ends, tones, marked, strict=True):
         fill = (*tone, LINE_OPACITY) if mark else (*OUTLIER, OUTLIER_OPACITY)
         pen.line([*start, *end], fill=fill, width=round(LINE_WIDTH * OVERSAMPLING))
     for start, end, tone, mark in zip(*ends, tones, marked, strict=True):
-        for x, y in (start, end):
-            box = [x - radius, y - radius, x + radius, y + radius]
-            pen.ellipse(box, fill=tone if mark else OUTLIER)
+        for centre in (start, end):
+            pen.circle(centre, radius, fill=tone if mark else OUTLIER)
     canvas.picture = large.resize(size, Image.Resampling.BOX)

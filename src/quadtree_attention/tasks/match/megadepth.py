@@ -32,7 +32,7 @@ from quadtree_attention.errors import DataError, OptionError
 from quadtree_attention.images import Array, to_image
 from quadtree_attention.models.matcher import COARSE_STRIDE
 from quadtree_attention.tasks.match import posed
-from quadtree_attention.tasks.match.npz import read_npz, strings
+from quadtree_attention.tasks.match.npz import read_npz
 from quadtree_attention.tasks.match.posed import PosedTruth
 from quadtree_attention.tasks.readers import reading
 from quadtree_attention.tasks.training.data import Sample
@@ -99,9 +99,13 @@ class MegaDepthScene(posed.Scene):
     def __init__(self, path: Path, root: Path, overlap: tuple[float, float] | None) -> None:
         arrays = read_npz(path, KEYS)
         self.path, self.root = path, root
-        self.image_paths, self.depth_paths = (strings(arrays[name]) for name in KEYS[:2])
+        self.image_paths, self.depth_paths = (arrays[name].tolist() for name in KEYS[:2])
         self.intrinsics, self.poses = arrays["intrinsics"], arrays["poses"]
-        self.pairs = _pairs(arrays["pair_infos"], overlap, path)
+        low, high = (-np.inf, np.inf) if overlap is None else overlap
+        with reading(path, "pair_infos must be ((i, j), overlap, ...) each; get the file again"):
+            infos = arrays["pair_infos"]
+            kept = [(int(i), int(j)) for (i, j), share, *_ in infos if low < float(share) <= high]
+        self.pairs = np.array(kept, np.int64).reshape(-1, 2)
         every = self.image_paths, self.depth_paths, self.intrinsics, self.poses
         counts = {len(array) for array in every}
         fit = not len(self.pairs) or 0 <= self.pairs.min() <= self.pairs.max() < max(counts)
@@ -126,7 +130,8 @@ class MegaDepthScene(posed.Scene):
         """Image, depth and camera of a photograph."""
         image, depth = self.image_paths[number], self.depth_paths[number]
         K = self.intrinsics[number]
-        if image is None or depth is None or np.shape(K) != (3, 3):
+        named = isinstance(image, str) and isinstance(depth, str)
+        if not named or np.shape(K) != (3, 3):
             raise DataError(f"{self.path} has no path or no 3x3 camera of photograph {number}")
         return self.root / image, self.root / depth, np.asarray(K, float)
 
@@ -151,11 +156,3 @@ def read_depth(path: Path) -> Array:
 def import_h5py() -> Any:
     with needs("train", "reading depth maps of MegaDepth"):
         return importlib.import_module("h5py")
-
-
-def _pairs(infos: Array, limits: tuple[float, float] | None, path: Path) -> Array:
-    """(N, 2) numbers of photographs."""
-    low, high = (-np.inf, np.inf) if limits is None else limits
-    with reading(path, "pair_infos must be ((i, j), overlap, ...) each; get the file again"):
-        kept = [(int(i), int(j)) for (i, j), overlap, *_ in infos if low < float(overlap) <= high]
-    return np.array(kept, np.int64).reshape(-1, 2)

@@ -97,7 +97,11 @@ class MatchModule(TaskModule):
         self.build(model, options)
         if cnn is not None:
             self._freeze_cnn(weights_path(cnn, TASK.name))
-        self.no_poses = why_no_poses()
+        self.no_poses: str | None = None  # why poses cannot be estimated here
+        try:
+            libraries()
+        except MissingDependencyError as error:
+            self.no_poses = str(error)
 
     def _freeze_cnn(self, path: Path) -> None:
         """Takes the CNN of a file of weights.
@@ -217,15 +221,6 @@ def f_scores(found: dict[str, Tensor], right: Tensor, truth: CoarseMatches, pair
 
     every, good = found["batch_indexes"], count(found["batch_indexes"][right])
     return 2 * good / (count(every) + count(truth.batch_indexes)).clamp(min=1)
-
-
-def why_no_poses() -> str | None:
-    """The reason why poses cannot be estimated here, or None."""
-    try:
-        libraries()
-    except MissingDependencyError as error:
-        return str(error)
-    return None
 
 
 def add_poses(metric: Any, found: dict[str, Tensor], batch: Batch) -> None:

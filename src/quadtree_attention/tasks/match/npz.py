@@ -10,7 +10,7 @@ word of a pickle for what lies in memory.
 import pickle
 import re
 import zipfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import IO, Any
 
@@ -154,8 +154,3 @@ class _Reader(pickle.Unpickler):
 
     def persistent_load(self, pid: Any) -> Any:
         raise _RefusedError("what another file holds")
-
-
-def strings(values: Array) -> Sequence[str | None]:
-    """Entries of an array of strings or of objects as such; None for what is no string."""
-    return [str(value) if isinstance(value, str) else None for value in values.tolist()]

@@ -33,12 +33,14 @@ class Preprocess:
 
     def __call__(self, image0: ImageLike, image1: ImageLike) -> Prepared:
         images = to_image(image0), to_image(image1)
-        inputs = tuple(_grey(shrunk(image, self.size)) for image in images)
-        flat = [i for i, pixels in enumerate(inputs) if _is_flat(pixels)]
+        grey = (shrunk(image, self.size).convert("L") for image in images)
+        pixels = (np.asarray(image, np.float32)[None] / 255 for image in grey)
+        inputs = tuple(map(torch.from_numpy, pixels))
+        flat = [i for i, values in enumerate(inputs) if _is_flat(values)]
         return Prepared(
             images,
             inputs,
-            key=tuple(pixels.shape for pixels in inputs),
+            key=tuple(values.shape for values in inputs),
             warnings=tuple(f"image {i} has one grey value only: nothing can match" for i in flat),
         )
 
@@ -101,11 +103,7 @@ class Matcher(Predictor[Matches]):
     def forward(self, batch: Sequence[Prepared]) -> list[dict[str, Tensor]]:
         image0, image1 = self.stack(batch)
         found = self.network({"image0": image0, "image1": image1}, threshold=self.threshold)
-        pair = found.pop("batch_indexes").cpu()
-        arrays = {name: values.cpu() for name, values in found.items()}
-        return [
-            {name: values[pair == i] for name, values in arrays.items()} for i in range(len(batch))
-        ]
+        return _by_pair(found, len(batch))
 
     def finish(self, raw: dict[str, Tensor], item: Prepared) -> Matches:
         flat = any(map(_is_flat, item.inputs))
@@ -131,23 +129,28 @@ class Matcher(Predictor[Matches]):
             )
             if len(views1) > 1:  # the CNN runs once for image 0
                 parts = {name: getattr(maps0, name) for name in ("coarse", "fine", "mask")}
-                maps0 = replace(
-                    maps0,
-                    **{
-                        name: part if part is None else part.expand(len(views1), *part.shape[1:])
-                        for name, part in parts.items()
-                    },
-                )
+                several = {
+                    name: part.expand(len(views1), *part.shape[1:])
+                    for name, part in parts.items()
+                    if part is not None
+                }
+                maps0 = replace(maps0, **several)
             found = network.pair(maps0, maps1, threshold=self.threshold)
-        view = found.pop("batch_indexes").cpu().numpy()
-        points0, points1, confidence = (
-            found[name].double().cpu().numpy()
-            for name in ("keypoints0", "keypoints1", "confidence")
-        )
         return [
-            (points0[view == i], points1[view == i], confidence[view == i].astype(np.float32))
-            for i in range(len(views1))
+            (
+                one["keypoints0"].double().numpy(),
+                one["keypoints1"].double().numpy(),
+                one["confidence"].float().numpy(),
+            )
+            for one in _by_pair(found, len(views1))
         ]
+
+
+def _by_pair(found: dict[str, Tensor], count: int) -> list[dict[str, Tensor]]:
+    """Matches of a batch, by pair, on the CPU."""
+    arrays = {name: values.cpu() for name, values in found.items()}
+    pair = arrays.pop("batch_indexes")
+    return [{name: values[pair == i] for name, values in arrays.items()} for i in range(count)]
 
 
 def shrunk(image: Image.Image, size: int) -> Image.Image:
@@ -163,12 +166,6 @@ def shrunk(image: Image.Image, size: int) -> Image.Image:
         return image
     width, height = (max(1, round(side * scale)) for side in image.size)
     return image.resize((width, height), Image.Resampling.BICUBIC, reducing_gap=3.0)
-
-
-def _grey(image: Image.Image) -> Tensor:
-    """(1, H, W) between 0 and 1."""
-    pixels = np.asarray(image.convert("L"), np.float32) / 255
-    return torch.from_numpy(pixels)[None]
 
 
 def _is_flat(pixels: Tensor) -> bool:
