@@ -23,6 +23,7 @@ from quadtree_attention.tasks.contract import Codec, Result, Source, Task, check
 
 SCHEMA = 2
 NOTE = "settings.json"
+FORMAT = ("classes", "suffix")  # what a note has beside settings that results depend on
 Note = dict[str, Any]
 
 
@@ -224,7 +225,7 @@ class Store:
 
     def _remove(self, before: Note, names: Sequence[str]) -> None:
         """Removes all results if settings changed, else the results of these samples."""
-        same = all(before[key] == getattr(self, key) for key in ("settings", "classes", "suffix"))
+        same = all(before[key] == getattr(self, key) for key in ("settings", *FORMAT))
         if self.codec.together:
             self.path.unlink(missing_ok=True)
             shutil.rmtree(self._parts, ignore_errors=True)
@@ -282,9 +283,11 @@ def _merged(path: Path, before: Note, note: Note, there: Store, *, force: bool) 
     if before["task"] != note["task"]:
         task = before["task"]
         raise OptionError(f"{path} holds results of the task {task}; write to another name")
+    old, new = (_flat(x["settings"]) | {k: x[k] for k in FORMAT} for x in (before, note))
     changes = [
-        f"{key} {shown(was)} there, {shown(now)} now"
-        for key, was, now in _differences(before, note)
+        f"{key} {shown(old.get(key))} there, {shown(new.get(key))} now"
+        for key in dict.fromkeys([*new, *old])
+        if old.get(key) != new.get(key)
     ]
     if changes and not force:
         raise OptionError(
@@ -307,15 +310,8 @@ def _merged(path: Path, before: Note, note: Note, there: Store, *, force: bool) 
     return {**before, "samples": {**kept, **note["samples"]}}
 
 
-def _differences(before: Note, note: Note) -> list[tuple[str, Any, Any]]:
-    """Yields the differences between the settings of two notes, including nested options."""
-    flat = [_flat(x["settings"]) | {k: x[k] for k in ("classes", "suffix")} for x in (before, note)]
-    names = dict.fromkeys([*flat[1], *flat[0]])
-    pairs = ((name, flat[0].get(name), flat[1].get(name)) for name in names)
-    return [(name, was, now) for name, was, now in pairs if was != now]
-
-
 def _flat(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings with those of nested options beside the others."""
     found: dict[str, Any] = {}
     for name, value in settings.items():
         found |= _flat(value) if isinstance(value, Mapping) else {name: value}

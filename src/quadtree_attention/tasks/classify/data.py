@@ -12,7 +12,6 @@ from torch.utils.data import Dataset
 
 from quadtree_attention.checks import above, at_least, between, one_of
 from quadtree_attention.errors import DataError, OptionError
-from quadtree_attention.images import Array
 from quadtree_attention.tasks.classify.augment import DRAWS, BatchAugment, with_safe_posterize
 from quadtree_attention.tasks.classify.readers import GeneratedSource, Kind, Labelled, open_source
 from quadtree_attention.tasks.readers import summary
@@ -118,7 +117,13 @@ class LabelledData(data.TaskData):
         labels, places, skipped = list[int](), list[int](), list[str]()
         for i in tqdm(range(count), desc=f"reading {split}", leave=False, disable=None):
             (image,), label, place, reasons = data.read_or_replace(source, i, strict=self.strict)
-            images[i] = torch.from_numpy(_square(image, side)).permute(2, 0, 1)
+            scale = side / min(image.size)
+            if scale != 1:
+                width, height = (max(side, round(length * scale)) for length in image.size)
+                image = image.resize((width, height), Image.Resampling.BICUBIC)
+            left, top = (image.width - side) // 2, (image.height - side) // 2
+            middle = np.array(image.crop((left, top, left + side, top + side)))
+            images[i] = torch.from_numpy(middle).permute(2, 0, 1)
             labels.append(label)
             places.append(place)
             skipped += reasons
@@ -194,27 +199,14 @@ class StoredImages(Dataset[Batch]):
         return len(self.labels)
 
     def __getitems__(self, draws: list[Draw]) -> Batch:
-        at = torch.tensor([draw.sample for draw in draws])
+        at, epoch = torch.tensor([draw.sample for draw in draws]), draws[0].epoch
+        if self._draws is None or self._draws[0] != epoch:
+            rng = torch.Generator().manual_seed(seed_from(self.seed, epoch, 0, len(self)))
+            self._draws = epoch, torch.rand(len(self), DRAWS, generator=rng)
         return {
             "images": self.images[at],
-            "draws": self._draws_of(draws[0].epoch)[at],
+            "draws": self._draws[1][at],
             "labels": self.labels[at],
             "indices": self.places[at],
             "skipped": [],
         }
-
-    def _draws_of(self, epoch: int) -> Tensor:
-        if self._draws is None or self._draws[0] != epoch:
-            rng = torch.Generator().manual_seed(seed_from(self.seed, epoch, 0, len(self)))
-            self._draws = epoch, torch.rand(len(self), DRAWS, generator=rng)
-        return self._draws[1]
-
-
-def _square(image: Image.Image, side: int) -> Array:
-    """The middle of the image, `side` pixels square."""
-    scale = side / min(image.size)
-    if scale != 1:
-        width, height = (max(side, round(length * scale)) for length in image.size)
-        image = image.resize((width, height), Image.Resampling.BICUBIC)
-    left, top = (image.width - side) // 2, (image.height - side) // 2
-    return np.array(image.crop((left, top, left + side, top + side)))

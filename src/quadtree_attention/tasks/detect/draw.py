@@ -48,7 +48,10 @@ def draw(found: Detections, *, title: str | None = None) -> Image.Image:
     pen = ImageDraw.Draw(canvas)
     width = max(2, round(max(size) / 450))
     for box, colour in zip(boxes[::-1], colours[::-1], strict=True):
-        _draw_box(pen, box, colour, width)
+        x0, y0, x1, y1 = (round(float(value)) for value in box)
+        x1, y1 = max(x0, x1 - 1), max(y0, y1 - 1)  # the last pixels inside
+        pen.rectangle([x0 - 1, y0 - 1, x1 + 1, y1 + 1], outline=BACKGROUND)  # visible on any image
+        pen.rectangle([x0, y0, x1, y1], outline=colour, width=width)
     texts = [f"{n} {s:.2f}" for n, s in zip(found.names, found.scores, strict=True)]
     _draw_tags(pen, boxes, texts, colours, size)
     if title is None:
@@ -71,13 +74,6 @@ def _with_masks(
         canvas.paste(Image.new("RGB", canvas.size, colour), mask=faded)
         canvas.paste(Image.new("RGB", canvas.size, colour), mask=edge)
     return canvas
-
-
-def _draw_box(pen: ImageDraw.ImageDraw, box: Array, colour: Colour, width: int) -> None:
-    x0, y0, x1, y1 = (round(float(value)) for value in box)
-    x1, y1 = max(x0, x1 - 1), max(y0, y1 - 1)  # the last pixels inside
-    pen.rectangle([x0 - 1, y0 - 1, x1 + 1, y1 + 1], outline=BACKGROUND)  # stands out of any image
-    pen.rectangle([x0, y0, x1, y1], outline=colour, width=width)
 
 
 def _draw_tags(

@@ -58,7 +58,9 @@ class GeneratedShapes(Source[Truth]):
                 continue
             label = int(rng.integers(1, len(CLASSES) + 1))
             mask = self._shape(label, *place)
-            pixels[mask] = _colour(rng, label)
+            # Mostly red, green or blue by the class, so that a network learns them within a minute
+            colour = np.where(np.arange(3) == label - 1, 225, 40) + rng.integers(-30, 31, 3)
+            pixels[mask] = colour.astype(np.uint8)
             rows, columns = np.nonzero(mask.any(1))[0], np.nonzero(mask.any(0))[0]
             x0, y0 = float(columns[0]), float(rows[0])
             x1, y1 = float(columns[-1] + 1), float(rows[-1] + 1)
@@ -98,9 +100,3 @@ class GeneratedShapes(Source[Truth]):
             corners = [(x + radius * math.cos(a), y + radius * math.sin(a)) for a in turns]
             pen.polygon(corners, fill=255)
         return np.array(canvas) > 0
-
-
-def _colour(rng: np.random.Generator, label: int) -> Array:
-    """Mostly red, green or blue by the class, so that a network learns them within a minute."""
-    colour = np.where(np.arange(3) == label - 1, 225, 40)
-    return (colour + rng.integers(-30, 31, 3)).astype(np.uint8)

@@ -121,7 +121,13 @@ class CocoFile(Source[Truth]):
         self.path, self.folder = Path(path), None if images is None else Path(images)
         self.masks, self.strict, self.check_images = masks, strict, check_images
         self.problems: list[Problem] = []
-        content = _read_json(self.path)
+        with reading(self.path, "pass the JSON file of the objects"):
+            content = json.loads(self.path.read_bytes())
+            if not isinstance(content, dict):
+                raise DataError(
+                    f"{self.path} must be an object with images, annotations and categories, got a "
+                    f"{type(content).__name__}; pass a COCO file of objects, not one of results"
+                )
         found = self._read(content, "categories", "category", _category)
         self.categories = {i: name for i, name in sorted(found.items()) if name is not None}
         if not self.categories:
@@ -310,26 +316,12 @@ def open_source(
 
 
 def _first(paths: Sequence[Path], what: str, is_there: Callable[[Path], bool]) -> Path:
-    found = next((path for path in paths if is_there(path)), None)
-    if found is None:
-        raise DataError(
-            f"there is no {what}: neither {' nor '.join(map(str, paths))}; check the path"
-        )
-    return found
+    if found := next(filter(is_there, paths), None):
+        return found
+    raise DataError(f"there is no {what}: neither {' nor '.join(map(str, paths))}; check the path")
 
 
 def counted(problems: Iterable[Problem]) -> str:
     """Counts by kind: "2 empty box, 1 missing image"."""
     kinds = Counter(problem.kind for problem in problems)
     return ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    with reading(path, "pass the JSON file of the objects"):
-        content = json.loads(path.read_bytes())
-        if not isinstance(content, dict):
-            raise DataError(
-                f"{path} must be an object with images, annotations and categories, got a "
-                f"{type(content).__name__}; pass a COCO file of objects, not one of results"
-            )
-        return content

@@ -166,17 +166,21 @@ class DetectionsCodec(Codec[Detections]):
             labels=np.array(labels, dtype=np.int64),
             names=tuple(names),
             scores=np.array([entry["score"] for entry in entries], dtype=np.float64),
-            segmentations=tuple(_compressed(e["segmentation"], *self._size(e)) for e in entries)
-            if masks
-            else None,
+            segmentations=tuple(map(self._compressed, entries)) if masks else None,
         )
+
+    def _compressed(self, entry: dict[str, Any]) -> dict[str, Any]:
+        """A mask of any form as compressed run lengths."""
+        mask = entry["segmentation"]
+        if isinstance(mask, dict) and isinstance(mask["counts"], str):
+            return {"size": mask["size"], "counts": mask["counts"]}
+        return encode_mask(decode_mask(mask, *self._size(entry)))
 
     def _size(self, entry: dict[str, Any]) -> tuple[int, int]:
         """Height and width of the image: of the source, else as the mask has it."""
         if self.coco is not None:
             return self.sizes[entry["image_id"]]
-        mask = entry["segmentation"]
-        match mask:
+        match entry["segmentation"]:
             case {"size": [int(height), int(width)]}:
                 return height, width
         return 0, 0  # of which no mask is
@@ -199,10 +203,3 @@ class DetectionsCodec(Codec[Detections]):
         if not all(is_number(number) for number in numbers):
             return f"it must have a bbox of 4 finite numbers and a score, got {box!r} and {score!r}"
         return None
-
-
-def _compressed(mask: Any, height: int, width: int) -> dict[str, Any]:
-    """A mask of any form as compressed run lengths."""
-    if isinstance(mask, dict) and isinstance(mask["counts"], str):
-        return {"size": mask["size"], "counts": mask["counts"]}
-    return encode_mask(decode_mask(mask, height, width))

@@ -79,7 +79,9 @@ class RandomCrop(v2.Transform):  # type: ignore[misc]
             for _ in range(_TRIES):
                 top, left = corner
                 part = masks[0][..., top : top + self.height, left : left + self.width]
-                if _largest_share(part) <= self.most:
+                counts = torch.bincount(part[part != IGNORE].flatten().long())
+                total = int(counts.sum())  # of pixels with a class
+                if total and int(counts.max()) / total <= self.most:
                     break
                 corner = self._corner(height, width)
         missing = max(0, self.height - height), max(0, self.width - width)
@@ -144,9 +146,3 @@ def base_factor(size: tuple[int, int], shorter: int | None, longer: int | None =
     if shorter is not None:
         factors += [shorter / min(size), LONGEST * shorter / max(size)]
     return min(factors, default=1.0)
-
-
-def _largest_share(labels: Tensor) -> float:
-    counts = torch.bincount(labels[labels != IGNORE].flatten().long())
-    total = int(counts.sum())
-    return int(counts.max()) / total if total else 1.0

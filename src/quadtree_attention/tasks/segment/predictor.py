@@ -93,7 +93,12 @@ class Segmenter(Predictor[Segmentation]):
                 "pass a window of at least that many pixels"
             )
         if size is None and shorter_side is None:
-            shorter_side = _base_size(card, common.get("path"))
+            shorter_side = card.get("base_size")
+            if shorter_side is not None and (type(shorter_side) is not int or shorter_side < 1):
+                raise CheckpointError(
+                    f"base_size in the card of {common.get('path')} must be pixels or null, got "
+                    f"{shorter_side!r}; restore the card, or delete it"
+                )
         if window is not None and stride is None:
             stride = max(1, window * 2 // 3)
         own = {"size": size, "shorter_side": shorter_side, "window": window, "stride": stride}
@@ -166,13 +171,3 @@ def _palette(card: dict[str, Any], count: int, path: str | Path | None) -> list[
             f"{count} classes, got {str(given)[:80]}; restore the card, or delete it"
         )
     return colours
-
-
-def _base_size(card: dict[str, Any], path: str | Path | None) -> int | None:
-    size = card.get("base_size")
-    if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
-        raise CheckpointError(
-            f"base_size in the card of {path} must be pixels or null, got {size!r}; restore the "
-            "card, or delete it"
-        )
-    return size

@@ -204,8 +204,12 @@ class GeneratedSource(Source[Array]):
         rng = np.random.default_rng((self._split == "train", index))
         size = (self._size * 3 // 2 if index % 2 else self._size, self._size)  # width, height
         labels = _drawn_shapes(rng, size)
-        tones = np.array([_tone(rng, hue) for hue in _HUES])
-        pixels = tones[labels] + rng.normal(0, 20, (*labels.shape, 3))
+        tones = []
+        for hue in _HUES:
+            hue += rng.uniform(-0.06, 0.06)
+            lightness, saturation = rng.uniform(0.35, 0.65), rng.uniform(0.4, 0.9)
+            tones.append(colorsys.hls_to_rgb(hue % 1, lightness, saturation))
+        pixels = 255 * np.array(tones)[labels] + rng.normal(0, 20, (*labels.shape, 3))
         return Image.fromarray(pixels.clip(0, 255).astype(np.uint8)), labels
 
 
@@ -297,12 +301,6 @@ def _drawn_shapes(rng: np.random.Generator, size: tuple[int, int]) -> Array:
         else:
             pen.polygon([(box[0], box[3]), (box[2], box[3]), (x, box[1])], fill=label)
     return np.asarray(canvas).astype(np.int16)
-
-
-def _tone(rng: np.random.Generator, hue: float) -> list[float]:
-    hue = hue + rng.uniform(-0.06, 0.06)
-    lightness, saturation = rng.uniform(0.35, 0.65), rng.uniform(0.4, 0.9)
-    return [255 * channel for channel in colorsys.hls_to_rgb(hue % 1, lightness, saturation)]
 
 
 def _few(values: Collection[int]) -> str:

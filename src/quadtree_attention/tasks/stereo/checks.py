@@ -90,20 +90,18 @@ def result_warnings(disparity: Array, occlusion: Array, *, scale: float = 1.0) -
 def common_points(left: Image.Image, right: Image.Image) -> Points:
     """Points that SIFT finds in both images, mutual nearest neighbours that pass Lowe's test."""
     detector = cv2.SIFT.create(nfeatures=FEATURES)
-    (points0, d0), (points1, d1) = (_features(detector, image) for image in (left, right))
-    if len(d0) < 2 or len(d1) < 2:
-        return Points(np.zeros(0), np.zeros(0))
+    found: list[tuple[Array, Array]] = []
+    for image in (left, right):
+        grey = image.convert("L")
+        grey.thumbnail((SIZE, SIZE), Image.Resampling.BICUBIC)
+        keypoints, descriptors = detector.detectAndCompute(np.asarray(grey), None)
+        if len(keypoints) < 2:
+            return Points(np.zeros(0), np.zeros(0))
+        found.append((np.array([keypoint.pt for keypoint in keypoints], float), descriptors))
+    (points0, d0), (points1, d1) = found
     squared = (d0**2).sum(1)[:, None] + (d1**2).sum(1) - 2 * d0 @ d1.T
     nearest, back = squared.argmin(axis=1), squared.argmin(axis=0)
     first, second = np.partition(squared, 1, axis=1)[:, :2].T
     good = (back[nearest] == np.arange(len(d0))) & (first < RATIO**2 * second)
     moved = points1[nearest[good]] - points0[good]
     return Points(-moved[:, 0], moved[:, 1])
-
-
-def _features(detector: "cv2.SIFT", image: Image.Image) -> tuple[Array, Array]:
-    grey = image.convert("L")
-    grey.thumbnail((SIZE, SIZE), Image.Resampling.BICUBIC)
-    keypoints, descriptors = detector.detectAndCompute(np.asarray(grey), None)
-    points = np.array([keypoint.pt for keypoint in keypoints], float).reshape(-1, 2)
-    return points, np.zeros((0, 128), np.float32) if descriptors is None else descriptors

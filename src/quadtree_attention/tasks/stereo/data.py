@@ -5,7 +5,6 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor
 from torchvision.transforms.v2 import functional as TF
 
@@ -118,7 +117,7 @@ class StereoData(data.TaskData):
 
     def train_sample(self, images: Any, truth: StereoTruth) -> Sample:
         """A window of a pair, its colours changed."""
-        sample = as_sample(images, truth)
+        sample = self.val_sample(images, truth)
         known = sample["known0"].shape
         room = (max(0, have - want) for have, want in zip(known, self.size, strict=True))
         top, left = (int(torch.randint(spare + 1, ())) for spare in room)
@@ -130,19 +129,15 @@ class StereoData(data.TaskData):
         return sample
 
     def val_sample(self, images: Any, truth: StereoTruth) -> Sample:
-        return as_sample(images, truth)
+        """Tensors of one pair; images (3, H, W) in bytes."""
+        pixels = (np.array(image).transpose(2, 0, 1) for image in images)
+        arrays = dict(zip(IMAGES, pixels, strict=True))
+        arrays |= {f"{name}0": array for name, array in vars(truth).items()}
+        return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
     def finish(self, batch: Batch, *, training: bool) -> Batch:
         """Images travel as bytes."""
         return batch | {name: batch[name].float() / 255 for name in IMAGES}
-
-
-def as_sample(images: tuple[Image.Image, Image.Image], truth: StereoTruth) -> Sample:
-    """Tensors of one pair, without the axis of a batch; images (3, H, W) in bytes."""
-    pixels = (np.array(image).transpose(2, 0, 1) for image in images)
-    arrays = dict(zip(IMAGES, pixels, strict=True))
-    arrays |= {f"{name}0": array for name, array in vars(truth).items()}
-    return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
 
 def cropped(sample: Sample, top: int, left: int, size: tuple[int, int]) -> Sample:

@@ -84,11 +84,8 @@ def _coloured(values: Array, occluded: Array, size: Size, low: float, high: floa
     shown = Image.fromarray(pixels).resize(size, filtering)
     hidden = Image.fromarray((occluded & known).astype(np.uint8) * 255)
     cover = np.asarray(hidden.resize(size, Image.Resampling.BOX), np.float64) / 255
-    return _hatched(np.asarray(shown), cover)
-
-
-def _hatched(pixels: Array, cover: Array) -> Image.Image:
-    """Stripes where `cover` (H, W) is 1, dark ones on bright colours and light ones on dark."""
+    # Stripes where `cover` is 1, dark ones on bright colours and light ones on dark
+    pixels = np.asarray(shown)
     rows, columns = np.indices(cover.shape)
     stripes = cover * ((rows + columns) // STRIPE % 2 == 0)
     bright = pixels @ LUMA > 96

@@ -67,10 +67,13 @@ def read_disparity(
     with np.errstate(over="ignore"):  # what float32 does not hold is infinite, and so not known
         stored = values.astype(np.float32)
     values = stored / np.float32(own if scale is None else scale)
+    known = np.isfinite(values)
     if truth:
-        return _known(values)
-    finite = np.isfinite(values)
-    return DisparityMap(np.where(finite, values, np.float32(0)), finite)
+        known &= values != 0
+        if known.any() and (values[known] < 0).all():
+            values = -values
+        known &= values > 0
+    return DisparityMap(np.where(known, values, np.float32(0)), known)
 
 
 def encode_disparity(values: Array, suffix: str, known: Array | None = None) -> bytes:
@@ -101,20 +104,21 @@ def encode_disparity(values: Array, suffix: str, known: Array | None = None) -> 
         raise OptionError(
             f"known must be of the shape of the disparity, got {known.shape} and {values.shape}"
         )
-    return {".npy": _npy, ".pfm": _pfm, ".png": _png}[suffix](values, known & np.isfinite(values))
+    known = known & np.isfinite(values)
+    if suffix == ".png":
+        return _png(values, known)
+    values = np.where(known, values, np.float32(np.nan if suffix == ".npy" else np.inf))
+    if suffix == ".pfm":
+        height, width = values.shape
+        return f"Pf\n{width} {height}\n-1\n".encode() + values[::-1].astype("<f4").tobytes()
+    file = io.BytesIO()
+    np.save(file, values)
+    return file.getvalue()
 
 
 def write_disparity(path: StrPath, values: Array, known: Array | None = None) -> None:
     """Writes disparities, all or nothing, in the format of the suffix; see `encode_disparity`."""
     write_whole(path, encode_disparity(values, Path(path).suffix.lower(), known))
-
-
-def _known(values: Array) -> DisparityMap:
-    there = np.isfinite(values) & (values != 0)
-    if there.any() and (values[there] < 0).all():
-        values = -values
-    known = there & (values > 0)
-    return DisparityMap(np.where(known, values, np.float32(0)), known)
 
 
 def _read_pfm(content: bytes, path: Path) -> tuple[Array, float]:
@@ -170,18 +174,6 @@ def _read_npy(content: bytes, path: Path) -> tuple[Array, float]:
             f"{values.shape} in {path}; write the file anew"
         )
     return values, 1.0
-
-
-def _npy(values: Array, known: Array) -> bytes:
-    file = io.BytesIO()
-    np.save(file, np.where(known, values, np.float32(np.nan)))
-    return file.getvalue()
-
-
-def _pfm(values: Array, known: Array) -> bytes:
-    height, width = values.shape
-    rows = np.where(known, values, np.float32(np.inf))[::-1].astype("<f4")
-    return f"Pf\n{width} {height}\n-1\n".encode() + rows.tobytes()
 
 
 def _png(values: Array, known: Array) -> bytes:

@@ -115,8 +115,19 @@ class TorchvisionSource(Source[StereoTruth]):
     """
 
     def __init__(self, kind: str, root: Path, split: str | None = None) -> None:
+        from torchvision import datasets
+
         options: dict[str, Any] = {"root": root}
-        made = _torchvision_class(kind)
+        if kind in LOSE_WHAT_IS_HIDDEN:
+            raise OptionError(
+                f"torchvision takes what is hidden in the other view for visible, got {kind!r}; "
+                "take the layout middlebury2014 or auto, which tell them apart"
+            )
+        base = datasets.Kitti2015Stereo.__base__
+        every = {name: getattr(datasets, name) for name in sorted(datasets.__all__)}
+        known = [n for n, x in every.items() if isinstance(x, type) and issubclass(x, base)]
+        checks.known(kind, known, f"NAME of the layout {TORCHVISION}NAME")
+        made = every[kind]
         if "split" in inspect.signature(made).parameters:
             options["split"] = "test" if split == "val" else "train"
         elif split == "val":
@@ -430,18 +441,3 @@ def _same_size(
             f"{what} has {got[1]}x{got[0]} pixels, {other} has {wanted[1]}x{wanted[0]}; they must "
             "be of one size"
         )
-
-
-def _torchvision_class(kind: str) -> Any:
-    from torchvision import datasets
-
-    if kind in LOSE_WHAT_IS_HIDDEN:
-        raise OptionError(
-            f"torchvision takes what is hidden in the other view for visible, got {kind!r}; take "
-            "the layout middlebury2014 or auto, which tell them apart"
-        )
-    base = datasets.Kitti2015Stereo.__base__
-    made = {name: getattr(datasets, name) for name in sorted(datasets.__all__)}
-    there = [n for n, found in made.items() if isinstance(found, type) and issubclass(found, base)]
-    checks.known(kind, there, f"NAME of the layout {TORCHVISION}NAME")
-    return made[kind]

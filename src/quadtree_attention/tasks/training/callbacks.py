@@ -43,7 +43,9 @@ class Progress(TQDMProgressBar):
                 done = trainer.current_epoch * trainer.num_training_batches
                 done += trainer.fit_loop.batch_idx + 1  # more than steps after a resume
                 total = trainer.max_epochs * trainer.num_training_batches
-                metrics["left"] = _duration((total - done) * seconds)
+                minutes, left = divmod(int((total - done) * seconds), 60)
+                hours, minutes = divmod(minutes, 60)
+                metrics["left"] = f"{hours}h{minutes:02d}m" if hours else f"{minutes}m{left:02d}s"
         return metrics
 
 
@@ -86,9 +88,11 @@ class History(Callback):
         epoch = trainer.current_epoch + 1
         seconds = time.monotonic() - self._began
         self.rows = [row for row in self.rows if row["epoch"] < epoch]
-        self.rows.append(
-            {"epoch": epoch, "seconds": round(seconds, 3), **_peak_memory(trainer), **metrics}
-        )
+        row = {"epoch": epoch, "seconds": round(seconds, 3)}
+        device = trainer.strategy.root_device
+        if device.type == "cuda":
+            row["peak_mib"] = round(torch.cuda.max_memory_allocated(device) / 2**20, 1)
+        self.rows.append(row | metrics)
         if trainer.is_global_zero:
             folder = Path(trainer.default_root_dir)
             folder.mkdir(parents=True, exist_ok=True)
@@ -129,17 +133,3 @@ def draw_curves(rows: list[Row], path: Path) -> None:
     picture = io.BytesIO()
     figure.savefig(picture, dpi=120, format="png")
     write_whole(path, picture.getvalue())
-
-
-def _peak_memory(trainer: pl.Trainer) -> Row:
-    """Most memory of the GPU that this process has held so far."""
-    device = trainer.strategy.root_device
-    if device.type != "cuda":
-        return {}
-    return {"peak_mib": round(torch.cuda.max_memory_allocated(device) / 2**20, 1)}
-
-
-def _duration(seconds: float) -> str:
-    minutes, seconds = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}h{minutes:02d}m" if hours else f"{minutes}m{seconds:02d}s"
