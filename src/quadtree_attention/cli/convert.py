@@ -18,7 +18,7 @@ from quadtree_attention.errors import CheckpointError, OptionError
 from quadtree_attention.tasks.contract import table
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import Tensor
 
 HELP = """Convert an official checkpoint to weights of this package.
 
@@ -96,7 +96,6 @@ def convert(state: "Mapping[str, Tensor]", o: Options) -> Converted:
     """Converts the official tensors and checks all of them against our model."""
     from quadtree_attention.models import convert as converter
     from quadtree_attention.models.matcher_convert import is_official_matcher
-    from quadtree_attention.models.registry import create
     from quadtree_attention.models.stereo_convert import is_official_stereo
 
     if is_official_matcher(state):
@@ -122,15 +121,14 @@ def convert(state: "Mapping[str, Tensor]", o: Options) -> Converted:
         left_out += [key for key in tensors if key.startswith("head.")]
         tensors = {key: x for key, x in tensors.items() if not key.startswith("head.")}
     # Without assumed options, so that another variant is detected by its tensors
-    model = create(name, device="meta", **{**given, "num_classes": options["num_classes"]})
-    converter.check_fit(model, tensors)
-    return Converted(name, options, tensors, _parameters(model), left_out, has_classifier)
+    made = {**given, "num_classes": options["num_classes"]}
+    parameters = _checked_parameters(name, made, tensors)
+    return Converted(name, options, tensors, parameters, left_out, has_classifier)
 
 
 def _convert_matcher(state: "Mapping[str, Tensor]", o: Options) -> Converted:
-    from quadtree_attention.models.convert import check_fit
     from quadtree_attention.models.matcher_convert import convert_matcher, infer_matcher
-    from quadtree_attention.models.registry import create, current_name
+    from quadtree_attention.models.registry import current_name
 
     _check_without(o, "a matcher", act="a backbone", num_classes="a backbone")
     tensors = convert_matcher(state)
@@ -141,26 +139,30 @@ def _convert_matcher(state: "Mapping[str, Tensor]", o: Options) -> Converted:
     options = {key: o[key] for key in ("topk", "position") if o[key] is not None}
     if "coarse_matching.bin_score" in tensors:
         options["matching"] = "optimal_transport"
-    model = create(name, device="meta", **options)
-    check_fit(model, tensors)
-    return Converted(name, options, tensors, _parameters(model), [], task="match")
+    parameters = _checked_parameters(name, options, tensors)
+    return Converted(name, options, tensors, parameters, [], task="match")
 
 
 def _convert_stereo(state: "Mapping[str, Tensor]", o: Options) -> Converted:
-    from quadtree_attention.models.convert import check_fit
-    from quadtree_attention.models.registry import create, current_name
+    from quadtree_attention.models.registry import current_name
     from quadtree_attention.models.stereo_convert import convert_stereo
 
     backbone = dict.fromkeys(("act", "num_classes"), "a backbone")
     _check_without(o, "STTR", **backbone, topk="quadtree attention", position="a matcher")
     tensors, left_out = convert_stereo(state)
     name = current_name(o["model"] or "sttr")
-    model = create(name, device="meta")
+    return Converted(
+        name, {}, tensors, _checked_parameters(name, {}, tensors), left_out, task="stereo"
+    )
+
+
+def _checked_parameters(name: str, options: Options, tensors: "Mapping[str, Tensor]") -> int:
+    """Number of parameters of a network, whose tensors these must be."""
+    from quadtree_attention.models.convert import check_fit
+    from quadtree_attention.models.registry import create
+
+    model = create(name, device="meta", **options)
     check_fit(model, tensors)
-    return Converted(name, {}, tensors, _parameters(model), left_out, task="stereo")
-
-
-def _parameters(model: "nn.Module") -> int:
     return sum(p.numel() for p in model.parameters())
 
 

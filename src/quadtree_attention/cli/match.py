@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`quadtree match`: corresponding points of two images, or of many pairs."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -142,12 +142,7 @@ def _match_two(context: typer.Context) -> None:
 def _match_many(context: typer.Context) -> None:
     import numpy as np
 
-    from quadtree_attention.cli.predict import (
-        join_cluster,
-        make_predictor,
-        predict_pairs,
-        report_pairs,
-    )
+    from quadtree_attention.cli.predict import join_cluster, make_predictor, predict_pairs
     from quadtree_attention.tasks.match.readers import open_source
 
     o = context.params
@@ -159,13 +154,18 @@ def _match_many(context: typer.Context) -> None:
         return
     cluster = join_cluster(context)
     predictor = make_predictor(context, "match", ("threshold", "top", "guided"))
-    rows, there = predict_pairs(
+
+    def facts(rows: "Sequence[Mapping[str, Any]]") -> dict[str, str]:
+        counts = [row["matches"] for row in rows]
+        mean = f"{np.mean(counts):,.0f} on average"
+        return {"matches": f"{mean}, {counts.count(0):,} pairs with none"}
+
+    predict_pairs(
+        context,
         predictor,
         source,
-        o["save"],
-        force=o["force"],
-        batch=o["batch"],
         cluster=cluster,
+        facts=facts,
         describe=lambda i: {
             "line": source.pairs[i].line,
             "image0": source.pairs[i].image0,
@@ -173,15 +173,6 @@ def _match_many(context: typer.Context) -> None:
         },
         numbers=lambda found: {"matches": len(found)},
     )
-    done = [row for row in rows if row["error"] is None]
-    facts = {}
-    if done:
-        counts = [row["matches"] for row in done]
-        facts = {
-            "matches": f"{np.mean(counts):,.0f} on average, {counts.count(0):,} pairs with none",
-            "time": f"{np.mean([row['seconds'] for row in done]):.2f} s per pair",
-        }
-    report_pairs(rows, there, o["save"], facts, json=o["json"])
 
 
 def _match_for_programs(context: typer.Context, pairs: "Sequence[PairLine]") -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import typer
 
 from quadtree_attention import checks
@@ -22,9 +23,8 @@ from quadtree_attention.ops.attention.cpu import is_compiled
 from quadtree_attention.ops.backends import default_backend
 from quadtree_attention.tasks.cluster import Cluster
 from quadtree_attention.tasks.contract import Items, Result, Source, checked_suffix, get_task, table
-from quadtree_attention.tasks.evaluation import predict
+from quadtree_attention.tasks.evaluation import make_store, predict
 from quadtree_attention.tasks.predictor import Predictor
-from quadtree_attention.tasks.store import Store
 from quadtree_attention.viz.canvas import FORMATS, picture_format
 
 if TYPE_CHECKING:
@@ -120,7 +120,9 @@ def predict_images(
     jobs = plan_jobs(paths, out, None if stored else save, many=many)
     predictor = make_predictor(context, task, own)
     source = Items(names_of(paths), [(path,) for path in paths], read=read_image)
-    store = _store(save, predictor, source, force=options["force"]) if stored else None
+    store = None
+    if save is not None and stored:
+        store = make_store(predictor, source, save, force=options["force"])
     results: list[dict[str, Any]] = []
     done = 0
     shown = not options["json"] and sys.stdout.isatty()  # results are printed there anyway
@@ -133,13 +135,18 @@ def predict_images(
             tell(str(found))
             results.append({"image": paths[index], "error": str(found)})
             continue
-        files = write_files(found, jobs[index], title=_title(paths[index]))
+        job, path = jobs[index], paths[index]
+        if job.saved is not None:
+            found.save(job.saved)
+        if job.picture is not None:
+            found.draw(job.picture, title=None if path == STDIN else Path(path).name)
+        files = [str(file) for file in (job.picture, job.saved) if file is not None]
         for sentence in found.warnings:
-            tell(f"warning: {paths[index]}: {sentence}")
+            tell(f"warning: {path}: {sentence}")
         if options["json"]:
-            results.append({"image": paths[index], **found.to_dict(), "written": files})
+            results.append({"image": path, **found.to_dict(), "written": files})
         else:
-            lines = [paths[index], *(f"  {line}" for line in found.to_text().splitlines())]
+            lines = [path, *(f"  {line}" for line in found.to_text().splitlines())]
             say("\n".join(lines + ([f"  written  {written(files)}"] if files else [])))
     if options["json"]:
         say_json(results)
@@ -150,91 +157,69 @@ def predict_images(
 
 
 def predict_pairs(
+    context: typer.Context,
     predictor: Predictor[Any],
     source: Source[Any],
-    save: Path,
     *,
-    force: bool = False,
-    batch: int | None = None,
+    describe: Callable[[int], Mapping[str, Any]],
+    numbers: Callable[[Any], Mapping[str, Any]],
+    facts: Callable[[Sequence[Mapping[str, Any]]], dict[str, str]],
     cluster: Cluster | None = None,
     suffix: str | None = None,
     after: Callable[[int, Any], None] | None = None,
-    describe: Callable[[int], Mapping[str, Any]] | None = None,
-    numbers: Callable[[Any], Mapping[str, Any]],
-) -> tuple[list[dict[str, Any]], int]:
-    """Runs a predictor on many pairs into a store; returns rows and the number of existing results.
+    note: str | None = None,
+) -> None:
+    """Runs a predictor on many pairs into a store, and prints a summary.
+
+    The exit code is 1 if some pairs failed or are missing.
 
     Args:
+        context: Context with the options of the command.
         predictor: The predictor.
         source: The pairs.
-        save: Folder of the results.
-        force: Recompute existing results.
-        batch: Batch size.
+        describe: Returns entries of the row of a pair.
+        numbers: Returns further entries from a result.
+        facts: Returns lines of the summary from the rows of all results.
         cluster: Where the network runs; None: here.
         suffix: Format of the files.
         after: Called with the index and the result of every pair.
-        describe: Returns entries of the row of a pair.
-        numbers: Returns further entries from a result.
+        note: Message about missing pairs; None if there are none.
     """
-    checks.at_least(1, batch=batch)  # before anything is written
-    store = _store(save, predictor, source, force=force, suffix=suffix, cluster=cluster)
-    rows: dict[int, dict[str, Any]] = {}
-    for index, found in predict(predictor, source, store=store, batch=batch, cluster=cluster):
-        row: dict[str, Any] = {"name": source.name(index)}
-        row |= describe(index) if describe is not None else {}
+    o = context.params
+    checks.at_least(1, batch=o["batch"])  # before anything is written
+    store = make_store(
+        predictor, source, o["save"], force=o["force"], suffix=suffix, cluster=cluster
+    )
+    found_rows: dict[int, dict[str, Any]] = {}
+    for index, found in predict(predictor, source, store=store, batch=o["batch"], cluster=cluster):
+        row = {"name": source.name(index), **describe(index)}
         if isinstance(found, Result):
             if after is not None:
                 after(index, found)
             seconds = round(found.seconds, 4)
             row |= {**numbers(found), "seconds": seconds, "warnings": list(found.warnings)}
-        rows[index] = row | {"error": None if isinstance(found, Result) else str(found)}
-    return [rows[index] for index in sorted(rows)], len(source) - len(rows)
-
-
-def report_pairs(
-    rows: Sequence[Mapping[str, Any]],
-    there: int,
-    save: Path,
-    facts: Mapping[str, str],
-    *,
-    json: bool,
-    complete: bool = True,
-) -> None:
-    """Prints a summary of many pairs; exits with code 1 if some failed or are missing."""
+        found_rows[index] = row | {"error": None if isinstance(found, Result) else str(found)}
+    rows = [found_rows[index] for index in sorted(found_rows)]
+    if note is not None:
+        tell(note)
     failed = [row for row in rows if row["error"] is not None]
-    done = len(rows) - len(failed)
-    if json:
-        say_json(list(rows))
+    done = [row for row in rows if row["error"] is None]
+    if o["json"]:
+        say_json(rows)
     else:
-        counted = f"{done:,} done, {len(failed):,} failed{_there(there)}"
-        say(table({"pairs": counted, **(facts if done else {}), "written": save}))
-    for row in rows:
-        for sentence in row.get("warnings", ()):
+        there = _there(len(source) - len(rows))
+        lines = {"pairs": f"{len(done):,} done, {len(failed):,} failed{there}"}
+        if done:
+            lines |= facts(done)
+            lines["time"] = f"{np.mean([row['seconds'] for row in done]):.2f} s per pair"
+        say(table({**lines, "written": o["save"]}))
+    for row in done:
+        for sentence in row["warnings"]:
             tell(f"warning: {row['name']}: {sentence}")
     for row in failed:
         tell(f"{row['name']}: {row['error']}")
-    if failed or not complete:
+    if failed or note is not None:
         raise typer.Exit(FAILED)
-
-
-def _store(
-    save: Path,
-    predictor: Predictor[Any],
-    source: Source[Any],
-    *,
-    force: bool,
-    suffix: str | None = None,
-    cluster: Cluster | None = None,
-) -> Store:
-    return Store.create(
-        save,
-        predictor.task,
-        predictor.settings() if cluster is None else cluster.settings(predictor),
-        source,
-        classes=getattr(predictor, "names", None),
-        suffix=suffix,
-        force=force,
-    )
 
 
 def _there(count: int) -> str:
@@ -257,10 +242,6 @@ def expand(images: Sequence[str]) -> tuple[list[str], bool]:
 
 def read_image(path: str) -> Any:
     return sys.stdin.buffer.read() if path == STDIN else path
-
-
-def _title(path: str) -> str | None:
-    return None if path == STDIN else Path(path).name
 
 
 def names_of(paths: Sequence[str]) -> list[str]:
@@ -325,12 +306,3 @@ def check_targets(
     if len(set(places)) < len(places):
         twice = next(t for t, place in zip(targets, places, strict=True) if places.count(place) > 1)
         raise OptionError(f"two results would be {str(twice)!r}; use different names")
-
-
-def write_files(found: Any, job: Job, *, title: str | None = None) -> list[str]:
-    """Writes the files of a result; returns their names."""
-    if job.saved is not None:
-        found.save(job.saved)
-    if job.picture is not None:
-        found.draw(job.picture, title=title)
-    return [str(path) for path in (job.picture, job.saved) if path is not None]

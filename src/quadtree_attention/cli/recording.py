@@ -4,7 +4,7 @@
 Importing this imports torch.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -60,7 +60,6 @@ def look(
     task: str | None = None,
     size: int | None = None,
     device: str = "auto",
-    quadtree: bool = True,
 ) -> Seen:
     """Run networks on one image or two and record them.
 
@@ -70,7 +69,6 @@ def look(
         task: "match" or "stereo"; None: the task of the weights, else "match".
         size: Longer side in pixels.
         device: Device to run on.
-        quadtree: Whether the first network must have quadtree layers.
 
     Raises:
         OptionError: The networks are of several tasks, or take another number of images.
@@ -89,19 +87,18 @@ def look(
         raise OptionError(f"{weights[0] or tasks[0]} needs {wanted}, got {len(images)}")
     records: dict[str, Record] = {}
     found: dict[str, Any] = {}
-    shown = images
     for number, path in enumerate(weights):
         run = _run_backbone if tasks[0] not in TASKS else _run_pair
         network, seen, result = run(tasks[0], path, images, size, device)
         if number == 0:
             found = result
-            if quadtree and not any(map(is_quadtree, network.modules())):
+            if not any(map(is_quadtree, network.modules())):
                 raise CheckpointError(
                     f"{path} has no quadtree layers; pass weights with quadtree attention"
                 )
         name = "packaged weights" if path is None else path.stem
         records[name if name not in records else f"{name} {number + 1}"] = seen
-    return Seen(records, shown, found)
+    return Seen(records, images, found)
 
 
 def _run_pair(
@@ -109,7 +106,10 @@ def _run_pair(
 ) -> tuple[torch.nn.Module, Record, dict[str, Any]]:
     """The matcher, of one image with itself, or the stereo network."""
     predictor = get_task(task).load("predictor").from_pretrained(path, size=size, device=device)
-    with record(predictor.network, layers=_chosen(predictor.network)) as seen:
+    with record(predictor.network) as every:
+        # Layers on maps of the images, not on windows around matches; see `record` for names
+        chosen = [name for name in every if not name.startswith("fine_transformer")]
+    with record(predictor.network, layers=chosen) as seen:
         result = predictor(images[0], images[-1])
     if len(images) == 1:
         return predictor.network, seen, {}
@@ -118,12 +118,6 @@ def _run_pair(
         return predictor.network, seen, {"matches": points}
     disparity: Array = np.where(result.occlusion > OCCLUDED, np.nan, result.disparity)
     return predictor.network, seen, {"disparity": disparity}
-
-
-def _chosen(network: torch.nn.Module) -> list[str]:
-    """Layers on maps of the images, not on windows around matches; see `record` for names."""
-    with record(network) as every:
-        return [name for name in every if not name.startswith("fine_transformer")]
 
 
 def _run_backbone(
@@ -163,7 +157,7 @@ def patterns(text: str | None, records: Mapping[str, Record]) -> list[str] | Non
 
     names = list(next(iter(records.values())))
     found: list[str] = []
-    for pattern in _parts(text):
+    for pattern in filter(None, map(str.strip, text.split(","))):
         fitting = [name for name in names if fnmatchcase(name, pattern)]
         if not fitting:
             raise OptionError(
@@ -171,7 +165,3 @@ def patterns(text: str | None, records: Mapping[str, Record]) -> list[str] | Non
             )
         found += [name for name in fitting if name not in found]
     return [name for name in names if name in found]
-
-
-def _parts(text: str) -> Iterator[str]:
-    return (part for part in (part.strip() for part in text.split(",")) if part)

@@ -172,7 +172,7 @@ def _depth(found: "Disparity", cameras: dict[str, float]) -> dict[str, Any]:
 def _find_many(context: typer.Context) -> None:
     import numpy as np
 
-    from quadtree_attention.cli.predict import make_predictor, predict_pairs, report_pairs
+    from quadtree_attention.cli.predict import make_predictor, predict_pairs
     from quadtree_attention.images import images_inside
     from quadtree_attention.tasks.contract import Items
 
@@ -195,12 +195,12 @@ def _find_many(context: typer.Context) -> None:
         )
     names = list(pairs)
     predictor = make_predictor(context, "stereo", ("max_disparity",))
-    rows, there = predict_pairs(
+    more = ", ..." if len(alone) > NAMED else ""
+    missing = f"{len(alone)} image(s) without a partner: {', '.join(alone[:NAMED])}{more}"
+    predict_pairs(
+        context,
         predictor,
         Items(names, list(pairs.values())),
-        save,
-        force=o["force"],
-        batch=o["batch"],
         suffix=f".{o['file_format']}",
         after=lambda i, found: found.draw(save / f"{names[i]}.jpg", title=names[i]),
         describe=lambda i: dict(zip(("left", "right"), pairs[names[i]], strict=True)),
@@ -208,19 +208,12 @@ def _find_many(context: typer.Context) -> None:
             "median": round(float(np.median(found.disparity)), 3),
             "occluded": round(found.occluded, 4),
         },
+        facts=lambda rows: {
+            "disparity": f"median {np.mean([r['median'] for r in rows]):.1f} px on average",
+            "occluded": f"{100 * np.mean([r['occluded'] for r in rows]):.1f} % on average",
+        },
+        note=missing if alone else None,
     )
-    if alone:
-        more = ", ..." if len(alone) > NAMED else ""
-        tell(f"{len(alone)} image(s) without a partner: {', '.join(alone[:NAMED])}{more}")
-    done = [row for row in rows if row["error"] is None]
-    facts = {}
-    if done:
-        facts = {
-            "disparity": f"median {np.mean([r['median'] for r in done]):.1f} px on average",
-            "occluded": f"{100 * np.mean([r['occluded'] for r in done]):.1f} % on average",
-            "time": f"{np.mean([r['seconds'] for r in done]):.2f} s per pair",
-        }
-    report_pairs(rows, there, save, facts, json=o["json"], complete=not alone)
 
 
 def pair_up(

@@ -204,8 +204,7 @@ def predicted(
     if save is None:
         codec = task.load("codec")
         save = f"{task.name}-predictions{codec.suffixes[0] if codec.together else ''}"
-    settings = predictor.settings() if cluster is None else cluster.settings(predictor)
-    store = Store.create(save, task, settings, source, classes=classes, suffix=suffix, force=force)
+    store = make_store(predictor, source, save, suffix=suffix, force=force, cluster=cluster)
     outcomes = predict(
         predictor, source, store=store, batch=batch, workers=workers, cluster=cluster
     )
@@ -215,6 +214,22 @@ def predicted(
             f"none of {len(source)} {task.item}s can be read, the first because: {unread[0]}"
         )
     return store, unread
+
+
+def make_store(
+    predictor: Predictor[Any],
+    source: Source[Any],
+    save: StrPath,
+    *,
+    suffix: str | None = None,
+    force: bool = False,
+    cluster: Cluster | None = None,
+) -> Store:
+    """Opens a store for the results of a predictor; see `Store.create`."""
+    settings = predictor.settings() if cluster is None else cluster.settings(predictor)
+    classes = getattr(predictor, "names", None)
+    own = {"classes": classes, "suffix": suffix, "force": force}
+    return Store.create(save, predictor.task, settings, source, **own)
 
 
 def score(
