@@ -70,7 +70,11 @@ def measure(
         max_repeats: No more repeats than this, however short the call.
     """
     for call in calls:
-        _warm_up(call, seconds)
+        end = time.perf_counter() + seconds
+        for _ in range(WARM_UP_CALLS):
+            call()
+            if time.perf_counter() > end:  # the first call compiles kernels
+                break
     turns = 1 if len(calls) == 1 else TURNS
     times: list[list[float]] = [[] for _ in calls]
     for _ in range(turns):
@@ -95,15 +99,6 @@ def summarise(times: list[float]) -> Timing:
     quartiles = torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64)
     q25, median, q75 = torch.tensor(times, dtype=torch.float64).quantile(quartiles).tolist()
     return {"median_ms": median, "q25_ms": q25, "q75_ms": q75, "repeats": len(times)}
-
-
-def _warm_up(call: Call, seconds: float) -> None:
-    """Calls a few times; once only if that takes long, since the first call compiles kernels."""
-    end = time.perf_counter() + seconds
-    for _ in range(WARM_UP_CALLS):
-        call()
-        if time.perf_counter() > end:
-            break
 
 
 def _cpu_times(call: Call, repeats: int) -> list[float]:
@@ -174,15 +169,23 @@ def cuda_peak_mib(call: Call, before: int | None = None) -> float:
     return (torch.cuda.max_memory_allocated() - before) / MIB
 
 
-def resident_peak_mib(warm_up: Call, prepare: Callable[[], Call]) -> float | None:
-    """Resident memory that a call adds to this process; None where the system does not tell.
+def cpu_peak_mib(
+    prepare: Callable[[Any], Call], small: Any, whole: Any, *, threads: int
+) -> float | None:
+    """Resident memory that a call adds to a new process; None where the system does not tell.
 
     Args:
-        warm_up: A small call, for what libraries allocate once.
-        prepare: Makes the call; its inputs do not count.
+        prepare: Makes a call of `small` or `whole`; its inputs do not count.
+        small: What the call before is of, for what libraries allocate once.
+        whole: What the call is of.
+        threads: CPU threads.
     """
-    warm_up()
-    call = prepare()
+    return in_fresh_process(_resident_peak_mib, prepare, small, whole, threads=threads)
+
+
+def _resident_peak_mib(prepare: Callable[[Any], Call], small: Any, whole: Any) -> float | None:
+    prepare(small)()
+    call = prepare(whole)
     gc.collect()
     try:
         memory = Memory("cpu")

@@ -27,6 +27,7 @@ from typing import Any
 
 import yaml
 
+from quadtree_attention.cli.info import cpu_name
 from quadtree_attention.files import make_folder, write_whole
 
 SCHEMA = 2
@@ -330,15 +331,6 @@ def device_name(device: str) -> str:
     import torch
 
     return torch.cuda.get_device_name() if device == "cuda" else cpu_name()
-
-
-def cpu_name() -> str:
-    """The model of the CPU, or its architecture."""
-    try:
-        names = re.findall(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(), re.M)
-    except OSError:
-        names = []
-    return names[0].strip() if names else platform.processor() or platform.machine()
 
 
 def git_commit() -> str | None:

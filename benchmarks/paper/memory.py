@@ -56,7 +56,14 @@ def measure_row(work: Work, options: Namespace) -> dict[str, float]:
     """The peak of one pass, and what there was before it."""
     stereo = work["model"] in STEREO
     with torch.device("meta"):
-        model = _stereo(work) if stereo else _detector(work)
+        if stereo:
+            options: dict[str, Any] = {} if work["model"] == "sttr" else {"backend": "cpu"}
+            model: Any = models.create(work["model"], max_entries=ENTRIES, **options)
+            model.train(work["pass"] != PASSES[0])
+            model.set_grad_checkpointing(work["pass"] == PASSES[2])
+        else:
+            options = ATTENTIONS[work["attention"]]
+            model = Network(models.create(work["model"], num_classes=CLASSES, **options)).eval()
     with FakeTensorMode(allow_non_fake_inputs=True), _as_on_a_gpu():
         model.to_empty(device=DEVICES[work["model"]])
         with StoragePeak() as storages:
@@ -79,15 +86,6 @@ def _as_on_a_gpu() -> Iterator[None]:
         sttr_attention.CPU_SCORES, row_attention.CPU_NUMBERS = before
 
 
-def _stereo(work: Work) -> nn.Module:
-    options = {} if work["model"] == "sttr" else {"backend": "cpu"}
-    model = models.create(work["model"], max_entries=ENTRIES, **options).train(
-        work["pass"] != PASSES[0]
-    )
-    model.set_grad_checkpointing(work["pass"] == PASSES[2])
-    return model
-
-
 def _pass(model: Any, work: Work) -> Callable[[], object]:
     batch = noise(*work["image"], DEVICES[work["model"]])
 
@@ -101,12 +99,6 @@ def _pass(model: Any, work: Work) -> Callable[[], object]:
         torch.stack(list(losses.values())).sum().backward()
 
     return train if model.training else forward
-
-
-def _detector(work: Work) -> nn.Module:
-    options = ATTENTIONS[work["attention"]]
-    whole: Any = models.create(work["model"], num_classes=CLASSES, **options)
-    return Network(whole).eval()
 
 
 def _forward(network: nn.Module, work: Work) -> Callable[[], object]:

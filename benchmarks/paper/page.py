@@ -7,7 +7,7 @@ A row is "reproduced" if our number has the digits that the paper prints, "diffe
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import cache, reduce
 from typing import Any
 
@@ -35,13 +35,10 @@ def page() -> str:
     for part in sections:
         lines += ["", f"## {part['section']}", "", *([part["note"], ""] if part["note"] else [])]
         lines += [HEAD, "| --- | ---: | ---: | --- | --- | --- | --- |"]
-        lines += [f"| {' | '.join(_marked(row))} |" for row in cells[part["section"]]]
+        for row in cells[part["section"]]:
+            marked = [f"**{cell}**" if cell in ("differs", "unknowable") else cell for cell in row]
+            lines.append(f"| {' | '.join(marked)} |")
     return "\n".join(lines)
-
-
-def _marked(row: Sequence[str]) -> list[str]:
-    """Cells with the states in bold that a reader looks for."""
-    return [f"**{cell}**" if cell in ("differs", "unknowable") else cell for cell in row]
 
 
 def cells_of(row: Mapping[str, Any]) -> list[str]:
@@ -64,17 +61,11 @@ def cells_of(row: Mapping[str, Any]) -> list[str]:
         ours = row["ours"]
     else:
         raise ResultFileError(f"nothing of ours beside {row['what']!r}: give it a count or recipe")
-    state = row.get("status") or _state(row, paper, ours)
+    state = row.get("status") or ("reproduced" if ours == paper else "differs")
+    if "status" not in row and ("recipe" in row or row.get("unknowable")):
+        state = "ready" if "recipe" in row else "unknowable"
     command = command if command == "-" else f"`{command}`"
     return [row["what"], paper, ours, state, same, why, command]
-
-
-def _state(row: Mapping[str, Any], paper: str, ours: str) -> str:
-    if "recipe" in row:
-        return "ready"
-    if row.get("unknowable"):
-        return "unknowable"
-    return "reproduced" if ours == paper else "differs"
 
 
 def _numbers(row: Mapping[str, Any], paper: str) -> tuple[str, str]:

@@ -65,10 +65,6 @@ def plan(options: Namespace) -> list[list[Work]]:
     return [found]
 
 
-def prepare(work: Work) -> None:
-    return None
-
-
 def check_options(parser: ArgumentParser, options: Namespace) -> None:
     if options.textures is not None and not Path(options.textures).is_dir():
         parser.error(f"argument --textures: there is no folder {options.textures}")

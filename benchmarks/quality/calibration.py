@@ -57,15 +57,16 @@ def plan(options: Namespace) -> list[list[Work]]:
     ]
 
 
-def prepare(work: Work) -> None:
-    return None
-
-
 def measure_row(work: Work, options: Namespace) -> dict[str, Any]:
     task, mass = work["task"], work["mass"]
     plain = {"guided": "never"} if task == "match" else {}  # one pass over each pair
     predictor = get_task(task).load("predictor").from_pretrained(device="cpu", **plain)
-    samples = _calibration_pairs(task, options)
+    folder = options.data / CALIBRATED_ON[task]
+    if task == "match":
+        samples = list(islice(pairwise(images_inside(folder)), options.samples))
+    else:
+        source = open_source(folder)
+        samples = [source.images(i) for i in range(options.samples)]
     if mass is not None:
         items = [input_of(predictor, sample) for sample in samples]
         set_topk(predictor.network, calibrate_topk(predictor.network, items, mass=mass))
@@ -81,8 +82,8 @@ def measure_row(work: Work, options: Namespace) -> dict[str, Any]:
     method = Method("network", partial(without_truth, predictor), {})
     name = f"{task}-{mass}"
     if task == "match":
-        source = matching.prepare("scannet", options.data / SCORED_ON[task], options.folder / name)
-        found = matching.measure(method, source, options.folder / name)
+        known = matching.prepare("scannet", options.data / SCORED_ON[task], options.folder / name)
+        found = matching.measure(method, known, options.folder / name)
         score = {
             "auc20": found["estimators"]["poselib"]["auc"]["20"],
             "precision": found["precision"],
@@ -103,14 +104,6 @@ def measure_row(work: Work, options: Namespace) -> dict[str, Any]:
         "score": score,
         "details": {"topk": topk},
     }
-
-
-def _calibration_pairs(task: str, options: Namespace) -> list[Any]:
-    folder = options.data / CALIBRATED_ON[task]
-    if task == "match":
-        return list(islice(pairwise(images_inside(folder)), options.samples))
-    source = open_source(folder)
-    return [source.images(i) for i in range(options.samples)]
 
 
 def input_of(predictor: Any, images: Any) -> dict[str, torch.Tensor]:

@@ -22,14 +22,8 @@ from typing import Any
 import cv2
 import numpy as np
 
-from benchmarks.quality import (
-    Method,
-    check_folders,
-    check_methods,
-    find_and_score,
-    networks,
-    works,
-)
+from benchmarks import quality
+from benchmarks.quality import Method, check_folders, check_methods, networks
 from benchmarks.quality.turned import draw_pairs
 from benchmarks.result import ROOT, THRESHOLDS
 from benchmarks.suite import Work
@@ -54,7 +48,7 @@ def check_options(parser: ArgumentParser, options: Namespace) -> None:
 def plan(options: Namespace) -> list[list[Work]]:
     """Every method on the pairs of every set."""
     pairs = [(name, prepare(name, options.data, options.folder / name)) for name in options.sets]
-    return works(options, METHODS, [({"set": name}, source) for name, source in pairs])
+    return quality.works(options, METHODS, [({"set": name}, source) for name, source in pairs])
 
 
 def measure_row(work: Work, options: Namespace) -> dict[str, Any]:
@@ -110,23 +104,21 @@ def _sift_method(options: Namespace) -> list[Method]:
     return [Method(BASELINE, lambda a, b, _: sift(a, b, features=options.features), settings)]
 
 
-def _matchers(options: Namespace) -> list[Method]:
-    return networks(options, Matcher, guided="never")
-
-
 def _guided(options: Namespace) -> list[Method]:
-    return [
-        replace(method, name=f"{method.name} guided")
-        for method in networks(options, Matcher, guided="auto")
-    ]
+    made = networks(options, Matcher, guided="auto")
+    return [replace(method, name=f"{method.name} guided") for method in made]
 
 
-METHODS = {"matcher": _matchers, "guided": _guided, "sift": _sift_method}
+METHODS = {
+    "matcher": lambda options: networks(options, Matcher, guided="never"),
+    "guided": _guided,
+    "sift": _sift_method,
+}
 
 
 def measure(method: Method, samples: PairsSource, folder: Path) -> dict[str, Any]:
     """Values and details of a method on a set, scored from the files it writes to a folder."""
-    scores, seconds = find_and_score("match", method, samples, folder)
+    scores, seconds = quality.find_and_score("match", method, samples, folder)
     found = scores.to_dict()
     mean, facts, rows = found["mean"], found["facts"], found["rows"]
     truth = rows[0]["kind"]  # all pairs of a set have the same

@@ -11,14 +11,13 @@ photograph of a scene.
 
 import json
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from benchmarks.measure import use_threads
-from benchmarks.quality import DEFAULT, check_folders, check_methods
+from benchmarks.quality import DEFAULT, Method, check_folders, check_methods
 from benchmarks.result import ROOT, slug
 from benchmarks.suite import Work
 from quadtree_attention.files import file_sha256
@@ -51,9 +50,6 @@ class Scene:
         return len(images_inside(self.folder))
 
 
-Reconstruct = Callable[[Scene, Path], dict[str, Any]]
-
-
 def check_options(parser: ArgumentParser, options: Namespace) -> None:
     check_methods(parser, options, BASELINE)
     check_folders(parser, [options.data / name.split("/")[0] for name in options.scenes])
@@ -63,12 +59,12 @@ def plan(options: Namespace) -> list[list[Work]]:
     """Every method on every scene."""
     use_threads(options.threads, opencv=True)
     methods = [method for name in options.methods for method in METHODS[name](options)]
-    options.methods = {name: settings for name, _, settings in methods}
+    options.methods = {method.name: method.settings for method in methods}
     scenes = {name: _scene(name, options.data, options.folder) for name in options.scenes}
     return [
-        [Work({"scene": scene, "method": name}, "cpu", {"find": find, "scene": found})]
-        for scene, found in scenes.items()
-        for name, find, _ in methods
+        [Work({"scene": name, "method": method.name}, "cpu", {"find": method.find, "scene": scene})]
+        for name, scene in scenes.items()
+        for method in methods
     ]
 
 
@@ -127,19 +123,16 @@ def _sift(scene: Scene, out: Path) -> dict[str, Any]:
     }
 
 
-def _networks(options: Namespace) -> list[tuple[str, Reconstruct, dict[str, Any]]]:
+def _networks(options: Namespace) -> list[Method]:
     made = []
     for name, path in options.weights or [(DEFAULT, None)]:
         matcher = PairMatcher.from_pretrained(path, device="cpu", size=options.size)
         assert matcher.path is not None
         settings = {"model": matcher.card["model"], "longer_side": matcher.preprocess.size}  # type: ignore[attr-defined]
         settings["weights_sha256"] = file_sha256(matcher.path)
-        made.append((name, partial(_ours, matcher), settings))
+        made.append(Method(name, partial(_ours, matcher), settings))
     return made
 
 
-def _baseline(_: Namespace) -> list[tuple[str, Reconstruct, dict[str, Any]]]:
-    return [(BASELINE, _sift, {"features": "8192, full size", "matching": "exhaustive"})]
-
-
-METHODS = {"matcher": _networks, "sift": _baseline}
+SETTINGS = {"features": "8192, full size", "matching": "exhaustive"}
+METHODS = {"matcher": _networks, "sift": lambda _: [Method(BASELINE, _sift, SETTINGS)]}

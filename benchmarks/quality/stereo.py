@@ -20,14 +20,8 @@ import cv2
 import numpy as np
 from PIL import Image
 
-from benchmarks.quality import (
-    Method,
-    check_folders,
-    check_methods,
-    find_and_score,
-    networks,
-    works,
-)
+from benchmarks import quality
+from benchmarks.quality import Method, check_folders, check_methods, networks
 from benchmarks.result import ROOT
 from benchmarks.suite import Work
 from quadtree_attention.errors import DataError
@@ -56,14 +50,13 @@ def check_options(parser: ArgumentParser, options: Namespace) -> None:
 
 def plan(options: Namespace) -> list[list[Work]]:
     """Every method on all pairs."""
-    return works(options, METHODS, [({}, open_source(options.data))])
+    return quality.works(options, METHODS, [({}, open_source(options.data))])
 
 
 def measure_row(work: Work, options: Namespace) -> dict[str, Any]:
     """Values and details of a method, scored from the files it has written."""
-    scores, seconds = find_and_score(
-        "stereo", work.more["method"], work.more["samples"], options.folder
-    )
+    method, samples = work.more["method"], work.more["samples"]
+    scores, seconds = quality.find_and_score("stereo", method, samples, options.folder)
     if scores.missing or scores.skipped:
         raise DataError(f"not all pairs could be scored: {[*scores.missing, *scores.skipped]}")
     found = scores.to_dict()
@@ -135,8 +128,7 @@ def _sgbm_method(_: Namespace) -> list[Method]:
     return [Method(BASELINE, sgbm, settings)]
 
 
-def _networks(options: Namespace) -> list[Method]:
-    return networks(options, StereoMatcher, max_disparity=options.max_disparity)
-
-
-METHODS = {"network": _networks, "sgbm": _sgbm_method}
+METHODS = {
+    "network": lambda o: networks(o, StereoMatcher, max_disparity=o.max_disparity),
+    "sgbm": _sgbm_method,
+}

@@ -6,11 +6,11 @@ End to end: one image, without gradients, at several numbers of tokens. The weig
 """
 
 from argparse import Namespace
-from functools import partial
+from dataclasses import replace
 
 import torch
 
-from benchmarks.measure import Call, in_fresh_process, resident_peak_mib
+from benchmarks.measure import Call, cpu_peak_mib
 from benchmarks.suite import Work, cases
 from benchmarks.vit import PATCH, make_vit
 from quadtree_attention import accelerate
@@ -31,14 +31,10 @@ def plan(options: Namespace) -> list[list[Work]]:
 
 
 def prepare(work: Work) -> Call:
-    return call_of(work, work["side"])
-
-
-def call_of(work: Work, side: int) -> Call:
     """One forward pass of an image with side x side tokens."""
     torch.manual_seed(0)
     model = make_vit().to(work.device).eval()
-    x = torch.randn(1, 3, PATCH * side, PATCH * side, device=work.device)
+    x = torch.randn(1, 3, *[PATCH * work["side"]] * 2, device=work.device)
     own = ATTENTIONS[work["attention"]]
     if own is not None:
         accelerate(model, work.more["topk"], min_tokens=1, use_plan=False, **own)
@@ -52,8 +48,5 @@ def call_of(work: Work, side: int) -> Call:
 
 def peak(work: Work, options: Namespace) -> float | None:
     """Peak memory on a CPU, beyond weights and image."""
-    return in_fresh_process(_peak, work, threads=options.threads)
-
-
-def _peak(work: Work) -> float | None:
-    return resident_peak_mib(call_of(work, 16), partial(call_of, work, work["side"]))
+    small = replace(work, case=work.case | {"side": 16})
+    return cpu_peak_mib(prepare, small, work, threads=options.threads)

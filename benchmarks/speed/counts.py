@@ -26,6 +26,8 @@ PUBLISHED = ROOT / "benchmarks" / "published.json"
 IMAGE = {"classification": (224, 224), "backbone": (800, 1333)}
 LIBRARIES = ("timm",)
 
+Counts = dict[str, int]
+
 
 def plan(options: Namespace) -> list[list[Work]]:
     """Every model for classification, then every backbone."""
@@ -73,28 +75,31 @@ def _detector(name: str, published_image: list[int] | None) -> dict[str, Any]:
     return values
 
 
-def count(model: nn.Module, image: Sequence[int], *, fake: bool = True) -> dict[str, int]:
+def count(model: nn.Module, image: Sequence[int], *, fake: bool = True) -> Counts:
     """Parameters, multiply-accumulates of one image, and those of scores and messages alone.
 
     `fake` computes shapes only, which gives the same numbers.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True) if fake else nullcontext()
+    with mode:
+        return counts_of(model.eval(), torch.zeros(1, 3, *image))
+
+
+def counts_of(model: nn.Module, data: Any, *, within: tuple[str, ...] = ("Global",)) -> Counts:
+    """As `count`, of one call; scores and messages in modules whose names end like one `within`."""
     # As plain matrix products, full attention is counted whatever kernel would run it.
-    with mode, torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as c:
-        model.eval()(torch.zeros(1, 3, *image))
-    flops = c.get_flop_counts()["Global"]
-    attention = sum(n for op, n in flops.items() if is_attention(op))
-    params = sum(parameter.numel() for parameter in model.parameters())
+    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        model(data)
+    flops = counter.get_flop_counts()
+    modules = [flops[name] for name in flops if name.endswith(within)]
+    # An operation computes scores or messages if it is one of these
+    names = ("quadtree_", "aten.bmm")
+    attention = sum(n for ops in modules for op, n in ops.items() if str(op).startswith(names))
     return {
-        "params": params,
-        "macs": sum(flops.values()) // 2,
+        "params": sum(parameter.numel() for parameter in model.parameters()),
+        "macs": sum(flops["Global"].values()) // 2,
         "attention_macs": attention // 2,
     }
-
-
-def is_attention(op: Any) -> bool:
-    """Whether an operation computes scores or messages."""
-    return str(op).startswith(("quadtree_", "aten.bmm"))
 
 
 class RetinaNet(nn.Module):

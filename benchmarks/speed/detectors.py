@@ -17,7 +17,7 @@ import torch
 import torch._functorch.config
 from torch import Tensor, nn
 
-from benchmarks.measure import Call, in_fresh_process, resident_peak_mib, scores_held
+from benchmarks.measure import Call, cpu_peak_mib, scores_held
 from benchmarks.suite import Work, cases
 from quadtree_attention import models
 
@@ -83,12 +83,8 @@ def peak(work: Work, options: Namespace) -> float | None:
     """Peak memory on a CPU beyond model and images; None of a compiled network."""
     if "compile" in work["mode"]:
         return None
-    return in_fresh_process(_peak, work, threads=options.threads)
-
-
-def _peak(work: Work) -> float | None:
-    small = prepare(replace(work, case=work.case | {"image": SMALL}))
-    return resident_peak_mib(small, partial(prepare, work))
+    small = replace(work, case=work.case | {"image": SMALL})
+    return cpu_peak_mib(prepare, small, work, threads=options.threads)
 
 
 def compiled(network: nn.Module) -> Any:

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.measure import Call, in_fresh_process, measure, resident_peak_mib
+from benchmarks.measure import Call, cpu_peak_mib, measure
 from benchmarks.suite import SkippedError, Work, cases
 from benchmarks.tables.table import number
 from quadtree_attention import available_backends, quadtree_attention
@@ -157,13 +157,9 @@ def _inputs(work: Work, case: Case) -> list[Tensor]:
 
 def peak(work: Work, options: Namespace) -> float | None:
     """Peak memory on a CPU."""
-    return in_fresh_process(_peak, work, KNOWN[work["case"]], threads=options.threads)
-
-
-def _peak(work: Work, case: Case) -> float | None:
-    side = 2**case.num_levels
-    small = call_of(work, replace(case, batch=1, grid=(side, side)))
-    return resident_peak_mib(small, partial(call_of, work, case))
+    case = KNOWN[work["case"]]
+    small = replace(case, batch=1, grid=(2**case.num_levels,) * 2)
+    return cpu_peak_mib(partial(call_of, work), small, case, threads=options.threads)
 
 
 def estimate(work: Work) -> float:

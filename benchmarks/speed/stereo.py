@@ -14,12 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.measure import Call, scores_held
 from benchmarks.result import PASSES
-from benchmarks.speed.counts import is_attention
+from benchmarks.speed.counts import counts_of
 from benchmarks.suite import Work, cases
 from quadtree_attention import models, use_backend
 from quadtree_attention.models import registry
@@ -64,19 +62,8 @@ def count_of(name: str, width: int, height: int, **options: Any) -> dict[str, in
     model = models.create(name, **options).eval()
     with FakeTensorMode(allow_non_fake_inputs=True):
         views = {f"image{i}": torch.zeros(1, 3, height, width) for i in range(2)}
-        # As plain matrix products, full attention is counted whatever kernel would run it.
-        kernel = sdpa_kernel(SDPBackend.MATH)
-        plain = use_backend("reference")  # of Sinkhorn: sums of exponentials, as on a GPU
-        with torch.no_grad(), kernel, plain, FlopCounterMode(display=False) as counter:
-            model(views)
-    counts = counter.get_flop_counts()
-    layers = [counts[name] for name in counts if name.endswith(("self_attn", "cross_attn"))]
-    attention = sum(n for layer in layers for op, n in layer.items() if is_attention(op))
-    return {
-        "params": sum(parameter.numel() for parameter in model.parameters()),
-        "macs": sum(counts["Global"].values()) // 2,
-        "attention_macs": attention // 2,
-    }
+        with use_backend("reference"):  # of Sinkhorn: sums of exponentials, as on a GPU
+            return counts_of(model, views, within=("self_attn", "cross_attn"))
 
 
 def prepare(work: Work) -> Call:

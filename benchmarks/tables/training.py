@@ -185,7 +185,10 @@ def _verdicts_on_images(comparison: Comparison, runs: Runs) -> list[str]:
         found = _differences(comparison, runs, metric)
         if not found:
             continue
-        mean = {name: _mean(runs[name], metric) for name in (comparison.ours, *found)}
+        mean = {
+            name: fmean(row["values"]["final"][short(metric)] for row in runs[name])
+            for name in (comparison.ours, *found)
+        }
         others = [
             words.Other(comparison.label(name), mean[name], d.ahead, ERRORS * d.error, d.error)
             for name, d in found.items()
@@ -194,10 +197,6 @@ def _verdicts_on_images(comparison: Comparison, runs: Runs) -> list[str]:
         said.append(words.verdict(label, title, mean[comparison.ours], others, comparison.digits))
     rule = "± is the standard error over seeds and images; the threshold is two standard errors."
     return [*(f"{text}." for text in said), rule] if said else []
-
-
-def _mean(runs: Sequence[Row], metric: str) -> float:
-    return fmean(row["values"]["final"][short(metric)] for row in runs)
 
 
 def _paired_tables(comparison: Comparison, runs: Runs) -> list[list[str]]:

@@ -22,7 +22,6 @@ from benchmarks.training import scores, steps
 from benchmarks.training.comparison import Comparison, comparisons
 from benchmarks.training.runs import (
     Job,
-    Recipe,
     RunFailedError,
     Trainer,
     exits_when_terminated,
@@ -118,17 +117,11 @@ def plan(options: Namespace, seeds: Sequence[int]) -> list[Job]:
             more = [*options.comparison.options, *options.data_options, *options.extra]
             more += ["--trainer.max_epochs", str(epochs)]
             more += PAIRED if options.comparison.paired else []
-            more += _start(options, recipe, seed)
+            if options.comparison.start:  # a backbone of another one, same attention and seed
+                path = WEIGHTS / options.comparison.start / f"{recipe.name}-s{seed}.safetensors"
+                more += ["--model.backbone_weights", str(path)]
             jobs.append(Job(recipe, case | {"data": data}, more))
     return jobs
-
-
-def _start(options: Namespace, recipe: Recipe, seed: int) -> list[str]:
-    """The backbone that a run starts from: that of another comparison, same attention and seed."""
-    if not options.comparison.start:
-        return []
-    path = WEIGHTS / options.comparison.start / f"{recipe.name}-s{seed}.safetensors"
-    return ["--model.backbone_weights", str(path)]
 
 
 def measure(options: Namespace, argv: Sequence[str]) -> int:

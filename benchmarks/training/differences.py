@@ -71,12 +71,8 @@ def difference(
     ]
     jackknife = [fmean(values) for values in zip(*columns, strict=True)]
     seeds = stdev(ahead) / math.sqrt(len(ahead)) if len(ahead) > 1 else math.inf
-    return Difference(sign * fmean(ahead), _jackknife_error(jackknife), seeds, len(pairs))
-
-
-def _jackknife_error(values: Sequence[float]) -> float:
-    """Standard error of a score, from its values without each of as many groups."""
-    if len(values) < 2:
-        return math.inf
-    mean, count = fmean(values), len(values)
-    return math.sqrt((count - 1) / count * sum((value - mean) ** 2 for value in values))
+    images, count = math.inf, len(jackknife)
+    if count > 1:
+        mean = fmean(jackknife)
+        images = math.sqrt((count - 1) / count * sum((x - mean) ** 2 for x in jackknife))
+    return Difference(sign * fmean(ahead), images, seeds, len(pairs))

@@ -81,7 +81,10 @@ def evaluate(options: Namespace, argv: Sequence[str], path: Path) -> int:
             missing = {file: case for file, case in missing.items() if case not in there}
             source = prepare(name, options, work / name) if missing else None
             for file, case in missing.items():
-                method = _method(file, options.size)
+                method = Method(SIFT, partial(without_truth, matching.sift), {})
+                if file is not None:
+                    network = Matcher.from_pretrained(file, device="cpu", size=options.size)
+                    method = Method(file.stem, partial(without_truth, network), {})
                 row = {"kind": "score", "case": case, **_scores(method, source, work / name)}
                 kept = _current(results)
                 results.change(lambda rows, kept=kept, row=row: [
@@ -127,13 +130,6 @@ def find_candidates(
         raise ResultFileError(f"there are no weights in {folder}; train fills it")
     found.sort(key=lambda item: comparison.rank(item[1]["recipe"]))
     return {None: {"recipe": SIFT, "seed": None, "weights": None}, **dict(found)}
-
-
-def _method(path: Path | None, size: int) -> Method:
-    if path is None:
-        return Method(SIFT, partial(without_truth, matching.sift), {})
-    matcher = Matcher.from_pretrained(path, device="cpu", size=size)
-    return Method(path.stem, partial(without_truth, matcher), {})
 
 
 def _scores(method: Method, source: PairsSource | None, folder: Path) -> dict[str, Any]:

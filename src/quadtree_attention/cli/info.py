@@ -82,9 +82,10 @@ def make_report(o: Mapping[str, Any]) -> dict[str, Any]:
         "device": auto if o["device"] == "auto" else o["device"],
     }
     problem = describe_problem(**arguments)
+    cpu = {"name": cpu_name(), "cores": os.cpu_count(), "threads": torch.get_num_threads()}
     return {
         "versions": _versions(),
-        "devices": {"cpu": _cpu(), "cuda": _cuda_devices()},
+        "devices": {"cpu": cpu, "cuda": _cuda_devices()},
         "environment": {ENVIRONMENT_VARIABLE: os.environ.get(ENVIRONMENT_VARIABLE)},
         "problem": str(problem),
         "backends": _backends(problem),
@@ -141,15 +142,13 @@ def _installed_version(package: str) -> str | None:
         return None
 
 
-def _cpu() -> dict[str, Any]:
-    import torch
-
+def cpu_name() -> str:
+    """The model of the CPU, or its architecture."""
     try:
         names = re.findall(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(), re.M)
     except OSError:  # not Linux
         names = []
-    name = names[0].strip() if names else platform.processor() or platform.machine()
-    return {"name": name, "cores": os.cpu_count(), "threads": torch.get_num_threads()}
+    return names[0].strip() if names else platform.processor() or platform.machine()
 
 
 def _cuda_devices() -> list[dict[str, Any]]:
