@@ -135,7 +135,11 @@ class _Run:
         ray = _ray()
         try:
             while self.waiting or any(task.group for task in self.running.values()):
-                self._start_actors()
+                groups = len(self.waiting) + sum(bool(task.group) for task in self.running.values())
+                while len(self.actors) < max(1, min(self.cluster.places(), groups)):
+                    actor = self.create(*self.arguments)
+                    self.actors[actor] = False
+                    self.running[actor.start.remote()] = _Task(actor)
                 patience = None if any(self.actors.values()) else PATIENCE
                 done, _ = ray.wait(list(self.running), timeout=patience)
                 if not done:
@@ -153,25 +157,14 @@ class _Run:
                     continue
                 del self.running[done[0]]
                 self.unstarted, self.actors[actor] = 0, True
-                self._feed(actor)
+                has = sum(task.actor == actor for task in self.running.values())
+                for _ in range(min(AHEAD - has, len(self.waiting))):
+                    group, lost = self.waiting.popleft()
+                    self.running[actor.run.remote(group)] = _Task(actor, group, lost)
                 yield from found
         finally:
             for actor in self.actors:
                 ray.kill(actor)
-
-    def _start_actors(self) -> None:
-        """Creates actors, as many as there are places and groups for."""
-        groups = len(self.waiting) + sum(1 for task in self.running.values() if task.group)
-        while len(self.actors) < max(1, min(self.cluster.places(), groups)):
-            actor = self.create(*self.arguments)
-            self.actors[actor] = False
-            self.running[actor.start.remote()] = _Task(actor)
-
-    def _feed(self, actor: Any) -> None:
-        has = sum(task.actor == actor for task in self.running.values())
-        for _ in range(min(AHEAD - has, len(self.waiting))):
-            group, lost = self.waiting.popleft()
-            self.running[actor.run.remote(group)] = _Task(actor, group, lost)
 
     def _lose(self, actor: Any, error: Exception) -> None:
         """Takes back the groups of an actor that is gone."""
@@ -224,10 +217,10 @@ class _Worker:
                 items[index] = self.predictor.preprocess(*self.source.images(index))
             except BAD_SAMPLE as error:
                 items[index] = error
-        good = {i: item for i, item in items.items() if isinstance(item, Prepared)}
-        found = dict(zip(good, self.predictor.run(list(good.values())), strict=True))
-        results = {i: replace(result, images=()) for i, result in found.items()}
-        return [(i, results.get(i, item)) for i, item in items.items()]
+        return [
+            (i, replace(found, images=()) if isinstance(found, Result) else found)
+            for i, found in self.predictor.run_good(items)
+        ]
 
 
 def _groups(chunks: Sequence[Chunk], actors: int) -> list[Sequence[Chunk]]:

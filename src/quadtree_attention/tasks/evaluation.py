@@ -49,46 +49,32 @@ def predict(
     """
     checks.at_least(1, batch=batch)
     checks.at_least(0, workers=workers)
-    if cluster is not None:
-        yield from _predict_there(cluster, predictor, source, store, batch, progress)
-        return
-    left = [i for i in range(len(source)) if store is None or not store.has(source.name(i))]
-    samples = _Samples(source, predictor.preprocess, left, store)
-    processes = min(workers, os.cpu_count() or 1)
-    loader = DataLoader(samples, batch_size=None, num_workers=processes) if left else ()
-    shown = iter(_progress(loader, len(left), predictor.task.item, progress))
-    while chunk := list(islice(shown, batch or predictor.batch)):
-        there = [(i, item) for i, item in chunk if item is not None]
-        good = {i: item for i, item in there if isinstance(item, Prepared)}
-        found = dict(zip(good, predictor.run(list(good.values())), strict=True))
-        if store is not None:
-            store.put({source.name(i): result for i, result in found.items()})
-        for i, item in there:
-            yield i, found.get(i, item)
-    if store is not None:
-        store.finish()
-
-
-def _predict_there(
-    cluster: Cluster,
-    predictor: Predictor[Any],
-    source: Source[Any],
-    store: Store | None,
-    batch: int | None,
-    progress: bool | None,
-) -> Iterator[Outcome]:
     left = [i for i in range(len(source)) if store is None or not store.has(source.name(i))]
     step = batch or predictor.batch
-    chunks = [left[i : i + step] for i in range(0, len(left), step)]
+    if cluster is None:
+        samples = _Samples(source, predictor.preprocess, left, store)
+        found = _predict_here(predictor, samples, step, min(workers, os.cpu_count() or 1))
+    else:
+        chunks = [left[i : i + step] for i in range(0, len(left), step)]
+        found = cluster.run(predictor, source, chunks)
     with _progress(None, len(left), predictor.task.item, progress) as bar:
-        for outcomes in cluster.run(predictor, source, chunks):
+        for outcomes in found:
             if store is not None:
-                good = {i: found for i, found in outcomes if isinstance(found, Result)}
-                store.put({source.name(i): result for i, result in good.items()})
+                results = {i: result for i, result in outcomes if isinstance(result, Result)}
+                store.put({source.name(i): result for i, result in results.items()})
             bar.update(len(outcomes))
             yield from outcomes
     if store is not None:
         store.finish()
+
+
+def _predict_here(
+    predictor: Predictor[Any], samples: "_Samples", step: int, workers: int
+) -> Iterator[list[Outcome]]:
+    loader = DataLoader(samples, batch_size=None, num_workers=workers) if len(samples) else ()
+    remaining = iter(loader)
+    while chunk := list(islice(remaining, step)):
+        yield predictor.run_good({i: item for i, item in chunk if item is not None})
 
 
 def evaluate(
@@ -157,16 +143,21 @@ def evaluate(
             connected = Cluster.connect(cluster, options.pop("device", "auto"))
             options["device"] = "cpu"
         predictor = made.from_pretrained(weights, **{**made.scored_with, **options})
-        store, unread = predicted(
-            predictor,
-            source,
-            save,
-            batch=batch,
-            workers=workers,
-            strict=strict,
-            force=force,
-            cluster=connected,
-        )
+        if source.classes is not None and (names := getattr(predictor, "names", None)) is not None:
+            match_classes(source.classes, names)
+        if save is None:
+            codec = chosen.load("codec")
+            save = f"{task}-predictions{codec.suffixes[0] if codec.together else ''}"
+        how: dict[str, Any] = {"batch": batch, "workers": workers, "cluster": connected}
+        checks.at_least(1, batch=batch)  # before anything is written
+        checks.at_least(0, workers=workers)
+        store = make_store(predictor, source, save, force=force, cluster=connected)
+        outcomes = predict(predictor, source, store=store, **how)
+        unread = [refuse_if(strict, found) for _, found in outcomes if isinstance(found, Exception)]
+        if unread and len(unread) == len(source):
+            raise DataError(
+                f"none of {len(source)} {chosen.item}s can be read, the first because: {unread[0]}"
+            )
         skipped += unread
     elif weights is not None or save is not None or cluster is not None or options:
         raise OptionError(
@@ -176,44 +167,6 @@ def evaluate(
     else:
         store = Store.open(predictions, chosen, source)
     return score(chosen, source, store, thresholds=thresholds, skipped=skipped, strict=strict)
-
-
-def predicted(
-    predictor: Predictor[Any],
-    source: Source[Any],
-    save: StrPath | None = None,
-    *,
-    batch: int | None = None,
-    workers: int = 0,
-    strict: bool = False,
-    force: bool = False,
-    suffix: str | None = None,
-    cluster: Cluster | None = None,
-) -> tuple[Store, list[str]]:
-    """Returns a store with predictions of all samples, and the reasons of unreadable samples.
-
-    Args:
-        As for `evaluate` and `Store.create`.
-    """
-    checks.at_least(1, batch=batch)  # before anything is written
-    checks.at_least(0, workers=workers)
-    task = predictor.task
-    classes = getattr(predictor, "names", None)
-    if classes is not None and source.classes is not None:
-        match_classes(source.classes, classes)
-    if save is None:
-        codec = task.load("codec")
-        save = f"{task.name}-predictions{codec.suffixes[0] if codec.together else ''}"
-    store = make_store(predictor, source, save, suffix=suffix, force=force, cluster=cluster)
-    outcomes = predict(
-        predictor, source, store=store, batch=batch, workers=workers, cluster=cluster
-    )
-    unread = [refuse_if(strict, found) for _, found in outcomes if isinstance(found, Exception)]
-    if unread and len(unread) == len(source):
-        raise DataError(
-            f"none of {len(source)} {task.item}s can be read, the first because: {unread[0]}"
-        )
-    return store, unread
 
 
 def make_store(

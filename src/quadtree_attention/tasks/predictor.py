@@ -150,10 +150,9 @@ class Predictor(ABC, Generic[ResultT]):
         remaining, hidden = iter(items), None if progress else True
         with tqdm(total=total, unit=self.task.item, leave=False, disable=hidden) as bar:
             while chunk := list(islice(remaining, batch or self.batch)):
-                prepared = [self._prepared(item, errors) for item in chunk]
-                found = iter(self.run([item for item in prepared if isinstance(item, Prepared)]))
-                for item in prepared:
-                    yield next(found) if isinstance(item, Prepared) else item
+                prepared = {i: self._prepared(item, errors) for i, item in enumerate(chunk)}
+                for _, found in self.run_good(prepared):
+                    yield found
                     bar.update()
 
     def run(self, items: Sequence[Prepared]) -> list[ResultT]:
@@ -168,6 +167,14 @@ class Predictor(ABC, Generic[ResultT]):
             results = self._run_batch([items[place] for place in places])
             found.update(zip(places, results, strict=True))
         return [found[place] for place in range(len(items))]
+
+    def run_good(
+        self, items: Mapping[int, Prepared | Exception]
+    ) -> list[tuple[int, ResultT | Exception]]:
+        """Returns the results of prepared samples, by number, and the errors among the items."""
+        good = {i: item for i, item in items.items() if isinstance(item, Prepared)}
+        found: dict[int, Any] = dict(zip(good, self.run(list(good.values())), strict=True))
+        return [(i, found.get(i, item)) for i, item in items.items()]
 
     @abstractmethod
     def forward(self, batch: Sequence[Prepared]) -> Sequence[Any]:

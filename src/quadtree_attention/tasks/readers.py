@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from quadtree_attention.checks import few
-from quadtree_attention.errors import CheckpointError, DataError
+from quadtree_attention.errors import CheckpointError, DataError, OptionError
 from quadtree_attention.files import StrPath
 from quadtree_attention.images import Array
 
@@ -22,6 +22,16 @@ def summary(reasons: Sequence[str]) -> str:
     """The first reasons, and the number of the others."""
     more = f", and {len(reasons) - SHOWN} more" if len(reasons) > SHOWN else ""
     return "; ".join(reasons[:SHOWN]) + more
+
+
+def data_root(root: StrPath | None, source: str) -> Path:
+    """Returns the root of data of a `data.source`; raises `OptionError` if there is none."""
+    if root is None:
+        raise OptionError(
+            f"data from a {source!r} source need a root, got none; pass --data.root FOLDER, or "
+            "--data.source generated to try things out without data"
+        )
+    return Path(root)
 
 
 def refuse_if(strict: bool, error: Exception) -> str:

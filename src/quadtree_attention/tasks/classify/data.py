@@ -13,6 +13,7 @@ from torch.utils.data import Dataset
 from quadtree_attention.checks import above, at_least, between, one_of
 from quadtree_attention.errors import DataError, OptionError
 from quadtree_attention.tasks.classify.augment import DRAWS, BatchAugment, with_safe_posterize
+from quadtree_attention.tasks.classify.predictor import NORM, Preprocess
 from quadtree_attention.tasks.classify.readers import GeneratedSource, Kind, Labelled, open_source
 from quadtree_attention.tasks.readers import summary
 from quadtree_attention.tasks.training import data
@@ -20,7 +21,6 @@ from quadtree_attention.tasks.training.data import Batch, Sample, Split
 from quadtree_attention.tasks.training.loader import Draw, ResumableLoader, seed_from
 
 Augment = Literal["timm", "batch", "none"]
-MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 class LabelledData(data.TaskData):
@@ -61,18 +61,14 @@ class LabelledData(data.TaskData):
         self.image_size, self.eval_crop, self.stored_size = image_size, eval_crop, stored_size
         self.augment = augment
         self.batch_augment = BatchAugment(image_size, scale=(crop_scale, 1.0))
-        norm: dict[str, Any] = {"mean": MEAN, "std": STD, "interpolation": "bicubic"}
-        self.transform = self.train_transform = create_transform(
-            image_size, crop_pct=eval_crop, **norm
-        )
+        self.transform = self.train_transform = Preprocess(image_size, eval_crop).transform
         if augment == "timm":
             policy: dict[str, Any] = {"auto_augment": auto_augment, "color_jitter": color_jitter}
             policy |= {"re_prob": random_erasing, "scale": (crop_scale, 1.0)}
+            fixed: dict[str, Any] = {"is_training": True, "re_mode": "pixel", "hflip": 0.5, **NORM}
             try:
                 self.train_transform = with_safe_posterize(
-                    create_transform(
-                        image_size, is_training=True, re_mode="pixel", hflip=0.5, **policy, **norm
-                    )
+                    create_transform(image_size, **policy, **fixed)
                 )
             except Exception as error:  # timm asserts, and parses the name of a policy in passing
                 raise OptionError(
@@ -105,7 +101,7 @@ class LabelledData(data.TaskData):
         if batch["images"].dtype == torch.uint8:
             images = batch["images"].float() / 255
             images = self.batch_augment.train(training)(images, batch["draws"])
-            mean, std = (images.new_tensor(x).view(1, 3, 1, 1) for x in (MEAN, STD))
+            mean, std = (images.new_tensor(NORM[x]).view(1, 3, 1, 1) for x in ("mean", "std"))
             batch["images"] = (images - mean) / std
         return batch
 

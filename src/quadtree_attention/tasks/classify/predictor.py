@@ -30,6 +30,9 @@ with checks.needs("models", "classifying"):
     from timm.data import create_transform
     from timm.data.constants import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 
+NORM: dict[str, Any] = {"mean": IMAGENET_DEFAULT_MEAN, "std": IMAGENET_DEFAULT_STD}
+NORM |= {"interpolation": "bicubic"}  # of images that are resized
+
 
 @dataclass(frozen=True)
 class Preprocess:
@@ -50,8 +53,7 @@ class Preprocess:
     @cached_property
     def transform(self) -> Any:
         """(3, size, size) of an RGB image, normalised."""
-        norm: dict[str, Any] = {"mean": IMAGENET_DEFAULT_MEAN, "std": IMAGENET_DEFAULT_STD}
-        return create_transform(self.size, crop_pct=self.crop, interpolation="bicubic", **norm)
+        return create_transform(self.size, crop_pct=self.crop, **NORM)
 
 
 class Classifier(Predictor[Classification]):

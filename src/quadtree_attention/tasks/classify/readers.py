@@ -10,11 +10,11 @@ from typing import Any, Literal, get_args
 import numpy as np
 from PIL import Image
 
-from quadtree_attention.errors import DataError, OptionError
+from quadtree_attention.errors import DataError
 from quadtree_attention.files import StrPath
 from quadtree_attention.images import SUFFIXES, Array, decode, to_image
 from quadtree_attention.tasks.contract import Source, file_identity
-from quadtree_attention.tasks.readers import read_npz, reading, summary
+from quadtree_attention.tasks.readers import data_root, read_npz, reading, summary
 
 Split = Literal["train", "val"]
 Kind = Literal["auto", "folder", "npz"]
@@ -193,12 +193,7 @@ def open_source(
         DataError: There are no such files, or they cannot be used.
         OptionError: There is no root.
     """
-    if root is None:
-        raise OptionError(
-            f"data from a {source!r} source need a root, got none; pass --data.root FOLDER, or "
-            "--data.source generated to try things out without data"
-        )
-    root = Path(root)
+    root = data_root(root, source)
     if root.suffix == ".npz" and not root.is_dir():
         return Predictions(root)
     if not root.is_dir():

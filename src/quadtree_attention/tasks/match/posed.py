@@ -25,7 +25,7 @@ from quadtree_attention.errors import DataError, OptionError
 from quadtree_attention.images import Array, ImageLike
 from quadtree_attention.tasks.contract import Source
 from quadtree_attention.tasks.readers import reading
-from quadtree_attention.tasks.training.data import Batch, Sample, Split, TaskData
+from quadtree_attention.tasks.training.data import Sample, Split, TaskData
 
 PER_SCENE = 4  # pairs tried in one scene, whose folder may be missing as a whole
 
@@ -91,6 +91,7 @@ class PosedData(TaskData):
     title: str  # of the data set, in messages
     item = "pair"
     more = "more --data.pairs_per_scene or "
+    floats = ("image0", "image1")
 
     def __init__(
         self,
@@ -163,15 +164,14 @@ class PosedData(TaskData):
         return both[split]
 
     def available(self, split: Split) -> int:
-        source = self.source(split)
-        if split == "train":
-            return len(source.scenes) * self.pairs_per_scene
-        return min(self.val_pairs, len(source))
+        if split == "val":
+            return super().available(split)
+        return len(self.source(split).scenes) * self.pairs_per_scene
 
     def place(self, split: Split, index: int) -> int:
+        if split == "val":
+            return super().place(split, index)
         source = self.source(split)
-        if split == "val":  # evenly spread over all
-            return index * len(source) // self.available(split)
         number = index // self.pairs_per_scene
         return source.starts[number] + int(torch.randint(len(source.scenes[number]), ()))
 
@@ -187,10 +187,6 @@ class PosedData(TaskData):
         }
 
     train_sample = val_sample
-
-    def finish(self, batch: Batch, *, training: bool) -> Batch:
-        """Images travel as bytes."""
-        return batch | {name: batch[name].float() / 255 for name in ("image0", "image1")}
 
 
 def folder_of(root: Path, names: Sequence[str], what: str) -> Path:

@@ -16,11 +16,11 @@ import numpy as np
 from PIL import Image, ImageDraw
 
 from quadtree_attention.checks import one_of
-from quadtree_attention.errors import DataError, OptionError
+from quadtree_attention.errors import DataError
 from quadtree_attention.files import StrPath
 from quadtree_attention.images import SUFFIXES, Array, opened, read_bytes, to_image
 from quadtree_attention.tasks.contract import Source, file_identity
-from quadtree_attention.tasks.readers import reading, summary
+from quadtree_attention.tasks.readers import data_root, reading, summary
 from quadtree_attention.tasks.segment.metrics import IGNORE
 from quadtree_attention.viz.palette import Colour, colour, distinct
 
@@ -50,12 +50,7 @@ def open_source(
         DataError: The data cannot be read.
     """
     one_of(get_args(Kind), source=layout)
-    if root is None:
-        raise OptionError(
-            f"data from a {layout!r} source need a root, got none; pass --data.root FOLDER, or "
-            "--data.source generated to try things out without data"
-        )
-    root = Path(root)
+    root = data_root(root, layout)
     if not root.is_dir():
         raise DataError(f"there is no folder {root}; pass the one that holds images and labels")
     annotated = (root / "annotations" / "training").is_dir()

@@ -71,6 +71,7 @@ class StereoData(data.TaskData):
     """
 
     item = "pair"
+    floats = IMAGES
 
     def __init__(
         self,
@@ -108,13 +109,6 @@ class StereoData(data.TaskData):
                 raise
             raise DataError(f"{error}; pass pairs to validate on with --data.val_root") from error
 
-    def available(self, split: Split) -> int:
-        there = super().available(split)
-        return there if split == "train" else min(self.val_pairs, there)
-
-    def place(self, split: Split, index: int) -> int:  # evenly spread in validation
-        return index * super().available(split) // self.available(split)
-
     def train_sample(self, images: Any, truth: StereoTruth) -> Sample:
         """A window of a pair, its colours changed."""
         sample = self.val_sample(images, truth)
@@ -134,10 +128,6 @@ class StereoData(data.TaskData):
         arrays = dict(zip(IMAGES, pixels, strict=True))
         arrays |= {f"{name}0": array for name, array in vars(truth).items()}
         return {name: torch.from_numpy(array) for name, array in arrays.items()}
-
-    def finish(self, batch: Batch, *, training: bool) -> Batch:
-        """Images travel as bytes."""
-        return batch | {name: batch[name].float() / 255 for name in IMAGES}
 
 
 def cropped(sample: Sample, top: int, left: int, size: tuple[int, int]) -> Sample:

@@ -48,6 +48,8 @@ class TaskData(pl.LightningDataModule):
     more: ClassVar[str] = ""  # what else fills a batch, such as "more --data.pairs or "
     # An unusable sample of validation is replaced by the next one, as in training; False: left out
     replaces: ClassVar[bool] = True
+    floats: ClassVar[tuple[str, ...]] = ()  # entries of a batch that travel as bytes
+    val_pairs: int | None = None  # most samples to validate on, evenly spread over those there are
 
     def __init__(
         self,
@@ -83,12 +85,13 @@ class TaskData(pl.LightningDataModule):
         return stacked(samples)
 
     def finish(self, batch: Batch, *, training: bool) -> Batch:
-        """A batch on its device as the network takes it, such as bytes turned into floats."""
-        return batch
+        """A batch on its device as the network takes it, bytes turned into floats."""
+        return batch | {name: batch[name].float() / 255 for name in self.floats}
 
     def available(self, split: Split) -> int:
         """Samples of an epoch without `limit_images`."""
-        return len(self.source(split))
+        there = len(self.source(split))
+        return there if split == "train" else min(there, self.val_pairs or sys.maxsize)
 
     def count(self, split: Split) -> int:
         """Samples of an epoch."""
@@ -96,7 +99,7 @@ class TaskData(pl.LightningDataModule):
 
     def place(self, split: Split, index: int) -> int:
         """Which sample of the source the sample `index` of an epoch is; may draw."""
-        return index
+        return index * len(self.source(split)) // self.available(split)
 
     def source(self, split: Split) -> Any:
         """The samples of a split, opened once; what it skips is reported, classes are compared."""
@@ -266,6 +269,7 @@ class SyntheticData(TaskData):
     item = "pair"
     more = "more --data.pairs or "
     classes = ()  # type: ignore[assignment]
+    val_pairs: int
 
     def __init__(
         self,

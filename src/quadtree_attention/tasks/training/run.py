@@ -35,7 +35,7 @@ from quadtree_attention.tasks.training import checkpoints
 from quadtree_attention.tasks.training.callbacks import History, Progress, Row
 from quadtree_attention.tasks.training.checkpoints import BEST, LAST
 from quadtree_attention.tasks.training.module import TaskModule
-from quadtree_attention.tasks.training.recipe import Recipe, read_recipe
+from quadtree_attention.tasks.training.recipe import Recipe, merged, read_recipe
 
 LATEST = "latest"  # --resume without a path
 _UNKNOWN = (  # the ways in which the parser speaks of a name it does not know
@@ -263,23 +263,18 @@ def _expanded(task: str, args: Sequence[str]) -> tuple[list[str], list[Recipe], 
         found.append((name, given))
     expanded: list[str] = []
     recipes: list[Recipe] = []
-    for name, given_or_recipe in found:
-        if isinstance(given_or_recipe, Recipe):
-            recipes.append(given_or_recipe)
-            expanded += [name, _with_source(given_or_recipe, source).to_text()]
-        else:
-            expanded += [name] if given_or_recipe is None else [name, given_or_recipe]
+    for name, one in found:
+        value = one
+        if isinstance(one, Recipe):
+            recipes.append(one)
+            data = one.settings.get("data")
+            if isinstance(data, dict) and "source" in data:  # its class would refuse another one
+                one = replace(one, settings=merged(one.settings, {"data": {"source": source}}))
+            value = one.to_text()
+        expanded += [name] if value is None else [name, str(value)]
     if variant and not any(recipe.variants for recipe in recipes):
         raise OptionError(f"no recipe here has variants, got --variant {variant}; leave it out")
     return expanded, recipes, source
-
-
-def _with_source(recipe: Recipe, source: str | None) -> Recipe:
-    """The recipe with the `data.source` that counts: its class would refuse another one."""
-    data = recipe.settings.get("data")
-    if not isinstance(data, dict) or "source" not in data:
-        return recipe
-    return replace(recipe, settings={**recipe.settings, "data": {**data, "source": source}})
 
 
 def _parse(task: Task, source: str | None, args: list[str], recipes: Sequence[Recipe]) -> TrainCLI:
