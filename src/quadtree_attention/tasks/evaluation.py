@@ -71,7 +71,7 @@ def predict(
 def _predict_here(
     predictor: Predictor[Any], samples: "_Samples", step: int, workers: int
 ) -> Iterator[list[Outcome]]:
-    loader = DataLoader(samples, batch_size=None, num_workers=workers) if len(samples) else ()
+    loader: Any = DataLoader(samples, batch_size=None, num_workers=workers) if len(samples) else ()
     remaining = iter(loader)
     while chunk := list(islice(remaining, step)):
         yield predictor.run_good({i: item for i, item in chunk if item is not None})
@@ -181,7 +181,7 @@ def make_store(
     """Opens a store for the results of a predictor; see `Store.create`."""
     settings = predictor.settings() if cluster is None else cluster.settings(predictor)
     classes = getattr(predictor, "names", None)
-    own = {"classes": classes, "suffix": suffix, "force": force}
+    own: dict[str, Any] = {"classes": classes, "suffix": suffix, "force": force}
     return Store.create(save, predictor.task, settings, source, **own)
 
 

@@ -263,15 +263,14 @@ def _expanded(task: str, args: Sequence[str]) -> tuple[list[str], list[Recipe], 
         found.append((name, given))
     expanded: list[str] = []
     recipes: list[Recipe] = []
-    for name, one in found:
-        value = one
+    for name, one in found:  # a recipe, or the value of another option
         if isinstance(one, Recipe):
             recipes.append(one)
             data = one.settings.get("data")
             if isinstance(data, dict) and "source" in data:  # its class would refuse another one
                 one = replace(one, settings=merged(one.settings, {"data": {"source": source}}))
-            value = one.to_text()
-        expanded += [name] if value is None else [name, str(value)]
+            one = one.to_text()
+        expanded += [name] if one is None else [name, one]
     if variant and not any(recipe.variants for recipe in recipes):
         raise OptionError(f"no recipe here has variants, got --variant {variant}; leave it out")
     return expanded, recipes, source
