@@ -91,11 +91,22 @@ class Store:
         before = _read_note(path, codec)
         if before is not None and codec.together and path.exists() and not _is_of(path, before):
             before = None  # it may be anything
-        if before is None:
-            _check_free(path, codec)
+        if before is None:  # files that no note lists stay
+            there = _note_path(path, codec)
+            old = f"; {there.name} is of an older version or damaged" if there.exists() else ""
+            if codec.together and path.exists():
+                raise OptionError(
+                    f"{str(path)!r} exists without a {there.name} that describes it{old}; write "
+                    "to another name"
+                )
+            if not codec.together and path.is_dir() and any(path.iterdir()):
+                raise OptionError(
+                    f"{path} holds files, and no {NOTE} that says they are results of ours{old}; "
+                    "write to another folder"
+                )
         else:
-            there = cls(path, codec, before, before.get("found", ()))
-            note = _merged(path, before, note, there, force=force)
+            known = cls(path, codec, before, before.get("found", ()))
+            note = _merged(path, before, note, known, force=force)
         store = cls(path, codec, note, note.get("found", ()))
         if before is not None and not codec.together:
             new = [name for name in samples if name not in before["samples"]]
@@ -256,22 +267,6 @@ def _read_note(path: Path, codec: Codec[Any]) -> Note | None:
     usable = isinstance(note, dict) and all(isinstance(note.get(k), v) for k, v in kinds.items())
     usable = usable and note["schema"] == SCHEMA and isinstance(note.get("classes"), list | None)
     return note if usable else None
-
-
-def _check_free(path: Path, codec: Codec[Any]) -> None:
-    """Raises `OptionError` for existing files that are not listed in a note."""
-    note = _note_path(path, codec)
-    old = f"; {note.name} is of an older version or damaged" if note.exists() else ""
-    if codec.together and path.exists():
-        raise OptionError(
-            f"{str(path)!r} exists without a {note.name} that describes it{old}; write "
-            "to another name"
-        )
-    if not codec.together and path.is_dir() and any(path.iterdir()):
-        raise OptionError(
-            f"{path} holds files, and no {NOTE} that says they are results of ours{old}; write to "
-            "another folder"
-        )
 
 
 def _merged(path: Path, before: Note, note: Note, there: Store, *, force: bool) -> Note:

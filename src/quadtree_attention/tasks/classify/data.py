@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 from quadtree_attention.checks import above, at_least, between, one_of
 from quadtree_attention.errors import DataError, OptionError
 from quadtree_attention.tasks.classify.augment import DRAWS, BatchAugment, with_safe_posterize
-from quadtree_attention.tasks.classify.predictor import NORM, Preprocess
+from quadtree_attention.tasks.classify.predictor import MEAN, NORM, STD, Preprocess
 from quadtree_attention.tasks.classify.readers import GeneratedSource, Kind, Labelled, open_source
 from quadtree_attention.tasks.readers import summary
 from quadtree_attention.tasks.training import data
@@ -101,7 +101,7 @@ class LabelledData(data.TaskData):
         if batch["images"].dtype == torch.uint8:
             images = batch["images"].float() / 255
             images = self.batch_augment.train(training)(images, batch["draws"])
-            mean, std = (images.new_tensor(NORM[x]).view(1, 3, 1, 1) for x in ("mean", "std"))
+            mean, std = (images.new_tensor(x).view(1, 3, 1, 1) for x in (MEAN, STD))
             batch["images"] = (images - mean) / std
         return batch
 

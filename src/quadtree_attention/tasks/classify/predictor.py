@@ -28,10 +28,10 @@ from quadtree_attention.tasks.readers import class_names
 
 with checks.needs("models", "classifying"):
     from timm.data import create_transform
-    from timm.data.constants import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
+    from timm.data.constants import IMAGENET_DEFAULT_MEAN as MEAN
+    from timm.data.constants import IMAGENET_DEFAULT_STD as STD
 
-NORM: dict[str, Any] = {"mean": IMAGENET_DEFAULT_MEAN, "std": IMAGENET_DEFAULT_STD}
-NORM |= {"interpolation": "bicubic"}  # of images that are resized
+NORM: dict[str, Any] = {"mean": MEAN, "std": STD, "interpolation": "bicubic"}
 
 
 @dataclass(frozen=True)

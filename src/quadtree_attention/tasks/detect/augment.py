@@ -73,16 +73,12 @@ def _cropped(
     sample: dict[str, Any], top: int, left: int, height: int, width: int
 ) -> dict[str, Any]:
     names = [name for name in ("image", "boxes", "masks") if name in sample]
-    moved = {name: tv.crop(sample[name], top, left, height, width) for name in names}
-    boxes = tv.clamp_bounding_boxes(moved["boxes"])
+    moved = sample | {name: tv.crop(sample[name], top, left, height, width) for name in names}
+    image, boxes = moved.pop("image"), tv.clamp_bounding_boxes(moved["boxes"])
+    moved["boxes"] = boxes
     kept = ((boxes[:, 2:] - boxes[:, :2]) >= LEAST_SIDE).all(1)
     if "masks" in moved:
         kept &= moved["masks"].flatten(1).any(1)  # the box of a bent shape may hold none of it
     kept = kept.as_subclass(torch.Tensor)
-    image = moved.pop("image")
-    together: dict[str, Any] = sample | moved
-    others = {name: value[kept] for name, value in together.items() if name != "image"}
-    others["boxes"] = tv_tensors.wrap(boxes[kept], like=boxes)
-    if "masks" in moved:
-        others["masks"] = tv_tensors.Mask(others["masks"])
+    others = {name: tv_tensors.wrap(value[kept], like=value) for name, value in moved.items()}
     return {**others, "image": image}

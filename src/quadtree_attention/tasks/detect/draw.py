@@ -112,11 +112,10 @@ def place_tag(
         left = min(max(x, 0), max(size[0] - 1 - width, 0))
         if y < 0 or y + height > size[1] - 1:
             continue
-        place = (left, y, left + width, y + height)
-        if not any(_overlap(place, other) for other in taken):
-            return place
+        right, bottom = left + width, y + height
+        if not any(
+            min(right, other[2]) > max(left, other[0]) and min(bottom, other[3]) > max(y, other[1])
+            for other in taken
+        ):
+            return left, y, right, bottom
     return None
-
-
-def _overlap(a: Corners, b: Corners) -> bool:
-    return min(a[2], b[2]) > max(a[0], b[0]) and min(a[3], b[3]) > max(a[1], b[1])

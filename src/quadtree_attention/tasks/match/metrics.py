@@ -16,6 +16,7 @@ camera 1.
 """
 
 import math
+import re
 from collections.abc import Sequence
 from statistics import fmean, median
 from typing import Any, Literal
@@ -84,7 +85,13 @@ class MatchMetric(Metric[PairLine, Matches]):
         above(0, pose_pixels=pose_pixels, epipolar=epipolar)
         at_least(0, side=side)
         self.pose_pixels, self.epipolar, self.side = pose_pixels, epipolar, side
-        self.pose_size = None if pose_size is None else _size_of(pose_size)
+        self.pose_size: tuple[int, ...] | None = None
+        if pose_size is not None:
+            if not re.fullmatch(r"0*[1-9]\d*x0*[1-9]\d*", pose_size):
+                raise OptionError(
+                    f"pose_size must be WIDTHxHEIGHT in pixels, got {pose_size!r}; pass 640x480"
+                )
+            self.pose_size = tuple(map(int, pose_size.split("x")))
         self.estimators = tuple(estimators)
 
     def update(self, name: str, truth: PairLine, found: Matches | None) -> None:
@@ -172,13 +179,6 @@ class MatchMetric(Metric[PairLine, Matches]):
             errors[name] = corner_error(found and found.matrix, pair.H_0to1, *size0) * scale
         away = np.linalg.norm(transform(points0, pair.H_0to1) - points1, axis=1) * scale
         return precision(away, CORRECT_PIXELS), errors
-
-
-def _size_of(text: str) -> tuple[int, int]:
-    width, _, height = text.partition("x")
-    if not (width.isdecimal() and height.isdecimal() and int(width) and int(height)):
-        raise OptionError(f"pose_size must be WIDTHxHEIGHT in pixels, got {text!r}; pass 640x480")
-    return int(width), int(height)
 
 
 def _scaled(K: Array, scale: Array) -> Array:

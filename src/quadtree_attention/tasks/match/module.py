@@ -2,7 +2,6 @@
 """Training of a matcher."""
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, Literal, Self, cast, get_args
 
 import torch
@@ -95,27 +94,19 @@ class MatchModule(TaskModule):
         super().__init__()
         self.save_hyperparameters()
         self.build(model, options)
-        if cnn is not None:
-            self._freeze_cnn(weights_path(cnn, TASK.name))
+        if cnn is not None:  # takes it from a file; refuses one of another shape
+            path, prefix = weights_path(cnn, TASK.name), "backbone."
+            state = read_checkpoint(path)
+            own = {k.removeprefix(prefix): x for k, x in state.items() if k.startswith(prefix)}
+            check_fit(self.model.backbone, own)
+            self.model.backbone.load_state_dict(own)
+            self.model.backbone.requires_grad_(False).eval()
+            self.start = file_sha256(path)
         self.no_poses: str | None = None  # why poses cannot be estimated here
         try:
             libraries()
         except MissingDependencyError as error:
             self.no_poses = str(error)
-
-    def _freeze_cnn(self, path: Path) -> None:
-        """Takes the CNN of a file of weights.
-
-        Raises:
-            CheckpointError: It has no CNN of this shape.
-        """
-        prefix, cnn = "backbone.", self.model.backbone
-        state = read_checkpoint(path)
-        own = {k.removeprefix(prefix): x for k, x in state.items() if k.startswith(prefix)}
-        check_fit(cnn, own)
-        cnn.load_state_dict(own)
-        cnn.requires_grad_(False).eval()
-        self.start = file_sha256(path)
 
     def train(self, mode: bool = True) -> Self:
         """Sets the mode, but for that of a CNN that is not trained."""

@@ -12,7 +12,7 @@ import re
 import zipfile
 from collections.abc import Iterable
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 
@@ -44,7 +44,12 @@ def read_npz(path: Path, names: Iterable[str] | None = None) -> dict[str, Array]
 
 def _read(file: zipfile.ZipFile, member: str, path: Path) -> Array:
     with file.open(member) as stream:
-        if not _has_objects(stream):
+        version = np.lib.format.read_magic(stream)
+        read = {
+            (1, 0): np.lib.format.read_array_header_1_0,
+            (2, 0): np.lib.format.read_array_header_2_0,
+        }.get(version)  # later versions are for names of fields only, and are left to NumPy
+        if read is None or not read(stream)[2].hasobject:
             stream.seek(0)
             return np.lib.format.read_array(stream, allow_pickle=False)
         try:
@@ -57,17 +62,6 @@ def _read(file: zipfile.ZipFile, member: str, path: Path) -> Array:
     if not isinstance(made, _Made):
         raise DataError(f"{member} of {path} is no array but {type(made).__name__}; get it again")
     return made.array
-
-
-def _has_objects(stream: IO[bytes]) -> bool:
-    """Whether the array that a stream begins with holds objects; the stream is then behind it."""
-    version = np.lib.format.read_magic(stream)
-    read = {
-        (1, 0): np.lib.format.read_array_header_1_0,
-        (2, 0): np.lib.format.read_array_header_2_0,
-    }.get(version)
-    # later versions are for names of fields only, and are left to NumPy
-    return read is not None and bool(read(stream)[2].hasobject)
 
 
 class _RefusedError(pickle.UnpicklingError):

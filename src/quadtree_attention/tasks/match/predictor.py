@@ -109,12 +109,13 @@ class Matcher(Predictor[Matches]):
         flat = any(map(_is_flat, item.inputs))
         if flat:  # the maps show the borders of the image alone
             raw = {name: values[:0] for name, values in raw.items()}
-        points0, points1 = (
-            _to_original(raw[f"keypoints{i}"], item.inputs[i], item.images[i]) for i in range(2)
-        )
-        matches = Matches(points0, points1, raw["confidence"].float().numpy())
+        points: list[Array] = []  # pixels of the images as given, whose edges are those of inputs
+        for i, (image, seen) in enumerate(zip(item.images, item.inputs, strict=True)):
+            scale = np.array([image.width / seen.shape[-1], image.height / seen.shape[-2]])
+            points.append((raw[f"keypoints{i}"].double().numpy() + 0.5) * scale - 0.5)
+        matches = Matches(*points, raw["confidence"].float().numpy())
         if self.guide is not None and not flat:
-            better = self.guide(item.images, (points0, points1, matches.confidence))
+            better = self.guide(item.images, (points[0], points[1], matches.confidence))
             if better is not None:
                 matches = Matches(*better[0], seen=better[1])
         return matches if self.top is None else matches.best(self.top)
@@ -171,9 +172,3 @@ def shrunk(image: Image.Image, size: int) -> Image.Image:
 def _is_flat(pixels: Tensor) -> bool:
     """Whether an image has no texture: one value in all pixels."""
     return bool(pixels.min() == pixels.max())
-
-
-def _to_original(points: Tensor, seen: Tensor, image: Image.Image) -> Array:
-    """Pixels of the image as given; edges of the two images, not centres of pixels, coincide."""
-    scale = np.array([image.width / seen.shape[-1], image.height / seen.shape[-2]])
-    return (points.double().numpy() + 0.5) * scale - 0.5

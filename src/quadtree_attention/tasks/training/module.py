@@ -40,12 +40,6 @@ def check_options(options: Mapping[str, Any] | None, **instead: str) -> None:
         )
 
 
-def _follows_step(kind: type) -> Any:
-    """A schedule without state: it follows from the step, so a longer run has a longer one."""
-    stateless = {"state_dict": lambda _: {}, "load_state_dict": lambda *_: None}
-    return type(kind.__name__, (kind,), stateless)
-
-
 class OneCycle(Scheduler):
     """The learning rates of PyTorch's OneCycleLR, in runs of any length; momentum stays.
 
@@ -80,8 +74,11 @@ class OneCycle(Scheduler):
         return [end + (highest - end) * share for highest in self.base_values]
 
 
-CosineSchedule, DecaySchedule, PolySchedule, OneCycleSchedule = map(
-    _follows_step, (CosineLRScheduler, MultiStepLRScheduler, PolyLRScheduler, OneCycle)
+# Schedules without state: they follow from the step, so a longer run has a longer one
+STATELESS = {"state_dict": lambda _: {}, "load_state_dict": lambda *_: None}
+CosineSchedule, DecaySchedule, PolySchedule, OneCycleSchedule = (
+    cast(Any, type(kind.__name__, (kind,), STATELESS))
+    for kind in (CosineLRScheduler, MultiStepLRScheduler, PolyLRScheduler, OneCycle)
 )
 
 
