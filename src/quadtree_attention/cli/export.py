@@ -51,7 +51,14 @@ def register(app: typer.Typer) -> None:
 def export(context: typer.Context) -> None:
     o = context.params
     checks.known(o["task"], NAMES, "TASK")
-    fixed = None if o["fixed"] is None else _size(o["fixed"])
+    fixed: tuple[int, int] | None = None
+    if o["fixed"] is not None:
+        found = re.fullmatch(r"(\d+)x(\d+)", o["fixed"])
+        if found is None:
+            raise OptionError(
+                f"--fixed must be like 480x640, got {o['fixed']!r}; pass height x width"
+            )
+        fixed = int(found[1]), int(found[2])
     if o["save"].suffix != ".onnx":
         raise OptionError(f"--save must end in .onnx, got {o['save']}; rename the file")
 
@@ -75,10 +82,3 @@ def export(context: typer.Context) -> None:
         say_json(exported.to_dict())
     else:
         say(table(summary(exported)))
-
-
-def _size(text: str) -> tuple[int, int]:
-    found = re.fullmatch(r"(\d+)x(\d+)", text)
-    if found is None:
-        raise OptionError(f"--fixed must be like 480x640, got {text!r}; pass height x width")
-    return int(found[1]), int(found[2])

@@ -21,8 +21,7 @@ from quadtree_attention.errors import DTypeError, OptionError
 if TYPE_CHECKING:
     import torch
 
-    from quadtree_attention.ops.attention.problem import Problem
-    from quadtree_attention.ops.planning.plan import LevelPlan, Plan
+    from quadtree_attention.ops.planning.plan import Plan
 
 HELP = """Show versions, devices, the backends that can run a call, and why others cannot.
 
@@ -67,7 +66,7 @@ def make_report(o: Mapping[str, Any]) -> dict[str, Any]:
     """Returns all printed facts, in the order of the JSON; options are checked by `plan`."""
     import torch
 
-    from quadtree_attention.ops.backends import ENVIRONMENT_VARIABLE
+    from quadtree_attention.ops.backends import ENVIRONMENT_VARIABLE, explain_backends
     from quadtree_attention.ops.planning.cost import SPEEDS
     from quadtree_attention.ops.planning.plan import describe_problem, plan
 
@@ -82,13 +81,16 @@ def make_report(o: Mapping[str, Any]) -> dict[str, Any]:
         "device": auto if o["device"] == "auto" else o["device"],
     }
     problem = describe_problem(**arguments)
+    absent = []  # a reason of every backend
+    if problem.device.type == "cuda" and (problem.device.index or 0) >= torch.cuda.device_count():
+        absent = [f"this machine has no device {problem.device}"]
     cpu = {"name": cpu_name(), "cores": os.cpu_count(), "threads": torch.get_num_threads()}
     return {
         "versions": _versions(),
         "devices": {"cpu": cpu, "cuda": _cuda_devices()},
         "environment": {ENVIRONMENT_VARIABLE: os.environ.get(ENVIRONMENT_VARIABLE)},
         "problem": str(problem),
-        "backends": _backends(problem),
+        "backends": {n: absent + reasons for n, reasons in explain_backends(problem).items()},
         "plan": plan(**arguments) if o["plan"] else None,
         "times_measured_on": SPEEDS[problem.device.type].machine if o["plan"] else None,
     }
@@ -165,18 +167,6 @@ def _cuda_devices() -> list[dict[str, Any]]:
     ]
 
 
-def _backends(problem: "Problem") -> dict[str, list[str]]:
-    """Returns every backend with its reasons; missing devices are added here."""
-    import torch
-
-    from quadtree_attention.ops.backends import explain_backends
-
-    missing = []
-    if problem.device.type == "cuda" and (problem.device.index or 0) >= torch.cuda.device_count():
-        missing = [f"this machine has no device {problem.device}"]
-    return {name: missing + reasons for name, reasons in explain_backends(problem).items()}
-
-
 def as_text(report: Mapping[str, Any]) -> str:
     versions = [[name, value or "not installed"] for name, value in report["versions"].items()]
     parts = [
@@ -185,8 +175,13 @@ def as_text(report: Mapping[str, Any]) -> str:
         f"backends for {report['problem']}\n" + _backends_text(report),
     ]
     if (plan := report["plan"]) is not None:
+        rows = [["level", "queries", "keys", "candidates", "kept", "FLOPs"]]
+        for i, level in enumerate(plan.levels):
+            grids = [_grid(level.grid), _grid(level.key_grid)]
+            counts = [f"{level.candidates:,}", str(level.kept or "-"), _si(level.flops)]
+            rows.append([str(i), *grids, *counts])
         parts.append(
-            f"plan\n{_levels_text(plan.levels)}\n\n{_costs_text(plan)}\n\n"
+            f"plan\n{_table(rows)}\n\n{_costs_text(plan)}\n\n"
             f"  Times are estimates for {report['times_measured_on']}; use them for relative "
             f"comparisons only.\n  {plan.advice}"
         )
@@ -215,16 +210,6 @@ def _backends_text(report: Mapping[str, Any]) -> str:
         rows.append([name, f"cannot: {'; '.join(reasons)}" if reasons else f"can run it{taken}"])
     set_by = [(name, value) for name, value in report["environment"].items() if value]
     return "\n".join([_table(rows), *(f"  {n}={value} replaces auto" for n, value in set_by)])
-
-
-def _levels_text(levels: "Sequence[LevelPlan]") -> str:
-    rows = [["level", "queries", "keys", "candidates", "kept", "FLOPs"]]
-    for i, level in enumerate(levels):
-        grids = [_grid(level.grid), _grid(level.key_grid)]
-        rows.append(
-            [str(i), *grids, f"{level.candidates:,}", str(level.kept or "-"), _si(level.flops)]
-        )
-    return _table(rows)
 
 
 def _costs_text(plan: "Plan") -> str:

@@ -79,21 +79,14 @@ def errors_on_one_line(*, debug: bool = False) -> Iterator[None]:
             traceback.print_exc()
         where = f"{error.filename}: " if error.filename else ""
         tell(f"{where}{error.strerror or error}; make room, or write elsewhere")
-        with _silent():
-            raise typer.Exit(MISTAKE) from None
+        try:
+            sys.stdout.flush()
+        except OSError:  # no second error when a full standard output is closed
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        raise typer.Exit(MISTAKE) from None
     except KeyboardInterrupt as error:
         tell(str(error) or "interrupted")
         raise typer.Exit(INTERRUPTED) from None
-
-
-@contextmanager
-def _silent() -> Iterator[None]:
-    """Suppresses the second error when a full standard output is closed."""
-    try:
-        sys.stdout.flush()
-    except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    yield
 
 
 def imported() -> None:

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import typer
@@ -42,16 +42,19 @@ class Job:
     saved: Path | None = None
 
 
-def make_predictor(context: typer.Context, task: str, own: Sequence[str]) -> Predictor[Any]:
-    """Creates the predictor from the options of a command."""
-    given = context.params
+def make_predictor(
+    context: typer.Context, task: str, own: Sequence[str], kind: Any = None
+) -> Predictor[Any]:
+    """Creates the predictor of a task, or of a class, from the options of a command."""
+    given, made = context.params, kind or get_task(task).load("predictor")
     chosen = {name: given[name] for name in (*COMMON, *own) if name in given}
     if given.get("cluster") is not None:
         chosen["device"] = "cpu"  # that of the actors is the cluster's
-    predictor: Predictor[Any] = (
-        get_task(task).load("predictor").from_pretrained(given["weights"], **chosen)
-    )
-    announce_compiling(predictor)
+    predictor: Predictor[Any] = made.from_pretrained(given["weights"], **chosen)
+    imported()
+    compiles = predictor.device.type == "cpu" and default_backend() != "reference"
+    if compiles and not is_compiled():
+        tell("compiling kernels for this machine once; later runs use a cache")
     return predictor
 
 
@@ -69,21 +72,7 @@ def make_pair_matcher(context: typer.Context) -> "PairMatcher":
     """Creates the matcher of reconstructions from the options of a command."""
     from quadtree_attention.sfm.matching import PairMatcher
 
-    given = context.params
-    chosen = {name: given[name] for name in ("size", "threshold", "device", "dtype", "guided")}
-    if given["cluster"] is not None:
-        chosen["device"] = "cpu"
-    matcher = PairMatcher.from_pretrained(given["weights"], **chosen)
-    announce_compiling(matcher)
-    return matcher
-
-
-def announce_compiling(predictor: Predictor[Any]) -> None:
-    """Writes a line if the first call compiles kernels."""
-    imported()
-    compiles = predictor.device.type == "cpu" and default_backend() != "reference"
-    if compiles and not is_compiled():
-        tell("compiling kernels for this machine once; later runs use a cache")
+    return cast(PairMatcher, make_predictor(context, "match", ("threshold", "guided"), PairMatcher))
 
 
 def predict_images(

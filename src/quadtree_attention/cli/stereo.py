@@ -89,11 +89,13 @@ def stereo(context: typer.Context) -> None:
 
 
 def _find_one(context: typer.Context) -> None:
+    import numpy as np
+
     from quadtree_attention.cli.predict import check_targets, make_predictor
     from quadtree_attention.images import to_image
     from quadtree_attention.tasks.contract import checked_suffix
     from quadtree_attention.tasks.stereo.predictor import check_pair
-    from quadtree_attention.tasks.stereo.result import DisparityCodec
+    from quadtree_attention.tasks.stereo.result import SPREAD, DisparityCodec, spread
 
     o = context.params
     inputs = o["left"], o["right"]
@@ -126,17 +128,20 @@ def _find_one(context: typer.Context) -> None:
     for sentence in found.warnings:
         tell(f"warning: {sentence}")
     files = [str(path) for path in (out, save, occlusion, depth, points) if path is not None]
-    about = {} if cameras is None else _depth(found, cameras)
+    about: dict[str, Any] = {}
+    if cameras is not None:
+        far = found.depth(**cameras)
+        far = far[np.isfinite(far)]
+        about["depth"] = dict(zip(SPREAD, spread(far) if far.size else (None,) * 3, strict=True))
     if o["json"]:
         given = {"left": inputs[0], "right": inputs[1]}
         say_json({**given, **found.to_dict(), **about, "written": files})
         return
     rows = {"device": str(predictor.device), "written": written(files)}
     if about:
-        spread = about["depth"]
         rows = {"depth": "infinite: no disparity is above 0"} | rows
-        if spread["median"] is not None:
-            rows["depth"] = "{min:.4g} to {max:.4g}, median {median:.4g}".format(**spread)
+        if far.size:
+            rows["depth"] = "{min:.4g} to {max:.4g}, median {median:.4g}".format(**about["depth"])
     say(found.to_text() + "\n" + table(rows))
 
 
@@ -156,17 +161,6 @@ def _cameras(
         return None
     check_cameras(focal, baseline, offset)
     return {"focal": focal, "baseline": baseline, "offset": offset}
-
-
-def _depth(found: "Disparity", cameras: dict[str, float]) -> dict[str, Any]:
-    import numpy as np
-
-    from quadtree_attention.tasks.stereo.result import SPREAD, spread
-
-    depth = found.depth(**cameras)
-    finite = depth[np.isfinite(depth)]
-    values = spread(finite) if finite.size else (None, None, None)
-    return {"depth": dict(zip(SPREAD, values, strict=True))}
 
 
 def _find_many(context: typer.Context) -> None:

@@ -40,7 +40,15 @@ def run(context: typer.Context) -> None:
     from quadtree_attention.tasks.predictor import DTYPES, usable_device
 
     options = context.params
-    sizes = [_size(text) for text in options["sizes"].split(",")]
+    sizes: list[tuple[int, int]] = []
+    for text in options["sizes"].split(","):
+        found = re.fullmatch(r"\s*(\d+)x(\d+)\s*", text)
+        if found is None or "0" in found.groups():
+            raise OptionError(
+                f"--sizes must be like 480x640 or 480x640,800x1344, got {text!r}; pass height x "
+                "width"
+            )
+        sizes.append((int(found[1]), int(found[2])))
     imported()
     import torch
 
@@ -67,12 +75,3 @@ def run(context: typer.Context) -> None:
     else:
         what = f"{kernels} kernels of {name}" if kernels else f"the kernels of {name}"
         say(f"compiled {what} ({seconds:.1f} s, {device})")
-
-
-def _size(text: str) -> tuple[int, int]:
-    found = re.fullmatch(r"\s*(\d+)x(\d+)\s*", text)
-    if found is None or "0" in found.groups():
-        raise OptionError(
-            f"--sizes must be like 480x640 or 480x640,800x1344, got {text!r}; pass height x width"
-        )
-    return int(found[1]), int(found[2])
