@@ -22,6 +22,7 @@ import subprocess
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
+from functools import cache, reduce
 from pathlib import Path
 from typing import Any
 
@@ -198,6 +199,17 @@ def read(path: Path, kind: str | None = None) -> Result:
     except ValueError as error:
         raise ResultFileError(f"{path} is not a result file: {error}") from error
     return result
+
+
+@cache
+def stored(name: str) -> Result:
+    """A committed result file, by its path below `results` without the suffix."""
+    return read(RESULTS / f"{name}.json")
+
+
+def found_at(path: str, values: Any) -> Any:
+    """The value at a path, such as "values.median_ms"."""
+    return reduce(lambda found, key: found[key], path.split("."), values)
 
 
 def read_all(kind: str, folder: Path | None = None) -> dict[str, Result]:

@@ -23,6 +23,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from PIL import Image
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 PATCH, SIDE, CLASSES = 4, 112, 20  # pixels of a patch and of an image, classes
@@ -115,8 +116,6 @@ def make_vit() -> PlainViT:
 
 def load_vit(path: Path) -> PlainViT:
     """The trained network, ready to evaluate."""
-    from safetensors.torch import load_file
-
     model = make_vit()
     model.load_state_dict(load_file(path))
     return model.eval()
@@ -283,12 +282,7 @@ def train(options: argparse.Namespace) -> None:
 
 
 def save(model: nn.Module, path: Path) -> None:
-    from safetensors.torch import save_file
-
-    state: dict[str, Any] = {
-        k: v.detach().cpu().contiguous() for k, v in model.state_dict().items()
-    }
-    save_file(state, path)
+    save_file({k: v.detach().cpu().contiguous() for k, v in model.state_dict().items()}, path)
 
 
 def main() -> None:

@@ -8,12 +8,11 @@ A row is "reproduced" if our number has the digits that the paper prints, "diffe
 import re
 from collections import Counter
 from collections.abc import Mapping
-from functools import cache, reduce
 from typing import Any
 
 import yaml
 
-from benchmarks.result import RESULTS, ROOT, ResultFileError, Row, read
+from benchmarks.result import ROOT, ResultFileError, found_at, stored
 
 ROWS = ROOT / "benchmarks" / "paper" / "rows.yaml"
 STATES = ("reproduced", "ready", "differs", "unknowable")
@@ -73,11 +72,11 @@ def _numbers(row: Mapping[str, Any], paper: str) -> tuple[str, str]:
     wanted = row.get("measured", {"file": "paper/count", "case": row.get("count")})
     values = _found(wanted["file"], wanted["case"], wanted.get("kind"))
     key, percent = row["value"], " %" if paper.endswith("%") else ""
-    value, scale = _get(values, key), row.get("scale") or SCALES.get(key, 1e9)
+    value, scale = found_at(key, values), row.get("scale") or SCALES.get(key, 1e9)
     if "formula" in row:
         paper = f"{values[row['formula']] / scale:.3f}"
     if "of" in row:
-        scale = _get(_found(wanted["file"], row["of"]), key) / (100 if percent else 1)
+        scale = found_at(key, _found(wanted["file"], row["of"])) / (100 if percent else 1)
     (number,) = re.findall(r"\d+\.?\d*", paper)
     return paper, f"{value / scale:.{len(number.partition('.')[2])}f}{percent}"
 
@@ -89,16 +88,11 @@ def train_command(row: Mapping[str, Any]) -> str:
     return f"quadtree train {task} {config}"
 
 
-@cache
-def _rows(file: str) -> list[Row]:
-    return read(RESULTS / f"{file}.json")["rows"]
-
-
 def _found(file: str, case: Mapping[str, Any], kind: str | None = None) -> dict[str, Any]:
     """Values of the one row of a result file whose case has these entries."""
     found = [
         row
-        for row in _rows(file)
+        for row in stored(file)["rows"]
         if case.items() <= row["case"].items() and kind in (None, row.get("kind"))
     ]
     if len(found) != 1 or "values" not in found[0]:
@@ -106,15 +100,11 @@ def _found(file: str, case: Mapping[str, Any], kind: str | None = None) -> dict[
     return found[0]["values"]
 
 
-def _get(values: Any, path: str) -> Any:
-    return reduce(lambda found, key: found[key], path.split("."), values)
-
-
 def _near(file: str, recipe: str, score: str, words: str) -> str:
     """Our mean over seeds on other data."""
     runs = [
         row["values"]["final"][score]
-        for row in _rows(file)
+        for row in stored(file)["rows"]
         if row.get("kind") == "run" and row["case"]["recipe"] == recipe and "values" in row
     ]
     if not runs:

@@ -2,14 +2,13 @@
 """The numbers on the first page: this package beside what one would use instead."""
 
 from collections.abc import Mapping
-from functools import cache, reduce
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import yaml
 
-from benchmarks.result import RESULTS, Result, ResultFileError, read
+from benchmarks.result import ResultFileError, found_at, stored
 from benchmarks.tables.table import number
 from benchmarks.tables.views import VALUES
 
@@ -29,7 +28,7 @@ def _line(entry: Mapping[str, Any]) -> str:
     if abs(first - second) > entry.get("margin", 0):
         best = int((first > second) != (entry.get("better") == "higher"))
         texts[best] = f"**{texts[best]}**"
-    device = _result(entry["file"])["runs"][0]["machine"]["device_name"]
+    device = stored(entry["file"])["runs"][0]["machine"]["device_name"]
     return f"| {entry['what']} | {texts[0]} | {texts[1]} {entry['name']} | {device} |"
 
 
@@ -47,7 +46,7 @@ def _found(entry: Mapping[str, Any], case: Mapping[str, Any]) -> Any:
     """
     rows = [
         row
-        for row in _result(entry["file"])["rows"]
+        for row in stored(entry["file"])["rows"]
         if case.items() <= row["case"].items() and "values" in row and row.get("kind") != "step"
     ]
     if len({str(row["case"] | {"seed": None}) for row in rows}) != 1:
@@ -58,9 +57,4 @@ def _found(entry: Mapping[str, Any], case: Mapping[str, Any]) -> Any:
     if path.startswith("="):
         name, *arguments = path[1:].split()
         return VALUES[name](*arguments, rows[0])
-    return fmean(reduce(lambda found, key: found[key], path.split("."), row) for row in rows)
-
-
-@cache
-def _result(name: str) -> Result:
-    return read(RESULTS / f"{name}.json")
+    return fmean(found_at(path, row) for row in rows)

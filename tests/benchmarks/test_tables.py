@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tables from results: what cells show, what is not measured, and the pages in docs/."""
 
+from benchmarks import result as files
 from benchmarks.result import ResultFileError, dumps
 from benchmarks.tables import summary, views, write
 from benchmarks.tables.table import number
@@ -101,8 +102,8 @@ def test_summary_marks_the_better_number(tmp_path, monkeypatch):
     result = result_of("speed/scenes", *rows, size=[8, 8], batch=1, samples=1, plain=False)
     (tmp_path / "speed").mkdir()
     (tmp_path / "speed" / "scenes--x.json").write_text(dumps(result))
-    monkeypatch.setattr(summary, "RESULTS", tmp_path)
-    summary._result.cache_clear()
+    monkeypatch.setattr(files, "RESULTS", tmp_path)
+    summary.stored.cache_clear()
     file = tmp_path / "summary.yaml"
     file.write_text(SUMMARY)
     try:
@@ -114,7 +115,7 @@ def test_summary_marks_the_better_number(tmp_path, monkeypatch):
         file.write_text(SUMMARY.replace("part: all", "part: nothing"))
         raises(ResultFileError, r"has 0 rows of .*nothing.*, expected one", summary.table, file)
     finally:
-        summary._result.cache_clear()
+        summary.stored.cache_clear()
 
 
 def test_docs_are_up_to_date(capsys):
