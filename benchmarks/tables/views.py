@@ -236,7 +236,8 @@ def _provenance(name: str, result: Result) -> list[str]:
     lines = [f"`benchmarks/results/{name}.json`"]
     for run in result["runs"]:
         lines += ["", circumstances(run), "", f"    {run['command']}"]
-        lines += _methods(run["settings"])
+        if methods := run["settings"].get("methods"):
+            lines += ["", *(f"- {name}: {_said(method)}" for name, method in methods.items())]
     return lines
 
 
@@ -279,24 +280,13 @@ def circumstances(run: Result) -> str:
 
 def _limits(settings: Mapping[str, Any]) -> list[str]:
     """Settings that change what the tables mean, one paragraph each."""
-    limit, variant = settings.get("memory_gib"), settings.get("variant")
-    memory = [] if limit is None else [f"PyTorch was given {number(limit)} GiB of the GPU."]
-    points, error = settings.get("points"), settings.get("error")
-    fidelity = (
-        []
-        if points is None
-        else [
-            f"K is calibrated for an error of {error:g}; LightGlue has at most {points} points "
-            "an image."
-        ]
-    )
-    return [*([f"Variant {variant}."] if variant else []), *memory, *fidelity]
-
-
-def _methods(settings: Mapping[str, Any]) -> list[str]:
-    """Settings of the methods that are compared."""
-    methods = settings.get("methods", {})
-    return ["", *(f"- {name}: {_said(m)}" for name, m in methods.items())] if methods else []
+    limits = [f"Variant {settings['variant']}."] if settings.get("variant") else []
+    if (limit := settings.get("memory_gib")) is not None:
+        limits.append(f"PyTorch was given {number(limit)} GiB of the GPU.")
+    if (points := settings.get("points")) is not None:
+        calibrated = f"K is calibrated for an error of {settings['error']:g}"
+        limits.append(f"{calibrated}; LightGlue has at most {points} points an image.")
+    return limits
 
 
 def _said(settings: Mapping[str, Any]) -> str:

@@ -248,8 +248,19 @@ def _connect(address: str) -> None:
                 "ray.shutdown() first"
             )
         return
-    if address not in ("auto", "local"):
-        _check_answers(address)
+    if address not in ("auto", "local"):  # fails at once where Ray would try for a minute
+        host, _, port = address.rpartition(":")
+        if not host or not port.isdecimal() or "/" in address:
+            raise OptionError(
+                f"the address of a Ray cluster is HOST:PORT, auto or local, got {address!r}; pass "
+                "that of ray start --head, such as 10.0.0.1:6379"
+            )
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECTING).close()
+        except (OSError, OverflowError) as error:
+            raise OptionError(
+                f"there is no Ray cluster at {address}: {error}; start one with ray start --head"
+            ) from error
     # Otherwise actors without a GPU could see all GPUs of their machine; Ray warns of this
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     own = {"include_dashboard": False} if address == "local" else {}
@@ -260,22 +271,6 @@ def _connect(address: str) -> None:
         raise OptionError(
             f"cannot join the Ray cluster at {address}: {reason[:200]}; run ray start "
             "--address=HOST:PORT on this machine first, or check the address"
-        ) from error
-
-
-def _check_answers(address: str) -> None:
-    """Raises `OptionError` at once where Ray would try for a minute."""
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal() or "/" in address:
-        raise OptionError(
-            f"the address of a Ray cluster is HOST:PORT, auto or local, got {address!r}; pass that "
-            "of ray start --head, such as 10.0.0.1:6379"
-        )
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECTING).close()
-    except (OSError, OverflowError) as error:
-        raise OptionError(
-            f"there is no Ray cluster at {address}: {error}; start one with ray start --head"
         ) from error
 
 

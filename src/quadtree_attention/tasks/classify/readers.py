@@ -12,7 +12,7 @@ from PIL import Image
 
 from quadtree_attention.errors import DataError
 from quadtree_attention.files import StrPath
-from quadtree_attention.images import SUFFIXES, Array, decode, to_image
+from quadtree_attention.images import SUFFIXES, decode, to_image
 from quadtree_attention.tasks.contract import Source, file_identity
 from quadtree_attention.tasks.readers import data_root, read_npz, reading, summary
 
@@ -86,20 +86,7 @@ class NpzSource(Labelled):
         arrays = read_npz(self.path, ("data", "offsets", "labels"), ("names",))
         self._data, self._offsets, labels = (arrays[x] for x in ("data", "offsets", "labels"))
         names = arrays.get("names")
-        self._check(labels, names)
-        self.labels = labels.tolist()
-        numbered = [f"{split}-{index}" for index in range(len(labels))]
-        self.names = numbered if names is None else _unique(names.tolist())
-        self.classes = _class_names(root / "classes.json", max(self.labels) + 1)
-
-    def images(self, index: int) -> tuple[Image.Image]:
-        begin, end = self._offsets[index : index + 2]
-        where = f"{self.path}[{index}] {self.name(index)}"
-        return (decode(self._data[begin:end].tobytes(), where),)
-
-    def _check(self, labels: Array, names: Array | None) -> None:
-        arrays = {"data": self._data, "offsets": self._offsets, "labels": labels}
-        for name, array in arrays.items():
+        for name, array in (("data", self._data), ("offsets", self._offsets), ("labels", labels)):
             if array.ndim != 1 or array.dtype.kind not in ("u" if name == "data" else "iu"):
                 raise DataError(
                     f"{name} of {self.path} must be a list of "
@@ -116,6 +103,15 @@ class NpzSource(Labelled):
                 f"{len(self._offsets)} offsets into {len(self._data)} bytes; offsets must be one "
                 "more than labels, ascending, and end inside the data, and names as many as labels"
             )
+        self.labels = labels.tolist()
+        numbered = [f"{split}-{index}" for index in range(len(labels))]
+        self.names = numbered if names is None else _unique(names.tolist())
+        self.classes = _class_names(root / "classes.json", max(self.labels) + 1)
+
+    def images(self, index: int) -> tuple[Image.Image]:
+        begin, end = self._offsets[index : index + 2]
+        where = f"{self.path}[{index}] {self.name(index)}"
+        return (decode(self._data[begin:end].tobytes(), where),)
 
 
 class GeneratedSource(Labelled):

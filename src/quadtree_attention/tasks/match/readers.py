@@ -216,7 +216,16 @@ def _parse(where: str, number: int, words: Sequence[str]) -> PairLine:
     K0, K1 = (
         _camera(where, f"K{i}", cameras[9 * i : 9 * i + 9]) if cameras else None for i in range(2)
     )
-    T_0to1 = _motion(where, cameras[18:]) if cameras[18:] else None
+    T_0to1 = None
+    if motion := cameras[18:]:
+        T_0to1 = _matrix(where, "T_0to1", motion, 4)
+        turn = T_0to1[:3, :3]
+        rigid = np.abs(turn @ turn.T - np.eye(3)).max() < ROUNDING and np.linalg.det(turn) > 0
+        if not rigid or T_0to1[3].tolist() != [0, 0, 0, 1]:
+            raise DataError(
+                f"{where}: T_0to1 must be a rotation and a translation over 0 0 0 1, got "
+                f"{' '.join(motion)}; fix the line"
+            )
     return PairLine(number, image0, image1, rotation0, rotation1, K0, K1, T_0to1)
 
 
@@ -238,18 +247,6 @@ def _camera(where: str, what: str, words: Sequence[str]) -> Array:
     if matrix[0, 0] <= 0 or matrix[1, 1] <= 0 or matrix[2].tolist() != [0, 0, 1]:
         raise DataError(
             f"{where}: {what} must be fx 0 cx 0 fy cy 0 0 1 with fx and fy above 0, got "
-            f"{' '.join(words)}; fix the line"
-        )
-    return matrix
-
-
-def _motion(where: str, words: Sequence[str]) -> Array:
-    matrix = _matrix(where, "T_0to1", words, 4)
-    turn = matrix[:3, :3]
-    rigid = np.abs(turn @ turn.T - np.eye(3)).max() < ROUNDING and np.linalg.det(turn) > 0
-    if not rigid or matrix[3].tolist() != [0, 0, 0, 1]:
-        raise DataError(
-            f"{where}: T_0to1 must be a rotation and a translation over 0 0 0 1, got "
             f"{' '.join(words)}; fix the line"
         )
     return matrix

@@ -274,11 +274,10 @@ def _find_folder(place: Path, within: Path) -> list[Found] | None:
     found: list[Found] = []
     for stem, left in by_stem["left"].items():
         name = (within / stem).as_posix()
-        right, disparity = by_stem["right"].get(stem), by_stem["disparity"].get(stem)
-        if right is None or disparity is None:
-            missing = "right" if right is None else "disparity"
-            found.append(Incomplete(name, f"{left} has no partner in {place / missing}"))
+        if missing := [kind for kind in ("right", "disparity") if stem not in by_stem[kind]]:
+            found.append(Incomplete(name, f"{left} has no partner in {place / missing[0]}"))
             continue
+        right, disparity = by_stem["right"][stem], by_stem["disparity"][stem]
         others = by_stem["disparity_right"].get(stem), by_stem["occlusion"].get(stem)
         found.append(StereoFiles(name, left, right, disparity, *others, scale=scale))
     return found
