@@ -28,9 +28,9 @@ from quadtree_attention.tasks.readers import class_names
 
 with checks.needs("models", "classifying"):
     from timm.data import create_transform
-    from timm.data.constants import IMAGENET_DEFAULT_MEAN as MEAN
-    from timm.data.constants import IMAGENET_DEFAULT_STD as STD
+    from timm.data.constants import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 
+MEAN, STD = IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 NORM: dict[str, Any] = {"mean": MEAN, "std": STD, "interpolation": "bicubic"}
 
 

@@ -113,9 +113,10 @@ class Matcher(Predictor[Matches]):
         for i, (image, seen) in enumerate(zip(item.images, item.inputs, strict=True)):
             scale = np.array([image.width / seen.shape[-1], image.height / seen.shape[-2]])
             points.append((raw[f"keypoints{i}"].double().numpy() + 0.5) * scale - 0.5)
-        matches = Matches(*points, raw["confidence"].float().numpy())
+        points0, points1 = points
+        matches = Matches(points0, points1, raw["confidence"].float().numpy())
         if self.guide is not None and not flat:
-            better = self.guide(item.images, (points[0], points[1], matches.confidence))
+            better = self.guide(item.images, (points0, points1, matches.confidence))
             if better is not None:
                 matches = Matches(*better[0], seen=better[1])
         return matches if self.top is None else matches.best(self.top)
