@@ -45,8 +45,12 @@ def add_options(parser: ArgumentParser, kind: str, suite: ModuleType) -> None:
         if known and len(known) < 10:
             help_ = f"{help_ + '; ' if help_ else ''}of {', '.join(map(str, known))}"
         more = {"action": "append", "metavar": "[NAME=]FILE"} if what == "weights" else {}
-        default = default_of(default, known, suite)
+        if isinstance(default, str) and default.startswith("="):
+            default = named(default[1:], suite)
+        elif default == "all" and known:
+            default = known
         default = None if isinstance(default, dict) else default
+        default = list(default) if isinstance(default, list | tuple) else default
         parser.add_argument(f"--{name}", type=parse, default=default, help=help_, **more)
 
 
@@ -66,14 +70,6 @@ def named(name: str, suite: ModuleType) -> Any:
     """What [MODULE:]NAME holds, of the suite or of another module; None if there is no such."""
     module, _, name = name.rpartition(":")
     return getattr(importlib.import_module(module) if module else suite, name, None)
-
-
-def default_of(default: Any, known: Sequence[Any], suite: ModuleType) -> Any:
-    if default == "all" and known:
-        return list(known)
-    if isinstance(default, str) and default.startswith("="):
-        default = named(default[1:], suite)
-    return list(default) if isinstance(default, tuple) else default
 
 
 def complete(parser: ArgumentParser, options: Namespace, kind: str, suite: ModuleType) -> None:

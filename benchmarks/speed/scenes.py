@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.measure import Call, cuda_peak_mib, measure, summarise
+from benchmarks.measure import cuda_peak_mib, measure, summarise
 from benchmarks.suite import Work
 from quadtree_attention.synthetic import (
     HomographyOptions,
@@ -49,12 +49,22 @@ def measure_row(work: Work, options: Namespace) -> dict[str, Any]:
     with plainly() if options.plain else nullcontext():
         if FIRST in once:
             more = 3 if "another" in once else 0
-            return _once(partial(work.more["calls"][name], more=more), options.device)
+            begin = time.perf_counter()
+            work.more["calls"][name](more=more)
+            if cuda:
+                torch.cuda.synchronize()
+            return summarise([(time.perf_counter() - begin) * 1e3]) | {"peak_mib": None}
         call = work.more["calls"][part]
         (values,) = measure(call, device=options.device, seconds=options.seconds_per_row)
         values = dict(values) | {"peak_mib": None}
         if cuda:
-            values["host_ms"] = _host_ms(call, int(values["repeats"]))
+            times = []
+            for _ in range(min(10, int(values["repeats"]))):
+                torch.cuda.synchronize()  # an idle device: nothing in its queue to wait for
+                begin = time.perf_counter()
+                call()
+                times.append((time.perf_counter() - begin) * 1e3)
+            values["host_ms"] = summarise(times)["median_ms"]
         if part in WHOLE:
             values["pairs_per_second"] = options.batch / values["median_ms"] * 1e3
             values["peak_mib"] = cuda_peak_mib(call) if cuda else None
@@ -68,11 +78,8 @@ def _calls(options: Namespace) -> dict[str, Any]:
     planes = HomographyOptions(samples=options.samples)
     size, numbers = tuple(options.size), range(options.batch)
 
-    def pairs(more: int = 0) -> Any:
-        return scene_pairs(textures, range(options.batch + more), size=size, options=scenes)
-
-    def flat_pairs(more: int = 0) -> Any:
-        return homography_pairs(textures, range(options.batch + more), size=size, options=planes)
+    def pairs(make: Any, kind: Any, more: int = 0) -> Any:
+        return make(textures, range(options.batch + more), size=size, options=kind)
 
     def layout() -> Any:
         draws = Draws(0, numbers)
@@ -90,27 +97,9 @@ def _calls(options: Namespace) -> dict[str, Any]:
     made = layout()
     image = torch.rand(options.batch, 3, *size, device=options.device)
     return {
-        "scenes": pairs,
+        "scenes": partial(pairs, scene_pairs, scenes),
         "layout": layout,
         "both views": views,
         "photometric, both views": photometric,
-        "planes": flat_pairs,
+        "planes": partial(pairs, homography_pairs, planes),
     }
-
-
-def _host_ms(call: Call, repeats: int) -> float:
-    times = []
-    for _ in range(min(10, repeats)):
-        torch.cuda.synchronize()  # an idle device: nothing in its queue to wait for
-        begin = time.perf_counter()
-        call()
-        times.append((time.perf_counter() - begin) * 1e3)
-    return summarise(times)["median_ms"]
-
-
-def _once(call: Call, device: str) -> dict[str, Any]:
-    begin = time.perf_counter()
-    call()
-    if device == "cuda":
-        torch.cuda.synchronize()
-    return summarise([(time.perf_counter() - begin) * 1e3]) | {"peak_mib": None}

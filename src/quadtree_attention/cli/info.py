@@ -19,8 +19,6 @@ from quadtree_attention.cli.output import command, imported
 from quadtree_attention.errors import DTypeError, OptionError
 
 if TYPE_CHECKING:
-    import torch
-
     from quadtree_attention.ops.planning.plan import Plan
 
 HELP = """Show versions, devices, the backends that can run a call, and why others cannot.
@@ -66,18 +64,30 @@ def make_report(o: Mapping[str, Any]) -> dict[str, Any]:
     """Returns all printed facts, in the order of the JSON; options are checked by `plan`."""
     import torch
 
+    from quadtree_attention.ops.attention.problem import DTYPES
     from quadtree_attention.ops.backends import ENVIRONMENT_VARIABLE, explain_backends
     from quadtree_attention.ops.planning.cost import SPEEDS
     from quadtree_attention.ops.planning.plan import describe_problem, plan
 
     imported()
+    if not re.fullmatch(r"\d{1,18}(,\d{1,18})*", o["topk"]):
+        raise OptionError(
+            f"--topk must be a number, or one per level with a selection, got {o['topk']!r}; "
+            "write 32, or 32,16 for three levels"
+        )
+    kept = tuple(map(int, o["topk"].split(",")))
+    dtypes = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
+    if o["dtype"] not in dtypes:
+        raise DTypeError(
+            f"--dtype must be one of {', '.join(dtypes)}, got {o['dtype']!r}; pass one"
+        )
     auto = "cuda" if torch.cuda.is_available() else "cpu"
     arguments = {name: o[name] for name in ("heads", "dim", "value_dim", "variant", "batch")} | {
         "grid": parse_grid("--grid", o["grid"]),
         "key_grid": None if o["key_grid"] is None else parse_grid("--key-grid", o["key_grid"]),
         "num_levels": o["levels"],
-        "topk": parse_topk(o["topk"]),
-        "dtype": parse_dtype(o["dtype"]),
+        "topk": kept if "," in o["topk"] else kept[0],
+        "dtype": dtypes[o["dtype"]],
         "device": auto if o["device"] == "auto" else o["device"],
     }
     problem = describe_problem(**arguments)
@@ -103,25 +113,6 @@ def parse_grid(option: str, text: str) -> tuple[int, ...]:
             "write 200x336 for an image, 4096 for a row, 8x24x40 for a volume"
         )
     return tuple(int(size) for size in text.split("x"))
-
-
-def parse_topk(text: str) -> int | tuple[int, ...]:
-    if not re.fullmatch(r"\d{1,18}(,\d{1,18})*", text):
-        raise OptionError(
-            f"--topk must be a number, or one per level with a selection, got {text!r}; "
-            "write 32, or 32,16 for three levels"
-        )
-    numbers = tuple(int(number) for number in text.split(","))
-    return numbers if "," in text else numbers[0]
-
-
-def parse_dtype(name: str) -> "torch.dtype":
-    from quadtree_attention.ops.attention.problem import DTYPES
-
-    by_name = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
-    if name not in by_name:
-        raise DTypeError(f"--dtype must be one of {', '.join(by_name)}, got {name!r}; pass one")
-    return by_name[name]
 
 
 def _versions() -> dict[str, str | None]:
@@ -169,10 +160,19 @@ def _cuda_devices() -> list[dict[str, Any]]:
 
 def as_text(report: Mapping[str, Any]) -> str:
     versions = [[name, value or "not installed"] for name, value in report["versions"].items()]
+    first = next((name for name, reasons in report["backends"].items() if not reasons), None)
+    backends = []
+    for name, reasons in report["backends"].items():
+        taken = " and is selected by auto" if name == first else ""
+        can = f"cannot: {'; '.join(reasons)}" if reasons else f"can run it{taken}"
+        backends.append([name, can])
+    replaced = [
+        f"  {n}={value} replaces auto" for n, value in report["environment"].items() if value
+    ]
     parts = [
         "versions\n" + _table(versions),
         "devices\n" + _devices_text(report["devices"]),
-        f"backends for {report['problem']}\n" + _backends_text(report),
+        f"backends for {report['problem']}\n" + "\n".join([_table(backends), *replaced]),
     ]
     if (plan := report["plan"]) is not None:
         rows = [["level", "queries", "keys", "candidates", "kept", "FLOPs"]]
@@ -200,16 +200,6 @@ def _devices_text(devices: dict[str, Any]) -> str:
         built = "torch finds none" if torch.version.cuda else "torch is built without CUDA"
         rows.append(["cuda", f"no device: {built}"])
     return _table(rows)
-
-
-def _backends_text(report: Mapping[str, Any]) -> str:
-    first = next((name for name, reasons in report["backends"].items() if not reasons), None)
-    rows = []
-    for name, reasons in report["backends"].items():
-        taken = " and is selected by auto" if name == first else ""
-        rows.append([name, f"cannot: {'; '.join(reasons)}" if reasons else f"can run it{taken}"])
-    set_by = [(name, value) for name, value in report["environment"].items() if value]
-    return "\n".join([_table(rows), *(f"  {n}={value} replaces auto" for n, value in set_by)])
 
 
 def _costs_text(plan: "Plan") -> str:

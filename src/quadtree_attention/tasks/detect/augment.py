@@ -48,7 +48,7 @@ class Augment:
         if "masks" in target:
             wrapped["masks"] = tv_tensors.Mask(target["masks"])
         if self.crop and torch.rand(()) < self.crop:
-            wrapped = _cropped(wrapped, *_crop_of(*size))
+            wrapped = _cropped(wrapped, *size)
         wrapped = self.flip(wrapped)
         if self.jitter is not None:
             wrapped["image"] = self.jitter(wrapped["image"])
@@ -56,8 +56,8 @@ class Augment:
         return plain.pop("image"), plain
 
 
-def _crop_of(height: int, width: int) -> tuple[int, int, int, int]:
-    """Top, left, height and width of a random crop."""
+def _cropped(sample: dict[str, Any], height: int, width: int) -> dict[str, Any]:
+    """A random part of an image of this size, and the objects in it."""
     choice = CROP_SHORTER[int(torch.randint(len(CROP_SHORTER), ()))]
     scale = min(height, width) / choice
     rows, columns = (
@@ -66,14 +66,8 @@ def _crop_of(height: int, width: int) -> tuple[int, int, int, int]:
     )
     top = int(torch.randint(height - rows + 1, ()))
     left = int(torch.randint(width - columns + 1, ()))
-    return top, left, rows, columns
-
-
-def _cropped(
-    sample: dict[str, Any], top: int, left: int, height: int, width: int
-) -> dict[str, Any]:
     names = [name for name in ("image", "boxes", "masks") if name in sample]
-    moved = sample | {name: tv.crop(sample[name], top, left, height, width) for name in names}
+    moved = sample | {name: tv.crop(sample[name], top, left, rows, columns) for name in names}
     image, boxes = moved.pop("image"), tv.clamp_bounding_boxes(moved["boxes"])
     moved["boxes"] = boxes
     kept = ((boxes[:, 2:] - boxes[:, :2]) >= LEAST_SIDE).all(1)

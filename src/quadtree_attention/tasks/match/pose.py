@@ -108,8 +108,16 @@ def relative_pose(
     points0, points1 = check_points(points0, points1)
     if len(points0) < POSE_POINTS:
         return None
-    solve = _poselib_pose if estimator == "poselib" else _opencv_pose
-    return solve(points0, points1, *cameras, threshold)
+    if estimator == "opencv":
+        return _opencv_pose(points0, points1, *cameras, threshold)
+    _, poselib = libraries()
+    given = _camera(cameras[0], points0), _camera(cameras[1], points1)
+    options = {"max_epipolar_error": threshold, **RANSAC}
+    found, info = poselib.estimate_relative_pose(points0, points1, *given, options, {})
+    length = np.linalg.norm(found.t)
+    if length == 0 or not np.isfinite(found.R).all():
+        return None
+    return Pose(np.array(found.R), np.array(found.t) / length, np.array(info["inliers"], bool))
 
 
 def homography(
@@ -179,19 +187,6 @@ def _opencv_pose(
         if n > count:
             best, count = Pose(rotation, translation[:, 0], front.ravel() > 0), n
     return best
-
-
-def _poselib_pose(
-    points0: Array, points1: Array, K0: Array, K1: Array, threshold: float
-) -> Pose | None:
-    _, poselib = libraries()
-    cameras = _camera(K0, points0), _camera(K1, points1)
-    options = {"max_epipolar_error": threshold, **RANSAC}
-    found, info = poselib.estimate_relative_pose(points0, points1, *cameras, options, {})
-    length = np.linalg.norm(found.t)
-    if length == 0 or not np.isfinite(found.R).all():
-        return None
-    return Pose(np.array(found.R), np.array(found.t) / length, np.array(info["inliers"], bool))
 
 
 def _camera(K: Array, points: Array) -> dict[str, object]:

@@ -109,7 +109,7 @@ class Matcher(Predictor[Matches]):
         flat = any(map(_is_flat, item.inputs))
         if flat:  # the maps show the borders of the image alone
             raw = {name: values[:0] for name, values in raw.items()}
-        points: list[Array] = []  # pixels of the images as given, whose edges are those of inputs
+        points: list[Array] = []  # edges of image and input coincide, not centres of pixels
         for i, (image, seen) in enumerate(zip(item.images, item.inputs, strict=True)):
             scale = np.array([image.width / seen.shape[-1], image.height / seen.shape[-2]])
             points.append((raw[f"keypoints{i}"].double().numpy() + 0.5) * scale - 0.5)

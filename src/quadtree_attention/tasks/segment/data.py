@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 import torch
 from PIL import Image
+from tqdm import tqdm
 
 from quadtree_attention.checks import above, at_least, between
 from quadtree_attention.errors import DataError
@@ -107,9 +108,16 @@ class SegmentData(LabelMapData):
         self.splits = {"train": train_split, "val": val_split}
 
     def open(self, split: Split) -> readers.FolderSource:
-        source = readers.open_source(self.root, split=self.splits[split], layout=self.kind)
+        name = self.splits[split]
+        source = readers.open_source(self.root, split=name, layout=self.kind)
         if self.strict:
-            check_all(source, self.splits[split])
+            bad = list(source.skipped)
+            for i in tqdm(range(len(source)), desc=f"checking {name}", leave=False, disable=None):
+                try:
+                    source.images(i), source.truth(i)
+                except DataError as error:
+                    bad.append(str(error))
+            readers.refuse(bad, name)
         return source
 
 
@@ -138,19 +146,6 @@ class GeneratedSegmentData(LabelMapData):
     def open(self, split: Split) -> readers.GeneratedSource:
         count = self.generated_count if split == "train" else self.generated_count // 4
         return readers.GeneratedSource(split, count=count, size=self.generated_size)
-
-
-def check_all(source: readers.FolderSource, split: str) -> None:
-    """Reads every image and label map; raises `DataError` that counts and names what is bad."""
-    from tqdm import tqdm
-
-    bad = list(source.skipped)
-    for i in tqdm(range(len(source)), desc=f"checking {split}", leave=False, disable=None):
-        try:
-            source.images(i), source.truth(i)
-        except DataError as error:
-            bad.append(str(error))
-    readers.refuse(bad, split)
 
 
 def _plain(*pair: torch.Tensor) -> Sample:

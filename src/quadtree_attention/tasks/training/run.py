@@ -133,7 +133,12 @@ def _run(task: str, args: Sequence[str], *, tell: bool = False) -> Run:
 def prepare(task: str, args: Sequence[str]) -> "TrainCLI":
     """Model, data and trainer of a recipe; nothing has run yet. Arguments as for `run_command`."""
     found = get_task(task)
-    _quiet()
+    # Advice of libraries that a user of a recipe can do nothing about
+    for name in ("pytorch_lightning", "lightning_fabric", "lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    for text in ("does not have many workers", "LeafSpec", "lr_scheduler.step", "is not empty"):
+        warnings.filterwarnings("ignore", message=f".*{text}")
+    logging.getLogger("timm.scheduler").setLevel(logging.ERROR)
     expanded, recipes, source = _expanded(task, args)
     cli = _parse(found, source, expanded, recipes)
     trainer = cli.trainer
@@ -387,12 +392,3 @@ def _finish(trainer: pl.Trainer, module: Any, folder: Path, command: list[str]) 
         card = {**module.card(), "command": command, "epoch": epoch, "metrics": metrics}
         save_weights(weights, module.weights(state["state_dict"]), card, overwrite=True)
     return Run(folder, weights, rows)
-
-
-def _quiet() -> None:
-    """Hides advice of libraries that a user of a recipe can do nothing about."""
-    for name in ("pytorch_lightning", "lightning_fabric", "lightning.pytorch", "lightning.fabric"):
-        logging.getLogger(name).setLevel(logging.WARNING)
-    for text in ("does not have many workers", "LeafSpec", "lr_scheduler.step", "is not empty"):
-        warnings.filterwarnings("ignore", message=f".*{text}")
-    logging.getLogger("timm.scheduler").setLevel(logging.ERROR)
