@@ -51,7 +51,11 @@ def _hook(name: str, image: Sequence[int], found: Counter[str]) -> Any:
         if isinstance(module, QuadtreeAttention):
             found["attention"] += _quadtree(module, inputs[0], image)
         elif isinstance(module, SpatialReduction):
-            found["attention"] += _spatial_reduction(module, *inputs, image)
+            x, size = inputs
+            rows, columns = _sides(size[0], image)
+            ratio = 1 if module.sr is None else module.sr.stride[0]
+            cells = rows * columns * (rows // ratio) * (columns // ratio)
+            found["attention"] += 2 * cells * x.shape[-1]
         else:
             found.update(_layer(name, module, inputs, out))
 
@@ -89,14 +93,6 @@ def _quadtree(module: QuadtreeAttention, x: Tensor, image: Sequence[int]) -> int
     kept = reversed(module.topk)  # fine to coarse, as the cells
     fine = sum(4 * topk * count for topk, count in zip(kept, cells[:-1], strict=True))
     return 2 * x.shape[-1] * (cells[-1] ** 2 + fine)
-
-
-def _spatial_reduction(
-    module: SpatialReduction, x: Tensor, size: Sequence[int], image: Sequence[int]
-) -> int:
-    rows, columns = _sides(size[0], image)
-    ratio = 1 if module.sr is None else module.sr.stride[0]
-    return 2 * rows * columns * (rows // ratio) * (columns // ratio) * x.shape[-1]
 
 
 def _sides(rows: int, image: Sequence[int]) -> tuple[int, int]:

@@ -24,10 +24,7 @@ from quadtree_attention.models.parts.coarse_matching import CoarseMatches
 
 SMALL = [64, 64]  # image of the call before that whose memory is measured
 SEED = 0
-
-
-def match_names() -> list[str]:
-    return models.names("match")
+MATCHERS = models.names("match")
 
 
 def check_options(parser: ArgumentParser, options: Namespace) -> None:

@@ -86,9 +86,8 @@ class LabelledData(data.TaskData):
     def loader(self, split: Split) -> ResumableLoader:
         if self.augment != "batch":
             return super().loader(split)
-        stored, pinned = self._stored[split], torch.cuda.is_available()
-        sampler = self.sampler(split)
-        return ResumableLoader(stored, sampler, collate_fn=data.as_it_is, pin_memory=pinned)
+        options = {"collate_fn": dict, "pin_memory": torch.cuda.is_available()}  # a batch already
+        return ResumableLoader(self._stored[split], self.sampler(split), **options)
 
     def train_sample(self, images: Any, truth: int) -> Sample:
         return {"images": self.train_transform(images[0]), "labels": truth}

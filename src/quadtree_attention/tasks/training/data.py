@@ -311,7 +311,7 @@ class SyntheticData(TaskData):
 
     def loader(self, split: Split) -> ResumableLoader:
         numbers = PairNumbers(self.count(split), training=split == "train")
-        return ResumableLoader(numbers, self.sampler(split), collate_fn=as_it_is)
+        return ResumableLoader(numbers, self.sampler(split), collate_fn=dict)  # is a batch already
 
     def transfer_batch_to_device(
         self, batch: Batch, device: torch.device, dataloader_idx: int
@@ -346,11 +346,6 @@ class PairNumbers(Dataset[Batch]):
         epoch = self.count if self.training else 0
         numbers = [draw.epoch * epoch + draw.sample for draw in draws]
         return {"indices": torch.tensor(numbers), "training": self.training}
-
-
-def as_it_is(batch: Batch) -> Batch:
-    """Collates what is a batch already."""
-    return batch
 
 
 def options_of(kind: Any, name: str, given: dict[str, Any] | None) -> Any:
