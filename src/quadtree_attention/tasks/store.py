@@ -11,7 +11,7 @@ import hashlib
 import json
 import secrets
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any, Self
 
@@ -57,7 +57,6 @@ class Store:
         classes: Sequence[str] | None = None,
         suffix: str | None = None,
         force: bool = False,
-        inputs: Iterable[StrPath] = (),
     ) -> Self:
         """Opens a store for writing; existing results with the same settings are kept.
 
@@ -69,7 +68,6 @@ class Store:
             classes: Class names of the predictor.
             suffix: Format of the files in a folder; None: the default of the task.
             force: Remove results of other settings, and recompute results of these samples.
-            inputs: Files that must not be replaced.
 
         Raises:
             OptionError: It cannot be written, or holds other files; nothing was changed.
@@ -78,7 +76,7 @@ class Store:
         codec = task.load("codec")(source, classes)
         if codec.together:
             suffix = checked_suffix(path, codec)
-            check_writable(path, *inputs)
+            check_writable(path)
         samples = {source.name(i): source.identity(i) for i in range(len(source))}
         note = {
             "schema": SCHEMA,

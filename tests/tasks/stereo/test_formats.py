@@ -10,7 +10,8 @@ import pytest
 from PIL import Image
 
 from quadtree_attention.errors import DataError, OptionError
-from quadtree_attention.tasks.stereo.formats import read_disparity, write_disparity
+from quadtree_attention.tasks.stereo.formats import read_disparity
+from quadtree_attention.tasks.stereo.result import Disparity
 from tests.conftest import ROOT
 from tests.support.commands import refusal as refused
 
@@ -110,14 +111,16 @@ def test_arrays(tmp_path):
     assert "two.npz" in told and "called disparity" in told
 
 
+def write_disparity(path, values):
+    Disparity(disparity=values).save(path)
+
+
 @pytest.mark.parametrize("name", ["d.pfm", "d.npy", "d.png"])
 def test_what_is_written_is_read_back(tmp_path, name):
     path = tmp_path / name
     given = VALUES.copy()
-    given[0, 1] = np.nan
-    known = np.ones_like(VALUES, bool)
-    known[1, 2] = False
-    write_disparity(path, given, known)
+    given[0, 1], given[1, 2] = np.nan, -np.inf
+    write_disparity(path, given)
     found = read_disparity(path)
     assert found.known.tolist() == [[True, False, True], [True, True, False]]
     assert np.array_equal(found.values, np.where(found.known, VALUES, 0))
@@ -142,9 +145,8 @@ def test_what_does_not_fit_leaves_the_file_as_it_was(tmp_path):
         told = refused(OptionError, write_disparity, path, np.full((2, 2), wrong))
         assert all(x in told for x in ("from 0 to 256.00", f"{wrong:.2f}", "write .pfm or .npy"))
     assert "must be (height, width)" in refused(OptionError, write_disparity, path, VALUES[0])
-    assert "known must be" in refused(OptionError, write_disparity, path, VALUES, VALUES[:1] > 0)
     told = refused(OptionError, write_disparity, tmp_path / "d.tif", VALUES)
-    assert told.startswith("disparity is written as .npy, .pfm, .png, got '.tif'")
+    assert told.startswith("results are written as .npz, .npy, .pfm, .png, got ")
     told = refused(OptionError, write_disparity, tmp_path / "nowhere" / "d.npy", VALUES)
     assert "cannot be written" in told
     assert path.read_bytes() == b"old" and [p.name for p in tmp_path.iterdir()] == ["d.png"]

@@ -11,7 +11,7 @@ from PIL import Image
 
 from quadtree_attention.errors import DataError, OptionError
 from quadtree_attention.synthetic import ProceduralTextures, StereoOptions, stereo_pairs
-from quadtree_attention.tasks.stereo.formats import write_disparity
+from quadtree_attention.tasks import Disparity
 from quadtree_attention.tasks.stereo.readers import StereoFiles, open_source
 from tests.conftest import ROOT
 from tests.support.commands import refusal as refused
@@ -37,7 +37,8 @@ def save(path, image, **options):
 
 def write(path, values, known=None):
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_disparity(path, values, known)
+    shown = values if known is None else np.where(known, values, np.nan)
+    Disparity(disparity=shown).save(path)
 
 
 def make_folder(root, made, suffix=".pfm", names=("a", "b")):

@@ -9,7 +9,6 @@ from PIL import Image
 
 from quadtree_attention.errors import DataError, OptionError
 from quadtree_attention.tasks import Disparity, evaluate
-from quadtree_attention.tasks.stereo.formats import write_disparity
 from tests.support import raises
 
 SIZE = (50, 90)  # height, width
@@ -35,7 +34,7 @@ def write_pairs(root, names=("a", "b")):
         for side in ("left", "right"):
             view = rng.integers(0, 255, (*SIZE, 3), np.uint8)
             Image.fromarray(view).save(root / side / f"{name}.png")
-        write_disparity(root / "disparity" / f"{name}.pfm", known)
+        Disparity(disparity=known).save(root / "disparity" / f"{name}.pfm")
         Image.fromarray(hidden).save(root / "occlusion" / f"{name}.png")
     return root
 
@@ -118,9 +117,9 @@ def test_scores(data, tmp_path):
 def test_answers_of_other_programs(data, tmp_path):
     """Without occlusion; pixels that they leave out count as a disparity of zero."""
     values = truth()
-    write_disparity(tmp_path / "a.png", values)
+    Disparity(disparity=values).save(tmp_path / "a.png")
     values[25:] = np.nan
-    write_disparity(tmp_path / "b.pfm", values)
+    Disparity(disparity=values).save(tmp_path / "b.pfm")
     a, b = scored(data, tmp_path).rows
     assert a["epe_all"] == 0 and "occlusion_iou" not in a
     assert b["epe_noc"] == pytest.approx(20 * 25 / 45)  # of 45 rows that are known

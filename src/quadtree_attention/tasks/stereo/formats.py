@@ -12,7 +12,7 @@ from PIL import Image
 
 from quadtree_attention import checks
 from quadtree_attention.errors import DataError, OptionError
-from quadtree_attention.files import StrPath, write_whole
+from quadtree_attention.files import StrPath
 from quadtree_attention.images import Array, opened, read_bytes
 from quadtree_attention.tasks.readers import reading
 
@@ -76,35 +76,25 @@ def read_disparity(
     return DisparityMap(np.where(known, values, np.float32(0)), known)
 
 
-def encode_disparity(values: Array, suffix: str, known: Array | None = None) -> bytes:
+def encode_disparity(values: Array, suffix: str) -> bytes:
     """A file of disparities in the format that the suffix names.
 
-    What is not known is NaN in .npy, infinite in .pfm and 0 in .png. A PNG has 16 bits, the
-    disparity times 256; its smallest known value is 1 / 256, since 0 is taken.
+    What is not finite is not known: NaN in .npy, infinite in .pfm and 0 in .png. A PNG has 16 bits,
+    the disparity times 256; its smallest known value is 1 / 256, since 0 is taken.
 
     Args:
         values: (H, W) pixels.
         suffix: .npy, .pfm or .png.
-        known: (H, W) bool; None: all that are finite.
 
     Raises:
-        OptionError: The suffix is of no known format, or the values do not fit into it.
+        OptionError: The values do not fit into the format.
     """
-    if suffix not in WRITTEN:
-        raise OptionError(
-            f"disparity is written as {', '.join(WRITTEN)}, got {suffix!r}; use one of these"
-        )
     values = np.asarray(values, np.float32)
     if values.ndim != 2 or values.size == 0:
         raise OptionError(
             f"disparity must be (height, width) to be written, got {values.shape}; pass one image's"
         )
-    known = np.ones(values.shape, bool) if known is None else np.asarray(known, bool)
-    if known.shape != values.shape:
-        raise OptionError(
-            f"known must be of the shape of the disparity, got {known.shape} and {values.shape}"
-        )
-    known = known & np.isfinite(values)
+    known = np.isfinite(values)
     if suffix == ".png":
         return _png(values, known)
     values = np.where(known, values, np.float32(np.nan if suffix == ".npy" else np.inf))
@@ -114,11 +104,6 @@ def encode_disparity(values: Array, suffix: str, known: Array | None = None) -> 
     file = io.BytesIO()
     np.save(file, values)
     return file.getvalue()
-
-
-def write_disparity(path: StrPath, values: Array, known: Array | None = None) -> None:
-    """Writes disparities, all or nothing, in the format of the suffix; see `encode_disparity`."""
-    write_whole(path, encode_disparity(values, Path(path).suffix.lower(), known))
 
 
 def _read_pfm(content: bytes, path: Path) -> tuple[Array, float]:
