@@ -12,7 +12,6 @@ result says why: `error`, or `skipped`. Rows of a comparison by training are of 
 name theirs: `kind`. kinds.yaml declares what rows of every kind hold.
 """
 
-import importlib.metadata
 import json
 import os
 import platform
@@ -28,7 +27,7 @@ from typing import Any
 
 import yaml
 
-from quadtree_attention.cli.info import cpu_name
+from quadtree_attention.cli.info import cpu_name, installed_version
 from quadtree_attention.files import make_folder, write_whole
 
 SCHEMA = 2
@@ -361,10 +360,7 @@ def version_of(name: str) -> str | None:
         import cv2
 
         return str(cv2.__version__)
-    try:
-        return importlib.metadata.version(name.replace("_", "-"))
-    except importlib.metadata.PackageNotFoundError:
-        return None
+    return installed_version(name)
 
 
 def one_line_of(error: BaseException) -> str:

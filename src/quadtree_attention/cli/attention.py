@@ -5,7 +5,7 @@ from pathlib import Path
 
 import typer
 
-from quadtree_attention.cli.explore import NETWORKS, look_at
+from quadtree_attention.cli.explore import NETWORKS
 from quadtree_attention.cli.options import INT, option
 from quadtree_attention.cli.output import command, say, say_json
 from quadtree_attention.tasks.contract import table
@@ -44,14 +44,14 @@ def register(app: typer.Typer) -> None:
 
 def attention(context: typer.Context) -> None:
     from quadtree_attention.cli.predict import check_targets
-    from quadtree_attention.cli.recording import patterns, point_of
+    from quadtree_attention.cli.recording import look, patterns, point_of
     from quadtree_attention.inspect.still import default_layers, draw_records
 
     o = context.params
     inputs = [image for image in (o["image0"], o["image1"]) if image is not None]
     at = point_of(o["at"])
     check_targets([o["out"]], [], inputs)
-    seen = look_at(o, inputs, at)
+    seen = look(o, inputs, at)
     layers = patterns(o["layers"], seen.records)
     draw_records(seen.records, seen.images, at, o["out"], layers=layers, head=o["head"])
     first = next(iter(seen.records.values()))

@@ -3,7 +3,6 @@
 
 import html
 from pathlib import Path
-from typing import Any
 
 import typer
 
@@ -59,19 +58,16 @@ def register(app: typer.Typer) -> None:
 
 def explore(context: typer.Context) -> None:
     o = context.params
-    from quadtree_attention.cli.recording import patterns, point_of
+    from quadtree_attention.cli.recording import look, patterns, point_of
     from quadtree_attention.files import check_writable
     from quadtree_attention.inspect.explorer import make_explorer
-    from quadtree_attention.inspect.still import check_point
     from quadtree_attention.viz.page import check_suffix
 
     inputs = [image for image in (o["image0"], o["image1"]) if image is not None]
     check_suffix(o["out"])
     check_writable(o["out"], *inputs)
     at = None if o["at"] is None else point_of(o["at"])
-    seen = look_at(o, inputs, at)
-    if at is not None:
-        check_point(at, seen.images[0])
+    seen = look(o, inputs, at)
     page = make_explorer(
         seen.records,
         seen.images,
@@ -92,18 +88,3 @@ def explore(context: typer.Context) -> None:
 
 
 LARGE = 6_000_000  # bytes
-
-
-def look_at(o: dict[str, Any], inputs: list[str], at: tuple[float, float] | None) -> Any:
-    """Run the networks of the options `NETWORKS`, after checking images and points."""
-    from quadtree_attention.cli.output import imported
-    from quadtree_attention.cli.recording import look
-    from quadtree_attention.images import to_image
-    from quadtree_attention.inspect.still import check_point
-
-    images = [to_image(name) for name in inputs]
-    if at is not None:
-        check_point(at, images[0])
-    imported()
-    weights = [o["weights"], *([o["beside"]] if o["beside"] else [])]
-    return look(images, weights, task=o["task"], size=o["size"], device=o["device"])

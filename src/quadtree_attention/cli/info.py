@@ -123,12 +123,13 @@ def _versions() -> dict[str, str | None]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
-        "triton": _installed_version("triton"),
-        "numba": _installed_version("numba"),
+        "triton": installed_version("triton"),
+        "numba": installed_version("numba"),
     }
 
 
-def _installed_version(package: str) -> str | None:
+def installed_version(package: str) -> str | None:
+    """Version of a distribution; None if it is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:

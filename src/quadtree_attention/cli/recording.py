@@ -14,10 +14,12 @@ import torch
 from PIL import Image
 
 from quadtree_attention import checks
+from quadtree_attention.cli.output import imported
 from quadtree_attention.errors import CheckpointError, OptionError
-from quadtree_attention.images import Array
+from quadtree_attention.images import Array, to_image
 from quadtree_attention.inspect import Record, record
 from quadtree_attention.inspect.recorder import is_quadtree
+from quadtree_attention.inspect.still import check_point
 from quadtree_attention.models import registry
 from quadtree_attention.models.backbone import PyramidTransformer
 from quadtree_attention.models.weights import read_card
@@ -53,28 +55,20 @@ def task_of(weights: Path | None, task: str | None) -> str:
     return found
 
 
-def look(
-    images: Sequence[Image.Image],
-    weights: Sequence[Path | None],
-    *,
-    task: str | None = None,
-    size: int | None = None,
-    device: str = "auto",
-) -> Seen:
-    """Run networks on one image or two and record them.
-
-    Args:
-        images: Upright images.
-        weights: One file per network; None: the packaged weights of the task.
-        task: "match" or "stereo"; None: the task of the weights, else "match".
-        size: Longer side in pixels.
-        device: Device to run on.
+def look(o: Mapping[str, Any], inputs: Sequence[str], at: tuple[float, float] | None) -> Seen:
+    """Runs the networks of the options of a command on one image or two, and records them.
 
     Raises:
-        OptionError: The networks are of several tasks, or take another number of images.
+        OptionError: The networks are of several tasks, or take another number of images, or the
+            point `at` is not in the first image.
         CheckpointError: The first network has no quadtree layers.
     """
-    tasks = [task_of(path, task) for path in weights]
+    images = [to_image(name) for name in inputs]
+    if at is not None:
+        check_point(at, images[0])
+    imported()
+    weights = [o["weights"], *([o["beside"]] if o["beside"] else [])]
+    tasks = [task_of(path, o["task"]) for path in weights]
     if len(set(tasks)) > 1:
         raise OptionError(
             f"compared networks must be for one task, got {', '.join(tasks)}; pass only one task"
@@ -89,7 +83,7 @@ def look(
     found: dict[str, Any] = {}
     for number, path in enumerate(weights):
         run = _run_backbone if tasks[0] not in TASKS else _run_pair
-        network, seen, result = run(tasks[0], path, images, size, device)
+        network, seen, result = run(tasks[0], path, images, o["size"], o["device"])
         if number == 0:
             found = result
             if not any(map(is_quadtree, network.modules())):
