@@ -27,7 +27,7 @@ from typing import Any
 
 import yaml
 
-from quadtree_attention.cli.info import cpu_name, installed_version
+from quadtree_attention.cli.machine import cpu_name, installed_version
 from quadtree_attention.files import make_folder, write_whole
 
 SCHEMA = 2

@@ -7,13 +7,12 @@ import platform
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from importlib import metadata
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
 from quadtree_attention import __version__
+from quadtree_attention.cli.machine import cpu_name, installed_version
 from quadtree_attention.cli.options import INT, TEXT, flag, option
 from quadtree_attention.cli.output import command, imported
 from quadtree_attention.errors import DTypeError, OptionError
@@ -126,23 +125,6 @@ def _versions() -> dict[str, str | None]:
         "triton": installed_version("triton"),
         "numba": installed_version("numba"),
     }
-
-
-def installed_version(package: str) -> str | None:
-    """Version of a distribution; None if it is not installed."""
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def cpu_name() -> str:
-    """The model of the CPU, or its architecture."""
-    try:
-        names = re.findall(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(), re.M)
-    except OSError:  # not Linux
-        names = []
-    return names[0].strip() if names else platform.processor() or platform.machine()
 
 
 def _cuda_devices() -> list[dict[str, Any]]:
