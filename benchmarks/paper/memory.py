@@ -9,12 +9,11 @@ PVTv2's attention holds all scores, as in its own code.
 
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks.measure import MIB, StoragePeak, scores_held
@@ -54,23 +53,32 @@ def plan(options: Namespace) -> list[list[Work]]:
 
 def measure_row(work: Work, options: Namespace) -> dict[str, float]:
     """The peak of one pass, and what there was before it."""
-    stereo = work["model"] in STEREO
+    stereo, device = work["model"] in STEREO, DEVICES[work["model"]]
+    width, height = work["image"]
+    held = (work["attention"] or "").startswith("spatial")
     with torch.device("meta"):
         if stereo:
-            options: dict[str, Any] = {} if work["model"] == "sttr" else {"backend": "cpu"}
-            model: Any = models.create(work["model"], max_entries=ENTRIES, **options)
+            own: dict[str, Any] = {} if work["model"] == "sttr" else {"backend": "cpu"}
+            model: Any = models.create(work["model"], max_entries=ENTRIES, **own)
             model.train(work["pass"] != PASSES[0])
             model.set_grad_checkpointing(work["pass"] == PASSES[2])
         else:
-            options = ATTENTIONS[work["attention"]]
-            model = Network(models.create(work["model"], num_classes=CLASSES, **options)).eval()
+            own = ATTENTIONS[work["attention"]]
+            model = Network(models.create(work["model"], num_classes=CLASSES, **own)).eval()
     with FakeTensorMode(allow_non_fake_inputs=True), _as_on_a_gpu():
-        model.to_empty(device=DEVICES[work["model"]])
+        model.to_empty(device=device)
         with StoragePeak() as storages:
             storages.add(*model.parameters(), *model.buffers())
-            call = _pass(model, work) if stereo else _forward(model, work)
+            size = 1, 3, height, width
+            batch: Any = noise(width, height, device) if stereo else torch.rand(size, device=device)
             before = storages.live
-            call()
+            if model.training:
+                output = model(batch, true_disparity=batch["disparity0"])
+                losses = stereo_losses(output, batch, model.at_cells, model.max_disparity)
+                torch.stack(list(losses.values())).sum().backward()
+            else:
+                with torch.no_grad(), scores_held() if held else nullcontext():
+                    model(batch)
     return {"peak_mib": round(storages.peak / MIB, 1), "before_mib": round(before / MIB, 1)}
 
 
@@ -84,30 +92,3 @@ def _as_on_a_gpu() -> Iterator[None]:
             yield
     finally:
         sttr_attention.CPU_SCORES, row_attention.CPU_NUMBERS = before
-
-
-def _pass(model: Any, work: Work) -> Callable[[], object]:
-    batch = noise(*work["image"], DEVICES[work["model"]])
-
-    def forward() -> object:
-        with torch.no_grad():
-            return model(batch)
-
-    def train() -> None:
-        output = model(batch, true_disparity=batch["disparity0"])
-        losses = stereo_losses(output, batch, model.at_cells, model.max_disparity)
-        torch.stack(list(losses.values())).sum().backward()
-
-    return train if model.training else forward
-
-
-def _forward(network: nn.Module, work: Work) -> Callable[[], object]:
-    width, height = work["image"]
-    image = torch.rand(1, 3, height, width, device=DEVICES[work["model"]])
-    held = work["attention"].startswith("spatial")
-
-    def forward() -> object:
-        with torch.no_grad(), scores_held() if held else nullcontext():
-            return network(image)
-
-    return forward

@@ -54,14 +54,14 @@ def plan(options: Namespace) -> list[list[Work]]:
         with record(matcher.network, layers=LAYERS) as seen:
             layers = [n for n, layer in seen.items() if layer.cross]
             levels = {n: seen[n].num_levels if seen[n].kind == "quadtree" else 0 for n in layers}
-        measured: dict[Any, Any] = {}
-        for layer in layers:
-            shown = [*map(str, range(levels[layer])), *([ALL] if levels[layer] else []), FULL]
-            for level in shown:
-                case = {"weights": name, "layer": layer, "level": level}
-                found.append(Work(case, "cpu", {"matcher": matcher, "measured": measured}))
-        case = {"weights": name, "layer": UNIFORM[0], "level": UNIFORM[1]}
-        found.append(Work(case, "cpu", {"matcher": matcher, "measured": measured}))
+        shown = [
+            (layer, level)
+            for layer in layers
+            for level in [*map(str, range(levels[layer])), *([ALL] if levels[layer] else []), FULL]
+        ]
+        more: dict[str, Any] = {"matcher": matcher, "measured": {}}
+        for layer, level in [*shown, UNIFORM]:
+            found.append(Work({"weights": name, "layer": layer, "level": level}, "cpu", more))
     return [found]
 
 
