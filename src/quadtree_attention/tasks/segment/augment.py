@@ -100,6 +100,22 @@ class RandomCrop(v2.Transform):  # type: ignore[misc]
         return top, int(torch.randint(columns + 1, ()))
 
 
+def training_transform(
+    height: int,
+    width: int,
+    *,
+    scale: tuple[float, float] = (0.5, 2.0),
+    base: int | None = None,
+    flip: float = 0.5,
+    jitter: bool = True,
+    most: float = 0.75,
+) -> v2.Transform:
+    """Random scale, crop, flip and colours of an image with its labels."""
+    steps = [RandomScale(scale, base), RandomCrop(height, width, most=most)]
+    steps += [v2.RandomHorizontalFlip(flip), *([RandomColours(p=0.5)] * jitter)]
+    return v2.Compose(steps)
+
+
 def as_tensors(image: Image.Image, labels: Array) -> tuple[tv_tensors.Image, tv_tensors.Mask]:
     """Image (3, H, W), uint8, and labels (H, W), int16, as torchvision takes them."""
     pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1)

@@ -5,14 +5,13 @@ from typing import Any, Literal
 
 import torch
 from PIL import Image
-from torchvision.transforms import v2
 from tqdm import tqdm
 
 from quadtree_attention.checks import above, at_least, between
 from quadtree_attention.errors import DataError
 from quadtree_attention.images import Array
-from quadtree_attention.tasks.segment import augment, readers
-from quadtree_attention.tasks.segment.augment import as_tensors, at_base
+from quadtree_attention.tasks.segment import readers
+from quadtree_attention.tasks.segment.augment import as_tensors, at_base, training_transform
 from quadtree_attention.tasks.training import data
 from quadtree_attention.tasks.training.data import Batch, Sample, Split
 from quadtree_attention.viz.palette import Colour
@@ -59,10 +58,10 @@ class LabelMapData(data.TaskData):
         at_least(scale_min, scale_max=scale_max)
         between(0, 1, flip=flip, most_of_one_class=most_of_one_class)
         self.base_size, self.eval_batch_size = base_size, eval_batch_size
-        steps: list[Any] = [augment.RandomScale((scale_min, scale_max), base_size)]
-        steps += [augment.RandomCrop(height, width, most=most_of_one_class)]
-        steps += [v2.RandomHorizontalFlip(flip), *([augment.RandomColours(p=0.5)] * jitter)]
-        self.transform = v2.Compose(steps)
+        sizes: dict[str, Any] = {"scale": (scale_min, scale_max), "base": base_size}
+        self.transform = training_transform(
+            height, width, flip=flip, jitter=jitter, most=most_of_one_class, **sizes
+        )
 
     @property
     def palette(self) -> list[Colour]:
