@@ -265,6 +265,17 @@ class _Levels:
 
     # ---- the coarsest level
 
+    @property
+    def is_miscompiled(self) -> bool:
+        """True if blocks of 64 queries would read uninitialised registers.
+
+        The assembler of Triton 3.6 loses the start of a matrix descriptor on Hopper, in half
+        precision, if rows of neither keys nor values are multiples of 16 numbers and their blocks
+        differ in width.
+        """
+        dims = self.dim, self.value_dim
+        return all(x % 16 for x in dims) and len({power_of_two(x, 16) for x in dims}) > 1
+
     def coarse_blocks(self) -> dict[str, int]:
         """Queries and keys that a program takes at once.
 
@@ -272,6 +283,7 @@ class _Levels:
         """
         keys, size = self.key_grids.cells[0], self.row_bytes
         many = self.batch_heads * self.grids.cells[0] >= 4096 and keys >= 1024
+        many = many and not self.is_miscompiled
         block_s = 128 if not many and keys > 512 else 64
         block_s = max(min(block_s, TILE_BYTES // size), power_of_two(self.kept(0)))
         block_s = min(block_s, power_of_two(keys, 16))
