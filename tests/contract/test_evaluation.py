@@ -126,7 +126,7 @@ def test_bad_samples_are_left_out_or_refused(task, run, data, save):
     whole = bad.read_bytes()
     bad.write_bytes(b"no image")
     scores = run()
-    assert any(bad.name in reason for reason in scores.skipped) or scores.missing
+    assert any(bad.name in reason for reason in scores.skipped) and len(scores.missing) <= 1
     bad.write_bytes(whole)
     mended = run()  # what is there is kept, what failed is done
     assert not mended.skipped and not mended.missing
