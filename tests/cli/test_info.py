@@ -127,7 +127,7 @@ def test_plan_as_json():
         ("--heads -1", "heads must be an integer of at least 1, got -1"),
         ("--variant D", "variant must be 'A', 'B' or 'C', got variant='D'"),
         ("--dtype int8", "--dtype must be one of float32, float64, float16, bfloat16, got 'int8'"),
-        ("--device tpu", "device must be of the kind cuda or cpu, got 'tpu'"),
+        ("--device tpu", "device must be of type cuda or cpu, got 'tpu'"),
         ("--batch 9999999999999999", "a tensor can hold less than 2**63 bytes, got the shape"),
     ],
 )

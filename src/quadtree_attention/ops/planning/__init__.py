@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cost estimates of calls."""
+"""Estimates of FLOPs, memory and time of a call."""

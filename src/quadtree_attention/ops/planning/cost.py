@@ -2,7 +2,7 @@
 """Cost of attention from sizes alone: FLOPs, bytes, memory, and estimated time.
 
 FLOPs are counted exactly. Bytes and memory follow what the fused backends allocate, read and write.
-Times are a small model that only has to say which of two calls is faster.
+Times are estimated by a small model that compares two calls.
 """
 
 from dataclasses import dataclass
@@ -21,8 +21,8 @@ from quadtree_attention.ops.planning.flops import (
 INDEX_BYTES = 4  # selections are int32
 QUERY_BLOCK = 128  # queries that share one pass over all keys in a fused kernel
 
-# Whether the fused backend of a device copies the finest maps to tree order and the result back.
-# One that reads and writes maps where they are keeps only the levels above.
+# True if the fused backend of a device copies the finest maps to tree order and the result back.
+# Otherwise it reads and writes maps in place and stores only the coarser levels.
 COPIES_FINEST = {"cuda": False, "cpu": True}
 
 
@@ -30,26 +30,25 @@ COPIES_FINEST = {"cuda": False, "cpu": True}
 class Speed:
     """Constants of the time estimate for one kind of device; in seconds, or per second.
 
-    Full attention takes `start + max(pairs / softmax_pairs, FLOPs / matmul_flops)`: matrix
-    products, or the exponentials where heads are narrow; longer where there are fewer blocks of
-    queries than units to work on them. Quadtree attention takes `levels * level
-    + gathered bytes / gather_bytes + coarse pairs / scan_pairs`: a fixed cost per level, rows
-    gathered from all over the map, and a coarsest level that selects while it scans all keys. A
-    pair is one query with one key.
+    Dense attention takes `start + max(pairs / softmax_pairs, FLOPs / matmul_flops)`: bound by
+    matrix products, or by exponentials if heads are narrow; longer if there are fewer blocks of
+    queries than units. Quadtree attention takes `levels * level + gathered bytes / gather_bytes
+    + coarse pairs / scan_pairs`: a fixed time per level, gathered rows, and the coarsest level,
+    which scans all keys and selects. A pair is one query with one key.
 
     Attributes:
-        machine: Where this was measured.
-        units: Blocks of queries that full attention works on at once.
-        start: One call of full attention that does next to nothing.
-        level: One level of quadtree attention that does next to nothing.
-        launch: Host time for the kernels of one level, launched one by one instead of by a graph.
-        gather_bytes: Rows of candidates loaded and attended to.
+        machine: Machine of the measurement.
+        units: Blocks of queries that dense attention processes in parallel.
+        start: Fixed time of a call of dense attention.
+        level: Fixed time of a level of quadtree attention.
+        launch: Host time for launching the kernels of one level without a CUDA graph.
+        gather_bytes: Bytes of candidates gathered and attended to.
         scan_pairs: Pairs of the coarsest level.
-        softmax_pairs: Pairs of full attention where the exponentials are the limit.
-        matmul_flops: FLOPs of full attention where the matrix products are the limit.
-        copy_bytes: Maps copied to tree order and back, for variant C.
-        slowdown: How much longer full attention takes, by bytes per number.
-        gather_slowdown: How much longer rows take than their bytes do, by bytes per number.
+        softmax_pairs: Pairs of dense attention if bound by exponentials.
+        matmul_flops: FLOPs of dense attention if bound by matrix products.
+        copy_bytes: Bytes copied to tree order and back, in variant C.
+        slowdown: Factor on the time of dense attention, by bytes per number.
+        gather_slowdown: Factor on the time of gathering, by bytes per number.
     """
 
     machine: str
@@ -66,12 +65,12 @@ class Speed:
     gather_slowdown: dict[int, float]
 
 
-# Calibrated on the forward rows of benchmarks/results/*.json: every estimate is within 25 % of the
-# median measured there, eager rows of the GPU within 65 %. On the GPU `launch` comes from the eager
-# rows and all else from the rows of CUDA graphs, in bfloat16; full attention in float32 took 12
-# times as long there. `start` and `level` of the CPU come from calls on small maps. Not
-# measured: half precision on the CPU, taken to be as fast as float32, and float64, half as fast.
-# Backward takes about 2.5 times as long as forward on both sides: who wins one wins both.
+# Calibrated on the forward rows of benchmarks/results/speed/ops*.json: every estimate is within
+# 25 % of the measured median, eager rows of the GPU within 65 %. On the GPU, `launch` is from the
+# eager rows and the rest from the rows of CUDA graphs, in bfloat16; dense attention in float32 took
+# 12 times as long. `start` and `level` of the CPU are from calls on small maps. Not measured: half
+# precision on the CPU, assumed as fast as float32, and float64, assumed half as fast. Backward
+# takes about 2.5 times as long as forward in both, so `cheaper` holds for training, too.
 SPEEDS = {
     "cuda": Speed(
         machine="an NVIDIA H200",
@@ -85,10 +84,10 @@ SPEEDS = {
         matmul_flops=6e14,
         copy_bytes=1.5e12,  # not measured
         slowdown={2: 1, 4: 12, 8: 24},
-        gather_slowdown={2: 1, 4: 1.8, 8: 1.8},  # float32 takes three products for one
+        gather_slowdown={2: 1, 4: 1.8, 8: 1.8},  # float32 needs three products instead of one
     ),
     "cpu": Speed(
-        machine="2 threads of an AMD EPYC",  # more threads help both sides
+        machine="2 threads of an AMD EPYC",
         units=2,
         start=25e-6,
         level=1e-3,
@@ -109,16 +108,16 @@ class Cost:
     """Cost of one call of attention.
 
     Attributes:
-        flops: Of forward; a multiply-add counts as two.
-        training_flops: Of forward and backward. Backward counts 2.5 times forward: five matrix
-            products instead of two, as in flash attention.
-        bytes_moved: Read and written by the kernels of forward. What several of them read counts
-            for each, even where a cache serves it.
-        memory: The most that forward holds beyond its inputs, in bytes, the result included.
-        training_memory: The same for forward and backward, gradients included.
-        seconds: Estimated time of forward on the machine that the estimate was calibrated on. Its
-            ratio to another one carries over to other machines, the number itself does not.
-        eager_seconds: The same where the host launches every kernel, without a CUDA graph.
+        flops: FLOPs of forward; a multiply-add counts as two.
+        training_flops: FLOPs of forward and backward. Backward counts 2.5 times forward: five
+            matrix products instead of two, as in flash attention.
+        bytes_moved: Bytes read and written by the forward kernels. Bytes that several kernels
+            read count once per kernel, cached or not.
+        memory: Peak memory of forward beyond its inputs, in bytes, the result included.
+        training_memory: Peak memory of forward and backward, gradients included.
+        seconds: Estimated time of forward on the machine of the calibration. Ratios of these
+            times carry over to other machines, the times do not.
+        eager_seconds: The same if the host launches every kernel, without a CUDA graph.
     """
 
     flops: int
@@ -131,7 +130,7 @@ class Cost:
 
 
 class Bytes(NamedTuple):
-    """Sizes of queries, keys and values, all heads and batch entries together."""
+    """Bytes of queries, keys and values, all heads and batch entries together."""
 
     q: int
     k: int
@@ -139,7 +138,7 @@ class Bytes(NamedTuple):
 
 
 def quadtree_cost(problem: Problem, speed: Speed) -> Cost:
-    """Of quadtree attention by the fused backend of the device."""
+    """Cost of quadtree attention by the fused backend of the device."""
     flops = sum(level_flops(problem))
     seconds = _quadtree_seconds(problem, speed)
     return Cost(
@@ -154,7 +153,7 @@ def quadtree_cost(problem: Problem, speed: Speed) -> Cost:
 
 
 def dense_cost(problem: Problem, speed: Speed) -> Cost:
-    """Of `scaled_dot_product_attention` over all cells, by a kernel that stores no scores."""
+    """Cost of `scaled_dot_product_attention` over all cells, by a kernel that stores no scores."""
     queries, keys = prod(problem.query_tree.grid), prod(problem.key_tree.grid)
     flops = dense_flops(
         batch=problem.batch,
@@ -191,12 +190,12 @@ def level_flops(problem: Problem) -> list[int]:
 
 
 def fixed_seconds(problem: Problem, speed: Speed) -> float:
-    """Seconds of quadtree attention on maps of any size: the fixed part."""
+    """Part of the time of quadtree attention that does not depend on the size of the maps."""
     return problem.num_levels * speed.level
 
 
 def _quadtree_seconds(problem: Problem, speed: Speed) -> float:
-    if problem.num_levels == 1:  # full attention by another name: nothing is selected or gathered
+    if problem.num_levels == 1:  # equals dense attention
         flops = sum(level_flops(problem))
         return speed.level + _dense_seconds(_coarse_pairs(problem), flops, problem, speed)
     gathered = _gathered_bytes(problem) * speed.gather_slowdown[problem.dtype.itemsize]
@@ -215,7 +214,7 @@ def _dense_seconds(pairs: int, flops: int, problem: Problem, speed: Speed) -> fl
     work = max(pairs / speed.softmax_pairs, flops / speed.matmul_flops)
     queries = prod(problem.query_tree.grid_at(problem.num_levels - 1))
     blocks = _rows(problem) * ceil(queries / QUERY_BLOCK)
-    # the slower kernels of wide dtypes cut queries into smaller blocks: the two do not multiply
+    # Kernels of wide dtypes have smaller blocks of queries, so the two factors do not multiply.
     slowdown = max(speed.units / max(1, blocks), speed.slowdown[problem.dtype.itemsize])
     return speed.start + work * slowdown
 
@@ -231,7 +230,7 @@ def saved_bytes(problem: Problem) -> int:
 
 
 def _kept_per_cell(problem: Problem) -> int:
-    """Numbers kept per coarsest cell: a log-sum-exp and, unless it is the result, the message."""
+    """Numbers stored per coarsest cell: a log-sum-exp and, unless it is the result, the message."""
     return 1 + (problem.value_dim if problem.num_levels > 1 else 0)
 
 
@@ -245,13 +244,13 @@ def _quadtree_memory(problem: Problem) -> int:
 
 
 def _quadtree_training_memory(problem: Problem) -> int:
-    """The peak is in backward of the finest level: its gradients, and all that was saved."""
+    """Peak memory, reached in backward of the finest level: its gradients and all saved tensors."""
     gradients = _summed_gradients if _in_tree_order(problem) else _listed_gradients
     return saved_bytes(problem) + _result_bytes(problem) + gradients(problem)
 
 
 def _summed_gradients(problem: Problem) -> int:
-    """Gradients of keys and values are sums over queries, kept in the accumulation dtype."""
+    """Bytes of gradients if those of keys and values are summed in the accumulation dtype."""
     finest = problem.num_levels - 1
     queries = _rows(problem) * problem.query_tree.num_cells(finest)
     keys = _rows(problem) * problem.key_tree.num_cells(finest)
@@ -261,7 +260,7 @@ def _summed_gradients(problem: Problem) -> int:
 
 
 def _listed_gradients(problem: Problem) -> int:
-    """Gradients in the dtype of the inputs, for which every key lists the queries that kept it."""
+    """Bytes of gradients in the dtype of the inputs, with a list of queries for every key."""
     gradients = sum(_input_bytes(problem)) + sum(_pyramid_bytes(problem))
     if problem.num_levels == 1:
         return gradients + _rows(problem) * _cells(problem.query_tree)[0] * _wide(problem)
@@ -273,10 +272,10 @@ def _listed_gradients(problem: Problem) -> int:
 
 
 def _dense_training_memory(problem: Problem) -> int:
-    """Result, three gradients, two numbers per query, and what the kernels of a dtype ask for.
+    """Bytes of the result, three gradients, two numbers per query, and temporary tensors.
 
-    Those for half precision sum dq in float32; on a GPU, those for float32 copy keys and values to
-    have the rows of each head together.
+    Kernels in half precision sum dq in float32. On a GPU, kernels in float32 copy keys and values,
+    so that the rows of a head are contiguous.
     """
     queries = _rows(problem) * prod(problem.query_tree.grid)
     inputs = _input_bytes(problem)
@@ -289,7 +288,7 @@ def _dense_training_memory(problem: Problem) -> int:
 
 
 def _quadtree_bytes_moved(problem: Problem) -> int:
-    """Levels are averaged from the inputs, then read; totals and selections pass down them."""
+    """Bytes of inputs, pyramids, candidates, partial results and selections."""
     every_query = _bytes_of(problem, sum(_cells(problem.query_tree)), 0).q
     passes = ceil(problem.query_tree.num_cells(0) / QUERY_BLOCK)
     coarse_keys = _rows(problem) * problem.key_tree.num_cells(0) * _row_bytes(problem)
@@ -305,7 +304,7 @@ def _quadtree_bytes_moved(problem: Problem) -> int:
 
 
 def _gathered_bytes(problem: Problem) -> int:
-    """Rows of candidates below the coarsest level; the children of a query cell share theirs."""
+    """Bytes of candidates below the coarsest level, once per group of sibling query cells."""
     candidates = candidates_per_query(problem.key_tree, problem.topk)
     rows = sum(
         prod(problem.query_tree.grid_at(level - 1)) * candidates[level]
@@ -324,7 +323,7 @@ def _input_bytes(problem: Problem) -> Bytes:
 
 
 def _pyramid_bytes(problem: Problem) -> Bytes:
-    """The levels that get memory of their own, padding included."""
+    """Bytes of the levels that are stored apart from the inputs, padding included."""
     stored = None if _copies_finest(problem) else -1
     queries, keys = (sum(_cells(tree)[:stored]) for tree in (problem.query_tree, problem.key_tree))
     return _bytes_of(problem, queries, keys)
@@ -345,7 +344,7 @@ def _result_bytes(problem: Problem) -> int:
 
 
 def _total_bytes(problem: Problem) -> int:
-    """Sums of messages before they are the result; in the accumulation dtype above the finest."""
+    """Bytes of partial results; above the finest level in the accumulation dtype."""
     *coarser, finest = _cells(problem.query_tree)
     numbers = sum(coarser) * _wide(problem)
     if _copies_finest(problem):
@@ -354,7 +353,7 @@ def _total_bytes(problem: Problem) -> int:
 
 
 def _selection_bytes(problem: Problem) -> int:
-    """Kept cells of all levels that select; variant A keeps their scores too."""
+    """Bytes of the kept cells of all selecting levels and, in variant A, of their scores."""
     cells = _cells(problem.query_tree)[:-1]
     kept = sum(count * topk for count, topk in zip(cells, problem.topk, strict=True))
     each = INDEX_BYTES + (_wide(problem) if problem.variant == "A" else 0)
@@ -366,7 +365,7 @@ def _rows(problem: Problem) -> int:
 
 
 def _row_bytes(problem: Problem) -> int:
-    """One key and its value."""
+    """Bytes of one key and its value."""
     return (problem.head_dim + problem.value_dim) * problem.dtype.itemsize
 
 
@@ -376,12 +375,12 @@ def _wide(problem: Problem) -> int:
 
 
 def _copies_finest(problem: Problem) -> bool:
-    """With one level there is no tree to be in order of."""
+    """True if the finest maps are copied to tree order; never with one level."""
     return problem.num_levels > 1 and _in_tree_order(problem)
 
 
 def _in_tree_order(problem: Problem) -> bool:
-    """Whether the backend of the device copies the finest maps; all kernels of variant C do."""
+    """True if the backend of the device, or variant C, copies the finest maps."""
     return COPIES_FINEST[problem.device.type] or problem.variant == "C"
 
 

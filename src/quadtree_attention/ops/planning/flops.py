@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Floating-point operations of attention, from sizes alone; a multiply-add counts as two.
 
-Only the two matrix products count, scores and messages, as PyTorch's FLOP counter does for
-`scaled_dot_product_attention`: softmax, selection and pooling do not. Padding that a grid needs to
-divide evenly does not count as a query, since no result is asked of it.
+Only the two matrix products, scores and messages, are counted, as by PyTorch's FLOP counter for
+`scaled_dot_product_attention`. Softmax, selection, pooling and padded queries are not.
 """
 
 from collections.abc import Sequence
@@ -13,24 +12,24 @@ from math import prod
 from quadtree_attention.ops.attention.problem import effective_topk
 from quadtree_attention.ops.attention.tree import Tree
 
-# Forward has two matrix products (scores, message). Backward has five: the scores once more, and
-# the gradients of weights, values, queries and keys. A fraction, so that counts stay integers.
+# Forward has two matrix products (scores, message). Backward has five: the scores again, and the
+# gradients of weights, values, queries and keys. A Fraction keeps counts integers.
 BACKWARD_FACTOR = Fraction(5, 2)
 
 
 def candidates_per_query(key_tree: Tree, topk: Sequence[int]) -> list[int]:
-    """Key cells that one query cell looks at, per level, coarse -> fine.
+    """Key cells that one query cell is compared with, per level, coarse -> fine.
 
     Args:
-        key_tree: The levels of the keys.
-        topk: Cells kept at each level that selects; more than there are keeps all.
+        key_tree: Tree of the keys.
+        topk: Cells kept at each selecting level; values above the number of cells keep all.
     """
     kept = effective_topk(tuple(topk), key_tree)
     return [key_tree.num_cells(0), *(key_tree.num_children * k for k in kept)]
 
 
 def pair_flops(pairs: int, dim: int, value_dim: int) -> int:
-    """Forward FLOPs of `pairs` of a query with a key of `dim` and a value of `value_dim`."""
+    """Forward FLOPs of `pairs` of a query and a key of width `dim` and a value of `value_dim`."""
     return 2 * pairs * (dim + value_dim)
 
 
@@ -44,7 +43,7 @@ def attention_flops(
     key_tree: Tree,
     topk: Sequence[int],
 ) -> list[int]:
-    """Forward FLOPs of quadtree attention, per level, coarse -> fine; both variants cost the same.
+    """Forward FLOPs of quadtree attention, per level, coarse -> fine, equal in all variants.
 
     Example:
         >>> tree = Tree((8, 12), num_levels=2)  # 24 cells, then 96
@@ -64,10 +63,10 @@ def attention_flops(
 def dense_flops(
     *, batch: int, heads: int, dim: int, value_dim: int, queries: int, keys: int
 ) -> int:
-    """Forward FLOPs of full attention of `queries` cells to `keys` cells."""
+    """Forward FLOPs of dense attention of `queries` cells to `keys` cells."""
     return pair_flops(batch * heads * queries * keys, dim, value_dim)
 
 
 def backward_flops(forward: int) -> int:
-    """FLOPs of backward alone, from those of forward; exact where values are as wide as keys."""
+    """FLOPs of the backward pass from those of forward; exact if values are as wide as keys."""
     return int(forward * BACKWARD_FACTOR)

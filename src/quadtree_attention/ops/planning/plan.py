@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cost of a call next to full attention, without running either."""
+"""Estimated cost of a call of `quadtree_attention` and of dense attention on the same maps."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -24,7 +24,7 @@ from quadtree_attention.ops.planning.flops import candidates_per_query
 
 Winner = Literal["quadtree", "dense"]
 
-CLOSE = 1.5  # estimated times that differ by less than this factor are too close to call
+CLOSE = 1.5  # for a smaller ratio of estimated times, the advice is to measure both
 
 
 @dataclass(frozen=True)
@@ -34,9 +34,9 @@ class LevelPlan:
     Attributes:
         grid: Size of the query map.
         key_grid: Size of the key map.
-        candidates: Key cells that each query cell looks at.
+        candidates: Key cells that each query cell is compared with.
         kept: Key cells that each query cell keeps for the next level; 0 at the finest level.
-        flops: Of forward, all heads and batch entries together.
+        flops: FLOPs of the forward pass, all heads and batch entries together.
     """
 
     grid: tuple[int, ...]
@@ -48,17 +48,17 @@ class LevelPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """The cost of a call of `quadtree_attention`, next to full attention on the same maps.
+    """Cost of a call of `quadtree_attention`, and of dense attention on the same maps.
 
     Attributes:
-        problem: The call in words.
+        problem: Description of the call.
         levels: One entry per level, coarse -> fine.
         quadtree: Quadtree attention by the fused backend of the device.
         dense: `torch.nn.functional.scaled_dot_product_attention` by a fused kernel.
-        cheaper: Which takes less time on the device itself, as in a CUDA graph.
-        cheaper_eager: Which takes less time where the host launches every kernel, as without a
-            CUDA graph; on a CPU the same as `cheaper`.
-        advice: What to use, and why.
+        cheaper: The faster one by device time alone, as in a CUDA graph.
+        cheaper_eager: The faster one if the host launches every kernel, without a CUDA graph;
+            on a CPU the same as `cheaper`.
+        advice: Recommendation with its reason.
     """
 
     problem: str
@@ -84,28 +84,28 @@ def plan(
     dtype: torch.dtype = torch.float32,
     device: str | torch.device = "cpu",
 ) -> Plan:
-    """Estimate the cost of a call of `quadtree_attention`, and of full attention on the same maps.
+    """Estimate the cost of a call of `quadtree_attention`, and of dense attention on the same maps.
 
     Nothing is run or allocated, and the device need not be present. FLOPs are exact for the two
     matrix products of every level; backward counts 2.5 times forward, as in flash attention: five
-    products instead of two. Memory is what the fused backends hold, to within a few tens of
-    percent. Which is cheaper is judged by estimated times, since gathering rows and starting the
-    kernels of every level takes time that FLOPs do not show.
+    products instead of two. Memory is that of the fused backends, within a few tens of percent.
+    `cheaper` compares estimated times, which include gathering rows and launching the kernels of
+    every level.
 
     Args:
         grid: Size of the query map, 1 to 3 axes.
-        key_grid: Size of the key map. None: as `grid`.
+        key_grid: Size of the key map. None: equals `grid`.
         heads: Number of heads.
         dim: Width of queries and keys, per head.
         num_levels, topk, variant: As for `quadtree_attention`.
-        value_dim: Width of values, per head. None: as `dim`.
+        value_dim: Width of values, per head. None: equals `dim`.
         batch: Maps per call.
-        dtype: Of queries, keys and values.
-        device: A device, or the name of one, of the kind "cpu" or "cuda".
+        dtype: Data type of queries, keys and values.
+        device: A device of type "cpu" or "cuda", or its name.
 
     Raises:
-        ShapeError, DTypeError, OptionError: `quadtree_attention` would not accept such tensors or
-            options, or the kind of device is unknown.
+        ShapeError, DTypeError, OptionError: `quadtree_attention` does not accept such tensors or
+            options, or the type of device is unknown.
 
     Example:
         >>> cost = plan((200, 336), dim=32, num_levels=4, topk=32, device="cuda")
@@ -143,7 +143,7 @@ def describe_problem(
     dtype: torch.dtype = torch.float32,
     device: str | torch.device = "cpu",
 ) -> Problem:
-    """The problem that tensors of these sizes pose; arguments and errors are those of `plan`."""
+    """Return the `Problem` of tensors of these sizes; arguments and errors are those of `plan`."""
     device = _known_device(device)
     if not isinstance(dtype, torch.dtype):
         raise DTypeError(f"dtype must be a torch.dtype, got {dtype!r}; try torch.float32")
@@ -165,12 +165,12 @@ def describe_problem(
 def _known_device(device: str | torch.device) -> torch.device:
     try:
         found = torch.device(device)
-    except (RuntimeError, TypeError):  # not the name of any device
+    except (RuntimeError, TypeError):
         found = None
     if found is None or found.type not in SPEEDS:
         raise OptionError(
-            f"device must be of the kind {' or '.join(SPEEDS)}, got {device!r}; plan for the one "
-            "that is more like yours: FLOPs are the same on all devices, memory nearly so"
+            f"device must be of type {' or '.join(SPEEDS)}, got {device!r}; choose the "
+            "more similar one: FLOPs are equal on all devices, memory almost"
         )
     return found
 
@@ -188,13 +188,13 @@ def _size(name: str, size: int) -> int:
     if not isinstance(size, int) or isinstance(size, bool) or size < 0:
         raise ShapeError(
             f"{name} must be an integer of at least 1, got {size!r}; "
-            "pass the sizes of the tensors that the call would get"
+            "pass the sizes of the tensors of the call"
         )
     return size
 
 
 def _without_memory(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """A tensor to check as if it were real."""
+    """Return a tensor on the meta device."""
     if prod(shape) * dtype.itemsize >= 2**63:
         raise ShapeError(
             f"a tensor can hold less than 2**63 bytes, got the shape {shape}; pass smaller sizes"
@@ -224,8 +224,8 @@ def _winner(quadtree: float, dense: float) -> Winner:
 def _advice(problem: Problem, quadtree: Cost, dense: Cost, speed: Speed) -> str:
     if problem.num_levels == 1:
         return (
-            "Use dense attention: with one level quadtree attention is full attention. "
-            "Give it 2 or more levels to let it skip cells."
+            "Use dense attention: with one level quadtree attention equals dense attention. "
+            "Set num_levels to 2 or more to skip cells."
         )
     return f"{_verdict(problem, quadtree, dense, speed)}{_caveat(problem, quadtree, dense, speed)}"
 
@@ -243,35 +243,35 @@ def _verdict(problem: Problem, quadtree: Cost, dense: Cost, speed: Speed) -> str
 
 
 def _why_dense(problem: Problem, quadtree: Cost, dense: Cost, speed: Speed) -> str:
-    """The largest of the costs that FLOPs do not show, unless FLOPs say it all."""
+    """Return the reason why dense attention is faster: FLOPs, launches, or gathering."""
     if quadtree.flops > dense.flops:
-        return "topk keeps so many cells that it looks at more pairs than there are"
+        return "topk keeps so many cells that more scores are computed than by dense attention"
     if 2 * fixed_seconds(problem, speed) > quadtree.seconds:
         return (
-            f"the map is so small that starting the kernels of {problem.num_levels} levels costs "
-            "more than full attention"
+            f"launching the kernels of {problem.num_levels} levels takes longer than dense "
+            "attention on a map this small"
         )
-    return "gathering and selecting cells costs more than the skipped ones save"
+    return "gathering and selecting cells takes longer than the skipped cells save"
 
 
 def _caveat(problem: Problem, quadtree: Cost, dense: Cost, speed: Speed) -> str:
-    """The case for dense attention where quadtree attention is faster."""
+    """Return disadvantages of quadtree attention where it is faster."""
     if _winner(quadtree.seconds, dense.seconds) == "dense":
         return ""
     if _winner(quadtree.eager_seconds, dense.eager_seconds) == "dense":
         return (
-            " That holds in a CUDA graph: without one, launching the kernels takes the host about "
-            f"{_milliseconds(problem.num_levels * speed.launch)}, and dense attention, which takes "
-            f"{_milliseconds(dense.seconds)}, is faster."
+            " This holds in a CUDA graph: without one, the host needs about "
+            f"{_milliseconds(problem.num_levels * speed.launch)} to launch the kernels, and dense "
+            f"attention, which takes {_milliseconds(dense.seconds)}, is faster."
         )
     if quadtree.training_memory > dense.training_memory:
         more = _factor(quadtree.training_memory, dense.training_memory)
-        return f" Training holds {more} times as much memory as dense attention does."
+        return f" Training needs {more} times as much memory as dense attention."
     return ""
 
 
 def _factor(large: float, small: float) -> str:
-    """With the two digits that an estimate deserves."""
+    """Format a ratio with two digits."""
     ratio = large / small
     return f"{ratio:.1f}" if ratio < 10 else f"{float(f'{ratio:.2g}'):,.0f}"
 
