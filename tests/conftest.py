@@ -4,7 +4,8 @@
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,14 @@ def interpreter() -> Iterator[Interpreter]:
     process = Interpreter()
     yield process
     process.close()
+
+
+@pytest.fixture
+def run(request: pytest.FixtureRequest) -> Callable[[], None]:
+    """A check of `tests.interpreter.kernels`, where its kernels run."""
+    if request.param[-1] == "cuda":
+        return partial(*request.param)
+    return partial(request.getfixturevalue("interpreter"), *request.param)
 
 
 @pytest.fixture(autouse=True)

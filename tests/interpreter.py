@@ -11,7 +11,7 @@ import pickle
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,21 @@ class Interpreter:
         if self.process is not None and self.process.stdin is not None:
             self.process.stdin.close()
             self.process.wait()
+
+
+def kernels(
+    check: Callable[..., object],
+    interpreted: Iterable[tuple[Any, ...]] = ((),),
+    on_gpu: Iterable[tuple[Any, ...]] = ((),),
+) -> pytest.MarkDecorator:
+    """A test whose `run` calls the check with each of these arguments, and a device after them."""
+    places = ("cpu", interpreted, ()), ("cuda", on_gpu, pytest.mark.gpu)
+    rows = [
+        pytest.param((check, *row, device), id="-".join(map(str, (device, *row))), marks=marks)
+        for device, table, marks in places
+        for row in table
+    ]
+    return pytest.mark.parametrize("run", rows, indirect=True)
 
 
 def serve() -> None:

@@ -2,10 +2,11 @@
 """One table of cases that every fast backend must pass against the reference."""
 
 import pytest
+import torch
 
 from tests.support.against_reference import Case, as_sets, check
 
-__all__ = ["CASES", "Case", "as_sets", "check", "every_case"]
+__all__ = ["CASES", "Case", "as_sets", "check", "compare", "draw", "every_case"]
 
 CASES = (
     Case("plain_b", 1, (8, 12), (8, 12), 1, 32, 32, 2, 4, "B"),
@@ -39,3 +40,25 @@ CASES = (
 )
 
 every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+
+
+def draw(*shape):
+    return torch.randn(shape, dtype=torch.float64)
+
+
+def compare(fused, plainly, inputs, dtypes):
+    """Results and gradients; float64 is the truth, plain PyTorch in `dtypes` the yardstick."""
+    given = [x.to(dtype).requires_grad_() for x, dtype in zip(inputs, dtypes, strict=True)]
+    exact = [x.detach().double().requires_grad_() for x in given]
+    y = fused(*given)
+    truth = plainly(*exact)
+    assert y.shape == truth.shape
+    dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(y)
+    grads = torch.autograd.grad(y, given, dy)
+    true = torch.autograd.grad(truth, exact, dy.double())
+    for got, expected, like in zip([y, *grads], [truth, *true], [y, *given], strict=True):
+        assert got.dtype == like.dtype
+        assert got.shape == like.shape
+        rounding = 4 * torch.finfo(dtypes[0]).eps  # the interpreter cuts off where a GPU rounds
+        error = (got.double() - expected).abs().max() / expected.abs().max().clamp(min=1e-6)
+        assert error < max(rounding, 1e-5), error

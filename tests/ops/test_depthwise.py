@@ -2,6 +2,7 @@
 """Fused depthwise convolutions against torch's, in Triton's interpreter here and on a GPU."""
 
 import os
+from itertools import product
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ pytest.importorskip("triton", reason="triton comes with the CUDA builds of torch
 from quadtree_attention.ops.attention.tree import Tree
 from quadtree_attention.ops.depthwise import plain
 from quadtree_attention.ops.depthwise.functional import add_positions, depthwise
+from tests.interpreter import kernels
+from tests.ops.cases import compare, draw
 
 # batch, grid, channels, ReLU before, activation after
 CASES = (
@@ -36,28 +39,6 @@ TREES = (
 )
 LARGE_TREES = (*TREES, (2, (201, 335), 32, 4), (1, (100, 167), 64, 3), (8, (14, 14), 320, 2))
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-
-
-def draw(*shape):
-    return torch.randn(shape, dtype=torch.float64)
-
-
-def compare(fused, plainly, inputs, dtypes):
-    """Results and gradients; float64 is the truth, plain PyTorch in `dtypes` the yardstick."""
-    given = [x.to(dtype).requires_grad_() for x, dtype in zip(inputs, dtypes, strict=True)]
-    exact = [x.detach().double().requires_grad_() for x in given]
-    y = fused(*given)
-    truth = plainly(*exact)
-    assert y.shape == truth.shape
-    dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(y)
-    grads = torch.autograd.grad(y, given, dy)
-    true = torch.autograd.grad(truth, exact, dy.double())
-    for got, expected, like in zip([y, *grads], [truth, *true], [y, *given], strict=True):
-        assert got.dtype == like.dtype
-        assert got.shape == like.shape
-        rounding = 4 * torch.finfo(dtypes[0]).eps  # the interpreter cuts off where a GPU rounds
-        error = (got.double() - expected).abs().max() / expected.abs().max().clamp(min=1e-6)
-        assert error < max(rounding, 1e-5), error
 
 
 def check_depthwise(case, dtype, device):
@@ -107,36 +88,19 @@ def check_positions(case, dtype, device):
     compare(by(add_positions), by(add_plainly), [x.to(device) for x in tree(*case)], dtypes)
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_kernels_in_the_interpreter(case, interpreter):
-    interpreter(check_depthwise, case, torch.float32, "cpu")
+@kernels(
+    check_depthwise,
+    [*product(CASES, DTYPES[:1]), *product(CASES[1:3], DTYPES[1:])],
+    product(LARGE_CASES, DTYPES),
+)
+def test_kernels(run):
+    run()
 
 
-@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
-@pytest.mark.parametrize("case", CASES[1:3], ids=str)
-def test_half_precision_in_the_interpreter(case, dtype, interpreter):
-    interpreter(check_depthwise, case, dtype, "cpu")
-
-
-@pytest.mark.parametrize("case", TREES, ids=str)
-def test_levels_in_the_interpreter(case, interpreter):
-    interpreter(check_positions, case, torch.float32, "cpu")
-
-
-@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
-def test_levels_of_half_precision_in_the_interpreter(dtype, interpreter):
-    interpreter(check_positions, TREES[1], dtype, "cpu")
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("case", LARGE_CASES, ids=str)
-def test_on_a_gpu(case, dtype):
-    check_depthwise(case, dtype, "cuda")
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("case", LARGE_TREES, ids=str)
-def test_levels_on_a_gpu(case, dtype):
-    check_positions(case, dtype, "cuda")
+@kernels(
+    check_positions,
+    [*product(TREES, DTYPES[:1]), *product(TREES[1:2], DTYPES[1:])],
+    product(LARGE_TREES, DTYPES),
+)
+def test_levels(run):
+    run()

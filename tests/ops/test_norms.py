@@ -2,6 +2,7 @@
 """The fused norms against torch's, in Triton's interpreter here and for real on a GPU."""
 
 from functools import partial
+from itertools import repeat
 
 import pytest
 import torch
@@ -12,10 +13,13 @@ from quadtree_attention.nn import QuadtreeBlock
 from quadtree_attention.nn.norm import TokenNorm
 from quadtree_attention.nn.value_pyramid import by_parent
 from quadtree_attention.ops.norms.functional import can_fuse, layer_norm, map_norm
+from tests.interpreter import kernels
+from tests.ops.cases import compare
 
 SHAPES = ((2, 5, 6, 24), (1, 3, 7, 8), (3, 1, 1, 5))
 LARGE_SHAPES = ((64, 56, 56, 64), (1, 201, 335, 32), (2, 14, 14, 512), (2, 25, 42, 1000))
 ACTIVATIONS = {"gelu": F.gelu, "relu": F.relu}
+FLOATS = [torch.float32] * 3
 
 
 def numbers(shape, device, offset=5.0):
@@ -23,24 +27,7 @@ def numbers(shape, device, offset=5.0):
     rng = torch.Generator().manual_seed(0)
     x = torch.randn(shape, generator=rng) * 2 + offset
     weight, bias = torch.randn(2, shape[-1], generator=rng).unbind()
-    return [t.clone().to(device).requires_grad_() for t in (x, weight, bias)]
-
-
-def same(actual, expected, tolerance):
-    scale = expected.abs().max().clamp(min=1e-6)
-    assert (actual.double() - expected).abs().max() / scale < tolerance
-
-
-def compare(fused, plain, inputs, tolerance=1e-5):
-    """Results and all gradients, with float64 as the truth."""
-    y = fused(*inputs)
-    exact = [t.detach().double().requires_grad_() for t in inputs]
-    truth = plain(*exact)
-    dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(y.device)
-    same(y, truth, tolerance)
-    grads = torch.autograd.grad(y, inputs, dy)
-    for grad, true in zip(grads, torch.autograd.grad(truth, exact, dy.double()), strict=True):
-        same(grad, true, 3 * tolerance)
+    return [t.to(device) for t in (x, weight, bias)]
 
 
 def check_layer_norm(shape, device):
@@ -48,6 +35,7 @@ def check_layer_norm(shape, device):
         lambda x, w, b: layer_norm(x, w, b, 1e-6, torch.float32),
         lambda x, w, b: F.layer_norm(x, x.shape[-1:], w, b, 1e-6),
         numbers(shape, device),
+        FLOATS,
     )
 
 
@@ -62,7 +50,8 @@ def check_map_norm(shape, device):
     for act in ACTIVATIONS:
         for gather in (False, True):
             fused = partial(map_norm, eps=1e-5, activation=act, by_parent=gather)
-            compare(fused, partial(plain, act=act, gather=gather), numbers(shape, device))
+            plainly = partial(plain, act=act, gather=gather)
+            compare(fused, plainly, numbers(shape, device), FLOATS)
 
 
 def check_block(device):
@@ -70,28 +59,31 @@ def check_block(device):
     torch.manual_seed(0)
     options = {"num_levels": 2, "topk": 2, "value_pyramid": "conv", "lepe": True, "mlp_ratio": 2}
     block = QuadtreeBlock(16, 2, **options).to(device)
-    x = torch.randn(1, 5, 6, 16, device=device)
+    x = torch.randn(1, 3, 4, 16, device=device)
     assert can_fuse(x)
     y = block(x)
     grads = torch.autograd.grad(y.square().sum(), list(block.parameters()))
     exact = block.double()
     with use_backend("reference"):
         truth = exact(x.double())
-    same(y, truth, 1e-5)
-    for grad, true in zip(
-        grads, torch.autograd.grad(truth.square().sum(), list(exact.parameters())), strict=True
-    ):
-        same(grad, true, 1e-4)
+    true = torch.autograd.grad(truth.square().sum(), list(exact.parameters()))
+    for x, like, tolerance in ((y, truth, 1e-5), *zip(grads, true, repeat(1e-4))):
+        assert (x - like).abs().max() < tolerance * like.abs().max().clamp(min=1e-6)
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("check", [check_layer_norm, check_map_norm])
-def test_kernels_in_the_interpreter(check, shape, interpreter):
-    interpreter(check, shape, "cpu")
+@kernels(check_layer_norm, zip(SHAPES), zip(SHAPES + LARGE_SHAPES))
+def test_layer_norm(run):
+    run()
 
 
-def test_block_in_the_interpreter(interpreter):
-    interpreter(check_block, "cpu")
+@kernels(check_map_norm, zip(SHAPES), zip(SHAPES + LARGE_SHAPES))
+def test_map_norm(run):
+    run()
+
+
+@kernels(check_block)
+def test_block(run):
+    run()
 
 
 def test_a_cpu_does_without():
@@ -103,18 +95,6 @@ def test_token_norm_is_a_layer_norm():
     norm = TokenNorm(24, 1e-6)
     torch.testing.assert_close(norm(x), F.layer_norm(x, (24,), norm.weight, norm.bias, 1e-6))
     assert set(norm.state_dict()) == {"weight", "bias"}
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("shape", SHAPES + LARGE_SHAPES)
-def test_kernels_on_a_gpu(shape):
-    check_layer_norm(shape, "cuda")
-    check_map_norm(shape, "cuda")
-
-
-@pytest.mark.gpu
-def test_block_on_a_gpu():
-    check_block("cuda")
 
 
 @pytest.mark.gpu

@@ -2,6 +2,7 @@
 """The fused `NormActLinear` against its plain form, in Triton's interpreter here and on a GPU."""
 
 import os
+from itertools import product
 
 import pytest
 import torch
@@ -11,7 +12,8 @@ pytest.importorskip("triton", reason="triton comes with the CUDA builds of torch
 from quadtree_attention.errors import BackendUnsupportedError
 from quadtree_attention.nn.value_pyramid import NormActLinear
 from quadtree_attention.ops.launches import record
-from tests.ops.test_depthwise import compare, draw
+from tests.interpreter import kernels
+from tests.ops.cases import compare, draw
 
 # batch, grid, channels, activation
 CASES = (
@@ -79,30 +81,20 @@ def check_second_derivatives(device):
         grad.sum().backward()
 
 
-@pytest.mark.parametrize("children", [1, 4])
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_in_the_interpreter(case, children, interpreter):
-    interpreter(check, case, children, torch.float32, "cpu")
+@kernels(
+    check,
+    [*product(CASES, (1, 4), DTYPES[:1]), (CASES[0], 4, torch.float16)],
+    product(LARGE_CASES, (1, 4), DTYPES),
+)
+def test_kernels(run):
+    run()
 
 
-def test_half_precision_in_the_interpreter(interpreter):
-    interpreter(check, CASES[0], 4, torch.float16, "cpu")
+@kernels(check_autocast)
+def test_autocast(run):
+    run()
 
 
-@pytest.mark.parametrize("what", [check_autocast, check_second_derivatives])
-def test_checks_in_the_interpreter(what, interpreter):
-    interpreter(what, "cpu")
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("children", [1, 4])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("case", LARGE_CASES, ids=str)
-def test_on_a_gpu(case, dtype, children):
-    check(case, children, dtype, "cuda")
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("what", [check_autocast, check_second_derivatives])
-def test_checks_on_a_gpu(what):
-    what("cuda")
+@kernels(check_second_derivatives)
+def test_second_derivatives(run):
+    run()
