@@ -110,6 +110,9 @@ def test_help():
          "data.source auto; leave it out, or pass --data.source generated"),
         (["segment", "--data.generated_size", "8"], "data.generated_size has no effect with "
          "data.source auto; leave it out, or pass --data.source generated"),
+        (["match", "--data.source", "scannet", "--data.min_overlp", "0.3"], "n data.min_overlap?"),
+        (["match", "--data.source=scanet"], "data.source must be one of synthetic, scannet, megade"
+         "pth, got 'scanet'; did you mean scannet?"),
         (["classify", "--data.source", "npz"], "data from a 'npz' source need a root, got none; "),
         (["classify", "--data.root", "nowhere"], "there is no folder nowhere; pass the one that "),
         ([*TINY, "--resume"], "there is no checkpoint runs/classify-tiny/last.ckpt to go on with; "

@@ -2,13 +2,14 @@
 """Photographs in the layout of MegaDepth: rendered, written, read back and trained on."""
 
 import os
+import sys
 
 import h5py
 import numpy as np
 import pytest
 import torch
 
-from quadtree_attention.errors import DataError
+from quadtree_attention.errors import DataError, MissingDependencyError
 from quadtree_attention.tasks.match.megadepth import MegaDepthData, fitted
 from quadtree_attention.tasks.match.module import MatchModule, images, views
 from quadtree_attention.tasks.match.truth import true_matches, view_from_flow
@@ -209,3 +210,10 @@ def test_depth_that_cannot_be_read_is_named(root, pairs, tmp_path):
 def test_what_is_refused_before_any_work(tmp_path):
     write_index(tmp_path)
     raises(DataError, r"no folder .*scene_info_val_1500; .*--data\.val_scenes", ready, tmp_path)
+
+
+def test_without_h5py_the_extra_that_brings_it_is_named(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "h5py", None)  # as if it were not installed
+    write_index(tmp_path)
+    needs = r"needs h5py.*quadtree-attention\[train\]"
+    raises(MissingDependencyError, needs, ready, tmp_path)

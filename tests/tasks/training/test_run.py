@@ -196,3 +196,24 @@ def test_source_of_the_command_line_replaces_that_of_the_recipe(tmp_path):
     options = ["--data.source", "folder", "--data.root", str(tmp_path / "pets")]
     args = ["--config", str(recipe), *options, "--run_dir", str(tmp_path / "run")]
     assert prepare("classify", args).datamodule.classes == ["cat", "dog"]
+
+
+@pytest.mark.parametrize(
+    ("args", "option"),
+    [
+        ([], "textures"),
+        (["--data.source", "megadepth"], "size"),
+        (["--data.source=scannet"], "pairs_per_scene"),
+        (["--config", "first.yaml"], "pairs_per_scene"),
+        (["--config", "first.yaml", "--config", "second.yaml"], "size"),
+        (["--config", "second.yaml", "--config", "first.yaml", "--data.root", "x"], "width"),
+    ],
+)
+def test_the_last_source_given_is_taken(args, option, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    write_recipe(tmp_path, "data: {source: scannet}\n", "first.yaml")
+    write_recipe(tmp_path, "data: {source: megadepth}\n", "second.yaml")
+    with pytest.raises(SystemExit):
+        run_command("match", [*args, "--print_config"])
+    shown = yaml.safe_load(capsys.readouterr().out)["data"]
+    assert option in shown and "source" in shown
