@@ -18,8 +18,8 @@ import torch
 
 from quadtree_attention import __version__, checks
 from quadtree_attention.errors import OptionError
-from quadtree_attention.tasks.contract import Prepared, Result, Source
-from quadtree_attention.tasks.predictor import BAD_SAMPLE, Predictor
+from quadtree_attention.tasks.contract import Result, Source
+from quadtree_attention.tasks.predictor import Predictor, prepare
 
 Outcome = tuple[int, Result | Exception]
 Chunk = Sequence[int]  # samples that go through the network together
@@ -211,12 +211,7 @@ class _Worker:
         return [self._predict(chunk) for chunk in group]
 
     def _predict(self, chunk: Chunk) -> list[Outcome]:
-        items: dict[int, Prepared | Exception] = {}
-        for index in chunk:
-            try:
-                items[index] = self.predictor.preprocess(*self.source.images(index))
-            except BAD_SAMPLE as error:
-                items[index] = error
+        items = {i: prepare(self.predictor.preprocess, self.source, i) for i in chunk}
         return [
             (i, replace(found, images=()) if isinstance(found, Result) else found)
             for i, found in self.predictor.run_good(items)

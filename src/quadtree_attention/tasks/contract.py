@@ -8,7 +8,7 @@ imported on first use. This module imports no torch.
 import math
 import os
 import reprlib
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from importlib import import_module
 from pathlib import Path
@@ -208,10 +208,10 @@ class Result:
         raise NotImplementedError
 
 
-def share_lines(shares: Mapping[str, float]) -> list[str]:
-    """Lines of a table of shares (0 to 1): percentages, bars and names."""
+def share_lines(shares: Iterable[tuple[str, float]]) -> list[str]:
+    """Lines of a table of names and shares (0 to 1): percentages, bars and names."""
     lines = []
-    for name, share in shares.items():
+    for name, share in shares:
         whole, eighths = divmod(round(share * BAR_WIDTH * 8), 8)
         bar = (BLOCKS[-1] * whole + BLOCKS[eighths]).rstrip()
         lines.append(f"  {share * 100:5.1f} %  {bar:{BAR_WIDTH}}  {name}")

@@ -18,7 +18,7 @@ from quadtree_attention.errors import DataError, OptionError
 from quadtree_attention.files import StrPath
 from quadtree_attention.tasks.cluster import Cluster, Outcome
 from quadtree_attention.tasks.contract import Prepared, Result, Scores, Source, Task, get_task
-from quadtree_attention.tasks.predictor import BAD_SAMPLE, Predictor
+from quadtree_attention.tasks.predictor import Predictor, prepare
 from quadtree_attention.tasks.readers import match_classes, refuse_if, summary
 from quadtree_attention.tasks.store import Store
 
@@ -237,7 +237,7 @@ class _Samples(Dataset[Any]):
     """Dataset of prepared samples. Errors are returned, since workers add their traceback."""
 
     source: Source[Any]
-    prepare: Callable[..., Prepared]
+    preprocess: Callable[..., Prepared]
     indices: Sequence[int]
     store: Store | None
 
@@ -249,10 +249,7 @@ class _Samples(Dataset[Any]):
         # Checked again: another process may have written it in the meantime
         if self.store is not None and self.store.has(self.source.name(index)):
             return index, None
-        try:
-            return index, self.prepare(*self.source.images(index))
-        except BAD_SAMPLE as error:
-            return index, error
+        return index, prepare(self.preprocess, self.source, index)
 
 
 def _progress(items: Iterable[Any] | None, total: int, item: str, shown: bool | None = None) -> Any:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from quadtree_attention import checks
 from quadtree_attention.errors import DataError, DTypeError, OptionError, ShapeError
 from quadtree_attention.files import StrPath, file_sha256
-from quadtree_attention.tasks.contract import Prepared, ResultT, Task
+from quadtree_attention.tasks.contract import Prepared, ResultT, Source, Task
 
 DTYPES = ("float32", "bfloat16", "float16")
 BAD_SAMPLE = (DataError, ShapeError, DTypeError)  # errors of single samples
@@ -266,6 +266,16 @@ class Predictor(ABC, Generic[ResultT]):
         if self.dtype == "float32":
             return nullcontext()
         return torch.autocast(self.device.type, getattr(torch, self.dtype))
+
+
+def prepare(
+    preprocess: Callable[..., Prepared], source: Source[Any], index: int
+) -> Prepared | Exception:
+    """Returns a preprocessed sample of a source, or why it cannot be used."""
+    try:
+        return preprocess(*source.images(index))
+    except BAD_SAMPLE as error:
+        return error
 
 
 def usable_device(device: str | torch.device | None) -> torch.device:

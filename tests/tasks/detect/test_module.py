@@ -120,7 +120,7 @@ def test_ap_is_that_of_torchmetrics(crowded):
         metric.update("", as_trained(crowded.truth(index)), detections(answer, crowded.classes))
         theirs.update([answer | {"masks": answer["masks"][:, 0] > 0.5}], [target])
     expected, found = theirs.compute(), metric.compute().mean
-    assert any(a.crowd for truth in metric.truths for a in truth.annotations)
+    assert any(a.crowd for truth, _ in metric.rows for a in truth.annotations)
     for kind, prefix in (("bbox", ""), ("segm", "mask_")):
         names = {"ap": "map", "ap50": "map_50", "ap75": "map_75"}
         names |= {size: f"map_{size}" for size in ("small", "medium", "large")}
@@ -161,7 +161,7 @@ def test_validation_images_that_cannot_be_read_do_not_count(tmp_path):
 
     class Counting(DetectModule):
         def on_validation_epoch_end(self):
-            seen.append(len(self.metric.truths))
+            seen.append(len(self.metric.rows))
             super().on_validation_epoch_end()
 
     files = DetectData(root=str(tmp_path), batch_size=1, workers=0)

@@ -19,11 +19,10 @@ from quadtree_attention.tasks.match.metrics import (
     epipolar_errors,
     pose_error,
     precision,
-    rotation_error,
     transform,
     unturned,
 )
-from quadtree_attention.tasks.match.pose import homography, relative_pose
+from quadtree_attention.tasks.match.pose import homography, relative_pose, rotation_degrees
 from tests.support import raises
 from tests.tasks.match.geometry import K0, K1, POSE, points_of_a_scene, rotation
 
@@ -98,7 +97,7 @@ def test_auc_of_hand_made_errors():
 def test_rotation_error_is_the_angle(degrees):
     base = rotation([1.0, 2.0, -1.0], 33.0)
     turned = base @ rotation([0.0, 1.0, 0.0], degrees)
-    assert rotation_error(turned, base) == pytest.approx(degrees, abs=1e-5)
+    assert rotation_degrees(turned.T @ base) == pytest.approx(degrees, abs=1e-5)
 
 
 def test_errors_of_poses():

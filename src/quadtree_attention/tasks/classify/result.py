@@ -63,8 +63,7 @@ class Classification(Result):
         return {"predictions": [dict(zip(keys, answer, strict=True)) for answer in answers]}
 
     def to_text(self) -> str:
-        lines = (share_lines({n: s}) for n, s in zip(self.names, self.scores, strict=True))
-        return "\n".join(line for found in lines for line in found)
+        return "\n".join(share_lines(zip(self.names, self.scores, strict=True)))
 
 
 class ClassificationCodec(Codec[Classification]):

@@ -50,11 +50,11 @@ class DetectMetric(Metric[Truth, Detections]):
         places = match_classes(self.names, self.names if classes is None else classes)
         self.label_of = {place + 1: label for label, place in enumerate(places, start=1)}
         self.thresholds = {"iouThrs": overlaps, "recThrs": recalls}
-        self.truths: list[Truth] = []
-        self.entries: list[Entry] = []
+        self.rows: list[tuple[Truth, list[Entry]]] = []
 
     def update(self, name: str, truth: Truth, found: Detections | None) -> None:
-        self.truths.append(truth)
+        entries: list[Entry] = []
+        self.rows.append((truth, entries))
         if found is None:
             return
         sides = found.boxes[:, 2:] - found.boxes[:, :2]
@@ -65,36 +65,31 @@ class DetectMetric(Metric[Truth, Detections]):
                 entry |= {"bbox": boxes[i], "score": float(found.scores[i])}
                 if found.segmentations is not None:
                     entry["segmentation"] = found.segmentations[i]
-                self.entries.append(entry)
-
-    def state(self) -> tuple[list[Truth], list[Entry]]:
-        return self.truths, self.entries
-
-    def merge(self, states: Sequence[tuple[list[Truth], list[Entry]]]) -> None:
-        self.truths = [truth for truths, _ in states for truth in truths]
-        self.entries = [entry for _, entries in states for entry in entries]
+                entries.append(entry)
 
     def compute(self) -> Scores:
-        objects = Counter(a.label for t in self.truths for a in t.annotations if not a.crowd)
+        truths = [truth for truth, _ in self.rows]
+        entries = [entry for _, entries in self.rows for entry in entries]
+        objects = Counter(a.label for t in truths for a in t.annotations if not a.crowd)
         left_out = sum(p.kind != CLIPPED for p in getattr(self.source, "problems", ()))
-        mean, by_class = self._precision("bbox", self.truths)
+        mean, by_class = self._precision("bbox", truths, entries)
         rows: list[dict[str, Any]] = [
             {"name": name, "objects": objects[label], "box": by_class[label - 1]}
             for label, name in enumerate(self.names, start=1)
         ]
         columns, unusable = COLUMNS, list[str]()
-        if self.entries and all("segmentation" in entry for entry in self.entries):
-            truths, unusable = self._with_masks()
-            of_masks, by_class = self._precision("segm", truths)
+        if entries and all("segmentation" in entry for entry in entries):
+            usable, unusable = self._with_masks(truths)
+            of_masks, by_class = self._precision("segm", usable, entries)
             mean |= {f"mask_{name}": value for name, value in of_masks.items()}
             rows = [row | {"mask": value} for row, value in zip(rows, by_class, strict=True)]
             columns = [*COLUMNS, Column("mask", "mask AP")]
         rows.sort(key=lambda row: (row["box"] is None, row["box"] or 0.0))
-        facts = {"images": len(self.truths), "objects": objects.total()}
-        facts |= {"detections": len(self.entries), "left_out": left_out, "no_mask": len(unusable)}
+        facts = {"images": len(truths), "objects": objects.total()}
+        facts |= {"detections": len(entries), "left_out": left_out, "no_mask": len(unusable)}
         return Scores("detect", mean, rows, columns, facts, skipped=unusable, listed=LISTED)
 
-    def _with_masks(self) -> tuple[list[Truth], list[str]]:
+    def _with_masks(self, truths: Sequence[Truth]) -> tuple[list[Truth], list[str]]:
         """The truths without objects whose mask cannot be used, and the reasons."""
         where = getattr(self.source, "path", None)
         reasons: list[str] = []
@@ -104,30 +99,30 @@ class DetectMetric(Metric[Truth, Detections]):
                 reasons.append(f"{where}: annotation {annotation.id}: {problem}")
             return problem is None
 
-        truths = [
+        kept = [
             replace(truth, annotations=tuple(a for a in truth.annotations if usable(a, truth)))
-            for truth in self.truths
+            for truth in truths
         ]
         if reasons and getattr(self.source, "strict", False):
             raise DataError(
                 f"{len(reasons)} entries of {where} cannot be used as they are: "
                 f"{summary(reasons)}; mend them, or leave out --strict"
             )
-        return truths, [f"counts for boxes alone: {reason}" for reason in reasons]
+        return kept, [f"counts for boxes alone: {reason}" for reason in reasons]
 
     def _precision(
-        self, kind: Literal["bbox", "segm"], truths: Sequence[Truth]
+        self, kind: Literal["bbox", "segm"], truths: Sequence[Truth], found: Sequence[Entry]
     ) -> tuple[Precisions, list[float | None]]:
         """Precisions of boxes or masks, and `ap` by class."""
         with needs("train", "average precision"):
             from faster_coco_eval import COCO, COCOeval_faster
         # The size of a mask is its own, not that of its box
         other = "segmentation" if kind == "bbox" else "bbox"
-        entries = [{k: v for k, v in entry.items() if k != other} for entry in self.entries]
+        entries = [{k: v for k, v in entry.items() if k != other} for entry in found]
         content = self._as_coco(truths, masks=kind == "segm")
         known = COCO(content)
-        found = known.loadRes(entries) if entries else COCO({**content, "annotations": []})
-        run = COCOeval_faster(known, found, kind, print_function=lambda *_, **__: None)
+        results = known.loadRes(entries) if entries else COCO({**content, "annotations": []})
+        run = COCOeval_faster(known, results, kind, print_function=lambda *_, **__: None)
         run.params.maxDets = [1, 10, MOST]
         for name, values in self.thresholds.items():
             if values is not None:

@@ -107,7 +107,7 @@ class DetectModule(TaskModule):
             metric.update(str(index), truth, detections(answer, metric.names))
 
     def scores(self, metric: DetectMetric) -> Mapping[str, float]:
-        if not metric.truths:
+        if not metric.rows:
             return {}
         mean = metric.compute().mean
         kinds = ("", "mask_") if self.has_masks else ("",)

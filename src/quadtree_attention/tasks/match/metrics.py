@@ -206,12 +206,6 @@ def auc(errors: Sequence[float], thresholds: Sequence[float]) -> list[float]:
     return areas
 
 
-def rotation_error(found: Array, true: Array) -> float:
-    """Angle between two rotations (3, 3), in degrees."""
-    cosine = (np.trace(found.T @ true) - 1) / 2
-    return float(np.degrees(np.arccos(np.clip(cosine, -1.0, 1.0))))
-
-
 def direction_error(found: Array, true: Array) -> float:
     """Angle between two directions (3,), in degrees; a direction and its opposite are the same.
 
@@ -226,7 +220,7 @@ def direction_error(found: Array, true: Array) -> float:
 
 def pose_error(rotation: Array, translation: Array, T_0to1: Array) -> float:
     """The larger of the errors of rotation and of the direction of translation, in degrees."""
-    turn = rotation_error(rotation, T_0to1[:3, :3])
+    turn = pose.rotation_degrees(rotation.T @ T_0to1[:3, :3])
     return max(turn, direction_error(translation, T_0to1[:3, 3]))
 
 

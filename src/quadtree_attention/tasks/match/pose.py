@@ -46,8 +46,7 @@ class Pose:
     @property
     def degrees(self) -> float:
         """Angle of the rotation."""
-        cosine = (np.trace(self.rotation) - 1) / 2
-        return float(np.degrees(np.arccos(np.clip(cosine, -1.0, 1.0))))
+        return rotation_degrees(self.rotation)
 
     @property
     def caution(self) -> str | None:
@@ -235,6 +234,12 @@ def read_camera(name: str, given: str) -> Array:
     if len(numbers) not in (4, 9):
         raise OptionError(f"{name} must be {accepted}, got {len(numbers)} numbers")
     return camera_matrix(numbers, name)
+
+
+def rotation_degrees(rotation: Array) -> float:
+    """Angle of a rotation (3, 3)."""
+    cosine = (np.trace(rotation) - 1) / 2
+    return float(np.degrees(np.arccos(np.clip(cosine, -1.0, 1.0))))
 
 
 def normalised(points: Array, K: Array) -> Array:

@@ -26,7 +26,7 @@ Example:
 import os
 import shlex
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
 from typing import Any
@@ -253,22 +253,13 @@ def _camera(where: str, what: str, words: Sequence[str]) -> Array:
 
 
 def _with_unique_names(pairs: list[PairLine]) -> list[PairLine]:
-    shared = _shared(pairs)
-    pairs = [replace(p, name=_by_paths(p)) if p.name in shared else p for p in pairs]
-    shared = _shared(pairs)
     first: dict[tuple[str, str, int, int], int] = {}  # the line that names its repetitions
     for p in pairs:
         first.setdefault(_matched(p), p.line)
-    return [
-        replace(p, name=f"{_by_paths(p)}-{first[_matched(p)]}") if p.name in shared else p
-        for p in pairs
-    ]
-
-
-def _shared(pairs: Iterable[PairLine]) -> set[str]:
-    """Names that different pairs have."""
-    owners = Counter(name for name, _ in {(p.name, _matched(p)) for p in pairs})
-    return {name for name, count in owners.items() if count > 1}
+    for longer in (_by_paths, lambda p: f"{_by_paths(p)}-{first[_matched(p)]}"):
+        owners = Counter(name for name, _ in {(p.name, _matched(p)) for p in pairs})
+        pairs = [replace(p, name=longer(p)) if owners[p.name] > 1 else p for p in pairs]
+    return pairs
 
 
 def _matched(pair: PairLine) -> tuple[str, str, int, int]:

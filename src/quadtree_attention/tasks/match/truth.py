@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from quadtree_attention.models.parts.coarse_matching import CoarseMatches
-from quadtree_attention.synthetic.cameras import project, rotate, unproject
+from quadtree_attention.synthetic.cameras import pixel_grid, project, rotate, unproject
 
 DEPTH_TOLERANCE = 0.2  # share by which depths may differ and still be of one surface
 
@@ -36,11 +36,7 @@ class View:
 def view_from_flow(flow: Tensor, seen: Tensor) -> View:
     """From how far every pixel moves, (B, H, W, 2)."""
     _, height, width, _ = flow.shape
-    y, x = torch.meshgrid(
-        torch.arange(height, device=flow.device), torch.arange(width, device=flow.device),
-        indexing="ij",
-    )  # fmt: skip
-    return View(torch.stack([x, y], dim=-1).to(flow.dtype) + flow, seen)
+    return View(pixel_grid(height, width, like=flow) + flow, seen)
 
 
 def view_from_depth(depth: Tensor, other: Tensor, K: Tensor, other_K: Tensor, T: Tensor) -> View:

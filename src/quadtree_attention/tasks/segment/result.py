@@ -65,7 +65,8 @@ class Segmentation(Result):
         facts = self.facts()
         if self.seen and self.seen[0] != self.labels.shape[::-1]:
             facts.append(f"seen at {self.seen[0][0]}x{self.seen[0][1]}")
-        return "\n".join([*share_lines(self.shares()), *(["  " + ", ".join(facts)] * bool(facts))])
+        lines = share_lines(self.shares().items())
+        return "\n".join([*lines, "  " + ", ".join(facts)] if facts else lines)
 
 
 class SegmentationCodec(Codec[Segmentation]):
