@@ -91,7 +91,10 @@ IN_DOCS = {  # refused in pages, help texts and the parts of the package in PROS
     r"in silence": "silently",
     r"what (stood|stands) in the way": "problem",
 }
-PROSE = ("cli/", "inspect/", "models/", "synthetic/", "viz/", "checks", "errors", "files", "images")
+PROSE = (
+    *("cli/", "export/", "inspect/", "integrations/", "models/", "ops/planning/", "synthetic/"),
+    *("viz/", "checks", "errors", "files", "images"),
+)
 UNCHECKED = ("CONTRIBUTING.md", "docs/make.py", "tests/docs/test_site.py")  # quote them
 TEXTS = ("*.md", "*.py", "*.yaml", "*.toml", "*.js", "*.html", "*.cff")
 LINK = re.compile(r"(\]\()([^)\s:#]+)(#[^)\s]*)?(\))")  # of files, not of URLs or of this page
