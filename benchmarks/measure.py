@@ -101,13 +101,22 @@ def summarise(times: list[float]) -> Timing:
     return {"median_ms": median, "q25_ms": q25, "q75_ms": q75, "repeats": len(times)}
 
 
+def one_time(call: Call, device: str) -> float:
+    """Milliseconds of one call on an idle device, until that has done it."""
+    _wait(device)
+    begin = time.perf_counter()
+    call()
+    _wait(device)
+    return (time.perf_counter() - begin) * 1e3
+
+
+def _wait(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
 def _cpu_times(call: Call, repeats: int) -> list[float]:
-    times = []
-    for _ in range(repeats):
-        begin = time.perf_counter()
-        call()
-        times.append((time.perf_counter() - begin) * 1e3)
-    return times
+    return [one_time(call, "cpu") for _ in range(repeats)]
 
 
 def _cuda_times(call: Call, repeats: int) -> list[float]:

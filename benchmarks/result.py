@@ -206,6 +206,23 @@ def stored(name: str) -> Result:
     return read(RESULTS / f"{name}.json")
 
 
+def stored_rows(name: str, case: Mapping[str, Any], kind: str | None = None) -> list[Row]:
+    """Rows of a committed file whose case has these entries: one, or several that differ in seed.
+
+    Raises:
+        ResultFileError: There are none with values, or others.
+    """
+    rows = [
+        row
+        for row in stored(name)["rows"]
+        if case.items() <= row["case"].items() and "values" in row
+        and kind in (None, row.get("kind"))
+    ]  # fmt: skip
+    if len({str(row["case"] | {"seed": None}) for row in rows}) != 1:
+        raise ResultFileError(f"{name}.json has {len(rows)} rows of {dict(case)}, expected one")
+    return rows
+
+
 def found_at(path: str, values: Any) -> Any:
     """The value at a path, such as "values.median_ms"."""
     return reduce(lambda found, key: found[key], path.split("."), values)

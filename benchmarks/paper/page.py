@@ -8,11 +8,12 @@ A row is "reproduced" if our number has the digits that the paper prints, "diffe
 import re
 from collections import Counter
 from collections.abc import Mapping
+from statistics import fmean
 from typing import Any
 
 import yaml
 
-from benchmarks.result import ROOT, ResultFileError, found_at, stored
+from benchmarks.result import ROOT, ResultFileError, found_at, stored_rows
 
 ROWS = ROOT / "benchmarks" / "paper" / "rows.yaml"
 STATES = ("reproduced", "ready", "differs", "unknowable")
@@ -90,32 +91,21 @@ def train_command(row: Mapping[str, Any]) -> str:
 
 def _found(file: str, case: Mapping[str, Any], kind: str | None = None) -> dict[str, Any]:
     """Values of the one row of a result file whose case has these entries."""
-    found = [
-        row
-        for row in stored(file)["rows"]
-        if case.items() <= row["case"].items() and kind in (None, row.get("kind"))
-    ]
-    if len(found) != 1 or "values" not in found[0]:
-        raise ResultFileError(f"{file}.json has {len(found)} rows of {dict(case)}, expected one")
-    return found[0]["values"]
+    (row,) = stored_rows(file, case, kind)
+    return row["values"]
 
 
 def _near(file: str, recipe: str, score: str, words: str) -> str:
     """Our mean over seeds on other data."""
-    runs = [
-        row["values"]["final"][score]
-        for row in stored(file)["rows"]
-        if row.get("kind") == "run" and row["case"]["recipe"] == recipe and "values" in row
-    ]
-    if not runs:
-        raise ResultFileError(f"{file}.json has no run of {recipe!r}")
-    mean = sum(runs) / len(runs)
+    runs = stored_rows(file, {"recipe": recipe}, "run")
+    mean = fmean(row["values"]["final"][score] for row in runs)
     return f"not trained; {mean:.{2 if mean < 10 else 1}f} ({words})"
 
 
 def _growth(file: str, to: str, implementation: str, **start: str) -> float:
-    def ms(case: str) -> float:
-        entries = {"case": case, "implementation": implementation, "pass": "forward"}
-        return _found(file, entries)["median_ms"]
-
-    return ms(to) / ms(start["from"])
+    """Time of a case relative to another."""
+    later, before = (
+        _found(file, {"case": case, "implementation": implementation, "pass": "forward"})
+        for case in (to, start["from"])
+    )
+    return later["median_ms"] / before["median_ms"]

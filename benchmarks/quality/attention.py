@@ -138,23 +138,17 @@ def _add(seen: Record, at: Tensor, partner: Tensor, measured: dict[Any, Any]) ->
 
 
 def _messages(one: Attention, at: Tensor) -> list[Tensor]:
-    """What every level gives to the message (Q, N, *key_grid), spread over the finest cells."""
-    scores, found = one.scores(at), []
-    for level, values in enumerate(scores):
-        if one.variant == "A" and level < one.num_levels - 1:
-            best = values.flatten(2).topk(min(one.topk[level], values[0, 0].numel())).indices
-            values = values.flatten(2).scatter(-1, best, 0.0).view_as(values)
+    """What every level gives to the message (Q, N, H, W), spread over the finest cells."""
+    found = []
+    for level, (values, kept, _) in enumerate(one.levels(at)):
+        if one.variant == "A":
+            values = values.flatten(2).scatter(-1, kept, 0.0).view_as(values)
         elif one.variant == "B":
             values = values * one.level_weights[level]
         side = 2 ** (one.num_levels - 1 - level)
-        cells = torch.ones(one.key_grid)
-        for axis in range(values.ndim - 2):
-            values = values.repeat_interleave(side, dim=axis + 2)
-            values = values.narrow(axis + 2, 0, one.key_grid[axis])
-            numbers = torch.arange(one.key_grid[axis]) // side
-            inside = numbers.bincount()[numbers].float()  # finest cells of a cell along the axis
-            cells = cells * inside.view([-1, *[1] * (values.ndim - 3 - axis)])
-        found.append(values / cells)
+        rows, columns = (torch.arange(cells) // side for cells in one.key_grid)
+        cells = rows.bincount()[rows][:, None] * columns.bincount()[columns]  # of the finest level
+        found.append(values[..., rows[:, None], columns] / cells)
     return found
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.measure import cuda_peak_mib, measure, summarise
+from benchmarks.measure import Call, cuda_peak_mib, measure, one_time, summarise
 from benchmarks.suite import Work
 from quadtree_attention.synthetic import (
     HomographyOptions,
@@ -37,49 +37,48 @@ FIRST = "first call"  # of a process, or of another batch size: they may compile
 
 def plan(options: Namespace) -> list[list[Work]]:
     """The first calls, then every part."""
-    calls = _calls(options)
-    parts = [f"scenes, {FIRST}", f"planes, {FIRST}", f"scenes, {FIRST} of another batch", *calls]
-    return [[Work({"part": part}, options.device, {"calls": calls})] for part in parts]
+    return [
+        [Work({"part": part}, options.device, {"call": call})]
+        for part, call in _calls(options).items()
+    ]
 
 
 def measure_row(work: Work, options: Namespace) -> dict[str, Any]:
     """Time until the device is done, of it that of the host, and memory."""
-    part, cuda = work["part"], options.device == "cuda"
-    name, _, once = part.partition(", ")
+    part, call, cuda = work["part"], work.more["call"], work.device == "cuda"
     with plainly() if options.plain else nullcontext():
-        if FIRST in once:
-            more = 3 if "another" in once else 0
-            begin = time.perf_counter()
-            work.more["calls"][name](more=more)
-            if cuda:
-                torch.cuda.synchronize()
-            return summarise([(time.perf_counter() - begin) * 1e3]) | {"peak_mib": None}
-        call = work.more["calls"][part]
-        (values,) = measure(call, device=options.device, seconds=options.seconds_per_row)
-        values = dict(values) | {"peak_mib": None}
-        if cuda:
-            times = []
-            for _ in range(min(10, int(values["repeats"]))):
-                torch.cuda.synchronize()  # an idle device: nothing in its queue to wait for
-                begin = time.perf_counter()
-                call()
-                times.append((time.perf_counter() - begin) * 1e3)
-            values["host_ms"] = summarise(times)["median_ms"]
+        if FIRST in part:
+            return summarise([one_time(call, work.device)]) | {"peak_mib": None}
+        (timing,) = measure(call, device=work.device, seconds=options.seconds_per_row)
+        peak = cuda_peak_mib(call) if cuda and part in WHOLE else None
+        values = timing | {"peak_mib": peak}
         if part in WHOLE:
-            values["pairs_per_second"] = options.batch / values["median_ms"] * 1e3
-            values["peak_mib"] = cuda_peak_mib(call) if cuda else None
+            values["pairs_per_second"] = options.batch / timing["median_ms"] * 1e3
+        if cuda:
+            values["host_ms"] = _host_ms(call, min(10, int(timing["repeats"])))
     return values
 
 
-def _calls(options: Namespace) -> dict[str, Any]:
+def _host_ms(call: Call, repeats: int) -> float:
+    """Median time until a call returns, of a device that has nothing to do before."""
+    times = []
+    for _ in range(repeats):
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        call()
+        times.append((time.perf_counter() - begin) * 1e3)
+    return summarise(times)["median_ms"]
+
+
+def _calls(options: Namespace) -> dict[str, Call]:
     """The parts; the layout is made on the host, views and photometry on the device."""
     textures = ProceduralTextures(TEXTURES).to(options.device)
     scenes = SceneOptions(samples=options.samples)
     planes = HomographyOptions(samples=options.samples)
     size, numbers = tuple(options.size), range(options.batch)
 
-    def pairs(make: Any, kind: Any, more: int = 0) -> Any:
-        return make(textures, range(options.batch + more), size=size, options=kind)
+    def pairs(make: Any, kind: Any, batch: int = options.batch) -> Any:
+        return make(textures, range(batch), size=size, options=kind)
 
     def layout() -> Any:
         draws = Draws(0, numbers)
@@ -96,7 +95,11 @@ def _calls(options: Namespace) -> dict[str, Any]:
 
     made = layout()
     image = torch.rand(options.batch, 3, *size, device=options.device)
+    another = options.batch + 3
     return {
+        f"scenes, {FIRST}": partial(pairs, scene_pairs, scenes),
+        f"planes, {FIRST}": partial(pairs, homography_pairs, planes),
+        f"scenes, {FIRST} of another batch": partial(pairs, scene_pairs, scenes, another),
         "scenes": partial(pairs, scene_pairs, scenes),
         "layout": layout,
         "both views": views,

@@ -9,14 +9,13 @@ the start of CUDA are not counted.
 import json
 import random
 import tempfile
-import time
 from argparse import Namespace
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from benchmarks.measure import printed_by, summarise
+from benchmarks.measure import one_time, printed_by, summarise
 from benchmarks.speed.backbones import build
 from benchmarks.suite import Work, cases
 from quadtree_attention import models
@@ -73,18 +72,9 @@ def prepared(network: str, device: str) -> Callable[[int, int], float]:
     def call(height: int, width: int) -> float:
         images = [torch.rand(1, channels, height, width, device=device) for _ in range(2)]
         batch = {"image0": images[0], "image1": images[1]} if pair else images[0]
-        _wait(device)
-        begin = time.perf_counter()
-        model(batch)
-        _wait(device)
-        return (time.perf_counter() - begin) * 1e3
+        return one_time(lambda: model(batch), device)
 
     return call
-
-
-def _wait(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()
 
 
 def _new_process(network: str, device: str, cache: str) -> list[float]:

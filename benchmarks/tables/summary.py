@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from benchmarks.result import ResultFileError, found_at, stored
+from benchmarks.result import found_at, stored, stored_rows
 from benchmarks.tables.table import number
 from benchmarks.tables.views import VALUES
 
@@ -39,21 +39,8 @@ def _text(value: Any, entry: Mapping[str, Any]) -> str:
 
 
 def _found(entry: Mapping[str, Any], case: Mapping[str, Any]) -> Any:
-    """The value of the row whose case has these entries; the mean of rows that differ in seed.
-
-    Raises:
-        ResultFileError: There is no such row, or there are several.
-    """
-    rows = [
-        row
-        for row in stored(entry["file"])["rows"]
-        if case.items() <= row["case"].items() and "values" in row and row.get("kind") != "step"
-    ]
-    if len({str(row["case"] | {"seed": None}) for row in rows}) != 1:
-        raise ResultFileError(
-            f"{entry['file']}.json has {len(rows)} rows of {dict(case)}, expected one"
-        )
-    path = entry["value"]
+    """The value of the row whose case has these entries; the mean of rows that differ in seed."""
+    rows, path = stored_rows(entry["file"], case, entry.get("kind")), entry["value"]
     if path.startswith("="):
         name, *arguments = path[1:].split()
         return VALUES[name](*arguments, rows[0])

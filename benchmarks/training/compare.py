@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import options as shared
-from benchmarks.result import RESULTS, ROOT, ResultFile, ResultFileError, describe, read
+from benchmarks.result import ROOT, ResultFile, describe, read
 from benchmarks.training import scores, steps
 from benchmarks.training.comparison import Comparison, comparisons
 from benchmarks.training.runs import (
@@ -42,11 +42,11 @@ def set_up(parser: ArgumentParser) -> None:
     names = list(comparisons())
     parser.add_argument("name", choices=names, metavar="NAME", help=f"of {', '.join(names)}")
     actions = parser.add_subparsers(
-        required=True, metavar="train|measure|evaluate|figures", parser_class=shared.OneLineParser
+        required=True, metavar="|".join(ACTIONS), parser_class=shared.OneLineParser
     )
-    for run in (train, measure, evaluate, figures):
-        action = actions.add_parser(run.__name__, description=run.__doc__)
-        shared.add_options(action, f"training/{run.__name__}", sys.modules[__name__])
+    for action_name, run in ACTIONS.items():
+        action = actions.add_parser(action_name, description=run.__doc__)
+        shared.add_options(action, f"training/{action_name}", sys.modules[__name__])
         more = {"threads": 1, "device": None} if run is train else {}
         action.set_defaults(run=run, check_options=partial(_check, action), **more)
 
@@ -63,7 +63,7 @@ def _check(parser: ArgumentParser, options: Namespace) -> None:
         options.data_options = [f"--data.{comparison.data}", options.data] if options.data else []
     if "weights" in options:
         options.weights = options.weights or WEIGHTS / comparison.name
-    if options.run is evaluate:
+    if options.run is scores.evaluate:
         scores.check_options(parser, options)
     if options.run is not figures:
         shared.complete(parser, options, comparison.kind, sys.modules[__name__])
@@ -124,30 +124,20 @@ def plan(options: Namespace, seeds: Sequence[int]) -> list[Job]:
     return jobs
 
 
-def measure(options: Namespace, argv: Sequence[str]) -> int:
-    """Measures a training step of every variant; exit code 1 if one failed."""
-    return steps.measure_all(options, argv)
-
-
-def evaluate(options: Namespace, argv: Sequence[str]) -> int:
-    """Scores the weights of all runs on pairs of images, and SIFT."""
-    return scores.evaluate(options, argv, find_result(options))
-
-
 def figures(options: Namespace, argv: Sequence[str]) -> int:
     """Draws the pictures of a result file."""
     from benchmarks.training.figures import draw  # needs matplotlib
 
-    result = read(find_result(options), options.comparison.kind)
-    for path in draw(options.comparison, result, options.out):
+    comparison: Comparison = options.comparison
+    result = read(comparison.find_result(options.results), comparison.kind)
+    for path in draw(comparison, result, options.out):
         print(f"written: {path}")
     return 0
 
 
-def find_result(options: Namespace) -> Path:
-    """The result file asked for, or the only one there is."""
-    kind = options.comparison.kind
-    found = [options.results] if options.results else sorted(RESULTS.glob(f"{kind}--*.json"))
-    if len(found) != 1:
-        raise ResultFileError(f"there are {len(found)} result files {kind}--*.json; pass --results")
-    return found[0]
+ACTIONS = {
+    "train": train,
+    "measure": steps.measure_all,
+    "evaluate": scores.evaluate,
+    "figures": figures,
+}

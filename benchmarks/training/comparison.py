@@ -5,9 +5,10 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from pathlib import Path
 from typing import Any
 
-from benchmarks.result import ROOT, Result, Row
+from benchmarks.result import RESULTS, ROOT, Result, ResultFileError, Row
 
 FILE = ROOT / "benchmarks" / "comparisons.yaml"
 PEAK = "peak_mib"  # a column of the history that runs on a GPU have
@@ -81,6 +82,15 @@ class Comparison:
         """Place in the order of training."""
         order = self.order or sorted(self.variants, key=lambda name: name != self.ours)
         return list(order).index(variant) if variant in order else len(order)
+
+    def find_result(self, path: Path | None) -> Path:
+        """The result file asked for, or the only one there is."""
+        found = [path] if path else sorted(RESULTS.glob(f"{self.kind}--*.json"))
+        if len(found) != 1:
+            raise ResultFileError(
+                f"there are {len(found)} result files {self.kind}--*.json; pass --results"
+            )
+        return found[0]
 
 
 @cache

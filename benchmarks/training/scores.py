@@ -58,8 +58,8 @@ def check_options(parser: ArgumentParser, options: Namespace) -> None:
         parser.error(f"argument --weights: there is no folder {options.weights}")
 
 
-def evaluate(options: Namespace, argv: Sequence[str], path: Path) -> int:
-    """Scores what has no scores yet, row by row; other weights than those of the runs are refused.
+def evaluate(options: Namespace, argv: Sequence[str]) -> int:
+    """Scores what has no scores yet, and SIFT; other weights than those of the runs are refused.
 
     Scores of other settings, or of runs that were made again, are removed.
     """
@@ -70,6 +70,7 @@ def evaluate(options: Namespace, argv: Sequence[str], path: Path) -> int:
     textures = Path(options.textures).resolve().name if options.textures else None
     scenes = {"pairs": options.pairs, "seed": HELD_OUT, "textures": textures}
     scenes |= {key: options.scenes[key] for key in ("height", "width")}
+    path = comparison.find_result(options.results)
     results = ResultFile(path, comparison.kind, grows=True)
     candidates = find_candidates(options.weights, results.read(), comparison)
     settings = {"size": options.size, "synthetic": scenes}

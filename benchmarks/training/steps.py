@@ -19,7 +19,7 @@ PRECISIONS = {"32-true": False, "bf16-mixed": True}  # whether forward is in bfl
 
 
 def measure_all(options: Namespace, argv: Sequence[str]) -> int:
-    """Measures every variant; new rows replace those of an earlier command. The exit code."""
+    """Measures a training step of every variant in place of earlier rows; 1 if one failed."""
     use_threads(options.threads)
     kind = "memory" if options.memory_only else "step"
     results = ResultFile(options.out, options.comparison.kind, grows=True)

@@ -103,7 +103,7 @@ def test_summary_marks_the_better_number(tmp_path, monkeypatch):
     (tmp_path / "speed").mkdir()
     (tmp_path / "speed" / "scenes--x.json").write_text(dumps(result))
     monkeypatch.setattr(files, "RESULTS", tmp_path)
-    summary.stored.cache_clear()
+    files.stored.cache_clear()
     file = tmp_path / "summary.yaml"
     file.write_text(SUMMARY)
     try:
@@ -115,7 +115,7 @@ def test_summary_marks_the_better_number(tmp_path, monkeypatch):
         file.write_text(SUMMARY.replace("part: all", "part: nothing"))
         raises(ResultFileError, r"has 0 rows of .*nothing.*, expected one", summary.table, file)
     finally:
-        summary.stored.cache_clear()
+        files.stored.cache_clear()
 
 
 def test_docs_are_up_to_date(capsys):
