@@ -18,11 +18,11 @@ from quadtree_attention.models.matcher_convert import convert_matcher
 from quadtree_attention.models.registry import complete, load
 from quadtree_attention.models.stereo_convert import convert_stereo
 from quadtree_attention.models.weights import read_card, read_checkpoint
-from tests.conftest import Golden, golden_files, golden_path
+from tests.conftest import Golden, golden_files
 from tests.models.sttr_names import official_state
-from tests.support import commands
+from tests.support import Hostile, commands
 from tests.support.commands import invoke, printed, row
-from tests.support.official import golden_image, load_official, recipe_state
+from tests.support.official import golden_image, load_official, recipe_state, shapes_of
 
 pytestmark = pytest.mark.usefixtures("only_reference")
 
@@ -136,7 +136,6 @@ def test_whole_detector(detector):
     expected = {"num_classes": 0, "topk": 32, "value_act": "relu"}
     assert card["kwargs"].items() >= expected.items()
     assert card["source"]["tensors_left_out"] == 4
-    assert card["source"]["left_out"] == "4 tensors of neck, bbox_head"
     assert holds("out.safetensors", convert_backbone(detector))
 
 
@@ -210,13 +209,8 @@ def test_checkpoints_and_options_that_do_not_fit(classifier, change, options, wo
     assert words in refused(*OUT, *options.split())
 
 
-class Hostile:
-    def __reduce__(self):
-        return os.mkdir, ("was_run",)
-
-
 def test_hostile_checkpoint(classifier):
-    torch.save({"model": classifier, "hook": Hostile()}, "official.pth")
+    torch.save({"model": classifier, "hook": Hostile("was_run")}, "official.pth")
     message = refused(*OUT)
     assert f"loading it would call {os.mkdir.__module__}.mkdir; nothing was run;" in message
     assert not Path("was_run").exists()
@@ -274,13 +268,10 @@ def loftr() -> dict[str, torch.Tensor]:
 
 def matcher_state(name: str) -> dict[str, torch.Tensor]:
     """Small numbers in the shapes of an official matcher."""
-    shapes = json.loads(golden_path(f"manifests/{name}.json").read_text())["state_dict"]
-    generator = torch.Generator().manual_seed(0)
+    counts = {key for key in shapes_of(name) if key.endswith("num_batches_tracked")}
     return {
-        key: torch.zeros(shape, dtype=torch.int64)
-        if key.endswith("num_batches_tracked")
-        else torch.rand(shape, generator=generator) * 0.02
-        for key, shape in shapes.items()
+        key: torch.zeros(x.shape, dtype=torch.int64) if key in counts else torch.rand(x.shape) / 50
+        for key, x in shapes_of(name).items()
     }
 
 
@@ -295,7 +286,8 @@ def test_matcher_from_a_lightning_checkpoint(loftr):
     assert card["command"] == "quadtree convert official.pth --save out.safetensors"
     assert card["licence"] == "of the source checkpoint; see its authors"
     assert holds("out.safetensors", convert_matcher(loftr))
-    scope = {"image0": torch.rand(48, 64), "image1": torch.rand(64, 48)}
+    # Without texture, so that no alignment is searched for
+    scope = {"image0": torch.zeros(48, 64), "image1": torch.zeros(64, 48)}
     exec("\n".join(text.splitlines()[-2:]), scope)
     assert scope["matches"].keypoints0.shape[1] == 2
 
@@ -303,10 +295,8 @@ def test_matcher_from_a_lightning_checkpoint(loftr):
 def test_quadtree_matchers_must_be_named():
     torch.save({"state_dict": matcher_state("loftr_quadtree_indoor")}, "indoor.ckpt")
     message = refused("indoor.ckpt", "--save", "out.safetensors")
-    assert (
-        "fit loftr_quadtree_indoor (K 32, 16) and loftr_quadtree_outdoor (K 16, 8) equally"
-        in message
-    )
+    both = "loftr_quadtree_indoor (K 32, 16) and loftr_quadtree_outdoor (K 16, 8)"
+    assert f"fit {both} equally" in message
     assert message.endswith("pass the name that the file was published as by --model\n")
     options = ["--model", "loftr_quadtree_outdoor", "--position", "legacy", "--topk", "6"]
     text = printed("convert", "indoor.ckpt", "--save", "out.safetensors", *options)
@@ -328,11 +318,7 @@ def test_optimal_transport_is_told_by_its_tensor(loftr):
     ("change", "options", "words"),
     [
         ({"matcher.fine_preprocess.merge_feat.bias": None}, "", "fit LoFTR: 1 missing: fine_win"),
-        (
-            {"loss.weight": ONE},
-            "",
-            "tensors are not part of an official matcher: loss.weight; pass",
-        ),
+        ({"loss.weight": ONE}, "", "are not part of an official matcher: loss.weight; pass"),
         ({STEM: ONE}, "", "1 mismatched: backbone.stem.weight is (1,), must be (128, 1, 7, 7)"),
         ({}, "--model loftr_quadtree_indoor", "does not fit LoFTR: "),
         ({}, "--model lofter", "got 'lofter'; did you mean loftr"),

@@ -3,10 +3,8 @@
 
 import json
 import os
-import shutil
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 pytest.importorskip("poselib", reason="estimators need the extra 'models'")
@@ -17,9 +15,7 @@ from quadtree_attention.tasks.contract import NAMES
 from tests.support import tiny
 from tests.support.commands import START, command, invoke, printed, refused, row
 from tests.tasks.classify.test_result import write_predictions
-from tests.tasks.detect.files import entry, with_mask, write_split
 from tests.tasks.match.test_metrics import homography_line, pose_line, save_scene, save_wall
-from tests.tasks.stereo.test_result import SIZE, write_answer, write_pairs
 
 pytestmark = pytest.mark.usefixtures("only_reference")
 WITHOUT_MODELS = f"""
@@ -77,14 +73,6 @@ def test_in_a_process(tmp_path, all_weights):
 # ---- each task
 
 
-def test_classify():
-    write_predictions(Path("p.npz"))
-    text = printed("evaluate", "classify", "--predictions", "p.npz")
-    assert row(text, "top1") == "66.67"
-    table = [["class", "images", "top-1", "%"], ["x", "2", "50.00"], ["y", "3", "66.67"]]
-    assert cells(text)[-4:] == [*table, ["z", "1", "100.00"]]  # worst first
-
-
 @pytest.fixture
 def _pairs():
     save_scene(Path("out"))
@@ -108,9 +96,6 @@ def test_match():
     assert [row(text, name) for name in names] == ["2", "1", "100.00", "50.00", "0.00"]
     table = {" ".join(row[:3]): row[3:] for row in cells(text) if "by" in row}
     for name in ("opencv", "poselib"):
-        assert [float(area) for area in table[f"pose by {name}"][:3]] == pytest.approx(
-            [50] * 3, abs=0.2
-        )
         assert table[f"pose by {name}"][3:] == ["inf"] and row(text, f"pose_{name}_failed") == "1"
         assert table[f"homography by {name}"][-1] == "3.75"
     assert ["auc5", "auc10", "auc20", "median"] in cells(text)
@@ -118,10 +103,8 @@ def test_match():
     assert [row[0] for row in rows] == ["a0__a1", "gone0__gone1", "wall0__wall1"]
     assert rows[2][1:] == ["homography", "100", "0.00", "3.75", "3.75"]
     options = ("--images", "out", "--json", "--side", "0", "--pose-pixels", "2", "--epipolar", "1")
-    scores = json.loads(invoke(*MATCH, *options).stdout)
-    assert {"pose_pixels": 2.0, "epipolar": 1.0, "side": 0}.items() <= scores["facts"].items()
-    assert scores["mean"]["homography_poselib_median"] == pytest.approx(5, abs=1e-3)
-    assert [scores["rows"][1][f"error_{name}"] for name in ("opencv", "poselib")] == [None, None]
+    facts = json.loads(invoke(*MATCH, *options).stdout)["facts"]
+    assert {"pose_pixels": 2.0, "epipolar": 1.0, "side": 0}.items() <= facts.items()
 
 
 @pytest.mark.parametrize(
@@ -131,10 +114,7 @@ def test_match():
         (["--data", "none.txt"], "none.txt"),
         (["--data", "bad.txt"], "bad.txt, line 2: "),
         (["--data", "untrue.txt"], "line 1 of the pairs, a0__a1, has no truth"),
-        (["--predictions", "nothing"], "there is no folder 'nothing' of predictions"),
-        (["--predictions", "empty"], "empty has predictions for none of 3 pairs, such as a0__a1"),
         (["--images", "empty"], "empty/wall0.png"),
-        (["--images", "nowhere"], "there is no folder of images 'nowhere'; check"),
         (["--images", "out", "--side", "-5"], "side must be"),
         (["--images", "out", "--pose-pixels", "0"], "pose_pixels must be above 0, got 0"),
         (["--images", "out", "--epipolar", "nan"], "epipolar must be above 0, got nan"),
@@ -148,65 +128,11 @@ def test_mistakes_with_matches(options, message):
     assert message in refused(*MATCH, *options)
 
 
-def test_stereo():
-    write_pairs(Path("data"))
-    Path("answers").mkdir()
-    answer = np.full(SIZE, 8.0, np.float32)
-    answer[25:] = 20
-    write_answer("answers/a.npz", answer, np.zeros(SIZE, np.float32))
-    write_answer("answers/b.npz", answer + 4, np.zeros(SIZE, np.float32))
-    run = ("evaluate", "stereo", "--predictions", "answers", "--data", "data")
-    titles, *rows = cells(printed(*run))[-4:]
-    assert titles[:5] == ["pair", "EPE", "noc", "bad-1", "noc"]
-    expected = (("a", "0.00", "0.0"), ("b", "4.00", "100.0"), ("mean", "2.00", "50.0"))
-    assert [row[:11] for row in rows] == [
-        [n, *[error, *[bad] * 4] * 2] for n, error, bad in expected
-    ]
-    Path("answers/b.npz").unlink()
-    for side in ("left", "right"):
-        shutil.copy(f"data/{side}/a.png", f"data/{side}/c.png")  # has no truth
-    result = invoke(*run)
-    assert result.exit_code == 0, result.output
-    skipped, missing = result.stderr.splitlines()
-    assert skipped.startswith("quadtree: skipped 1: ") and "c.png" in skipped
-    assert missing == "quadtree: 1 without predictions: b"
-    assert "c.png" in refused(*run, "--strict")
-
-
-def test_detect():
-    objects = [with_mask(entry(1, [2, 3, 10, 8])), with_mask(entry(2, [20, 9, 7, 8], category=7))]
-    write_split("cells", annotations=[*objects, entry(3, [1, 1, 0, 0])])
-    found = {"image_id": 1, "category_id": 3, "bbox": [2, 3, 10, 8], "score": 0.9}
-    Path("theirs.json").write_text(json.dumps([found]))  # of another program
-    shutil.rmtree("cells/images")  # which scores do not need
-    run = ("evaluate", "detect", "--predictions", "theirs.json", "--data", "cells")
-    shown = invoke(*run)
-    assert "annotation 3: the box 1, 1, 0, 0 has no width or no height" in shown.stderr
-    text = shown.stdout
-    assert [row(text, name) for name in ("images", "objects", "left_out")] == ["2", "2", "1"]
-    names = ("ap", "ap50", "ap75", "small", "medium", "large")
-    assert [row(text, name) for name in names] == ["50.00", "50.00", "50.00", "50.00", "-", "-"]
-    assert cells(text)[-4:-1] == [
-        ["class", "objects", "AP"], ["disc", "1", "0.00"], ["square", "1", "100.00"],
-    ]  # fmt: skip
-    message = refused(*run, "--strict")
-    assert "has no width or no height" in message and "--strict" in message
-    found["segmentation"] = [[2, 3, 12, 3, 12, 11, 2, 11]]
-    Path("theirs.json").write_text(json.dumps([found]))
-    write_split("cells", annotations=[objects[0], entry(2, [20, 9, 7, 8])])
-    shown = invoke(*run)
-    assert "annotation 2: there is no segmentation" in shown.stderr
-    assert "counts for boxes alone: " in shown.stderr and row(shown.stdout, "mask_ap") == "100.00"
-    message = refused(*run, "--strict")
-    assert "annotation 2: there is no segmentation" in message and "--strict" in message
-
-
 def test_segment(all_weights):
+    """Predictions have a place of their own, and options that other tasks do not have."""
     tiny.write_data("segment", Path("data"))
     run = ("evaluate", "segment", all_weights / "segment.safetensors", "--data", "data")
-    text = printed(*run)
-    assert [row(text, name) for name in ("images",)] == ["3"]
-    titles, *classes = cells(text)[-3:]
+    titles, *classes = cells(printed(*run))[-3:]
     assert titles == ["class", "IoU", "%", "recall", "%", "pixels"]
     assert {line[0] for line in classes} == set(tiny.CLASSES)
     assert sorted(os.listdir("segment-predictions"))[:3] == ["0.png", "1.png", "2.png"]
@@ -230,10 +156,8 @@ PETS = ("ours.safetensors", "--data", "pets")
         ("classify", ["--predictions", "p.npz", "--size", "64"], "excludes --size; pass only one"),
         ("detect", ["--data", "pets"], "no weights of the task detect"),
         ("stereo", ["--data", "pets", "--batch", "0"], "there are no pairs"),
-        ("segment", ["w.safetensors", "--data", "nowhere"], "there is no folder nowhere"),
         ("classify", [*PETS, "--size", "0"], "size must be at least 1"),
         ("classify", [*PETS, "--batch", "0"], "batch must be at least 1"),
-        ("classify", [*PETS, "--dtype", "int8"], "dtype"),
         ("classify", [*PETS, "--device", "abacus"], "there is no device"),
         ("classify", [*PETS, "--save", "p.txt"], "written as .npz"),
     ],

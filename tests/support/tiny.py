@@ -38,13 +38,14 @@ NETWORKS: dict[str, tuple[str, dict[str, Any]]] = {  # by task: a network and it
     "segment": ("semfpn_test_quadtree", {"num_classes": 2, "channels": 8, "head_channels": 8}),
 }
 HAS_CLASSES = ("classify", "detect", "segment")
+HEADS = {"classify": "head", "segment": "classifier"}  # whose weights are nearly 0 at first
 OWN = {  # so that there are results, without the search for an alignment
     "match": {"threshold": 0.0, "guided": "never"},
     "detect": {"threshold": 0.0},
 }
 
 
-def write_weights(task: str, path: Path, **changed: Any) -> Path:
+def write_weights(task: str, path: Path, /, **changed: Any) -> Path:
     """Random weights of a tiny network, with their card.
 
     `changed` replaces entries of the card, among them `model` and `kwargs`; ... leaves one out.
@@ -56,8 +57,9 @@ def write_weights(task: str, path: Path, **changed: Any) -> Path:
     card |= changed
     torch.manual_seed(3)
     network = models.create(card["model"], **card["kwargs"])
-    if task == "segment":
-        nn.init.normal_(network.classifier.weight)  # else all pixels have one class
+    head = getattr(network, HEADS.get(task, ""), None)
+    if isinstance(head, nn.Module) and not isinstance(head, nn.Identity):
+        nn.init.normal_(head.weight)  # else all images or pixels have one class
     card = {key: value for key, value in card.items() if value is not ...}
     save_weights(path, network.state_dict(), card, overwrite=True)
     return path

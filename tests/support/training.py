@@ -3,6 +3,7 @@
 
 import csv
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytorch_lightning as pl
@@ -39,6 +40,15 @@ def train(task: str, recipe: Path | str, folder: Path, *options: str) -> list[di
 def history(folder: Path) -> list[dict[str, str]]:
     """The rows of `history.csv`."""
     return list(csv.DictReader((folder / "history.csv").open()))
+
+
+def batches(data: Any, split: str = "train", *, epoch: int = 0, skip: int = 0) -> list[Any]:
+    """The batches of an epoch as a network gets them, those after the first `skip`."""
+    data.setup("fit")
+    data.trainer = SimpleNamespace(global_rank=0, world_size=1, training=split == "train")
+    loader = data.train_dataloader() if split == "train" else data.val_dataloader()
+    loader.load_state_dict({"epoch": epoch, "batches": skip})
+    return [data.on_after_batch_transfer(batch, 0) for batch in loader]
 
 
 class Rates(pl.Callback):

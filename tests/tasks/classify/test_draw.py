@@ -30,8 +30,6 @@ def test_bars_are_as_long_as_their_probability():
     assert first == sorted(first)  # best above
 
 
-def test_files(tmp_path):
-    result = found(0.9, 0.1)
-    assert result.draw(tmp_path / "a.png", title="cat.jpg").size == (600 + LEGEND, HEADER + 360)
+def test_there_is_room_for_all_answers():
     small = np.array(found(0.5, 0.3, 0.2, size=(9, 9)).draw())
-    assert len(small) >= HEADER + 3 * 40  # room for all answers
+    assert len(small) >= HEADER + 3 * 40

@@ -61,8 +61,7 @@ def test_the_fifth_place_counts_and_the_sixth_does_not():
 
 def test_labels_stand_for_the_classes_of_the_data():
     """Whatever the order of those of the network; samples without a prediction do not count."""
-    source = SimpleNamespace(classes=["cat", "ant"])
-    metric = ClassifyMetric(source)
+    metric = ClassifyMetric(SimpleNamespace(classes=["cat", "ant"]))
     ours = ["ant", "bee", "cat"]
     metric.update("a", 0, result([0, 1, 9], ours))
     metric.update("b", 1, result([1, 2, 0], ours))
@@ -74,8 +73,5 @@ def test_labels_stand_for_the_classes_of_the_data():
         {"label": 2, "name": "cat", "images": 1, "accuracy": 100.0},
     ]
     assert scores.rows[2]["images"] == 0 and scores.to_dict()["rows"][2]["accuracy"] is None
-    together = ClassifyMetric(source)
-    together.merge([metric.state()])
-    assert together.compute().to_dict() == scores.to_dict()
     with pytest.raises(CheckpointError, match="does not know ant"):
         metric.update("e", 0, result([0, 1], ["bee", "cat"]))

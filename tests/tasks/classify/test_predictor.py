@@ -9,12 +9,10 @@ import torch
 from PIL import Image
 
 from quadtree_attention.errors import CheckpointError
-from quadtree_attention.models.registry import create, load
-from quadtree_attention.models.weights import save_weights
+from quadtree_attention.models.registry import load
 from quadtree_attention.tasks.classify.data import GeneratedClassifyData
 from quadtree_attention.tasks.classify.predictor import Classifier
-from quadtree_attention.tasks.classify.result import Classification
-from tests.support import raises
+from tests.support import raises, tiny
 
 pytestmark = pytest.mark.usefixtures("only_reference")
 
@@ -23,23 +21,10 @@ SIZE, CROP = 48, 0.9
 MEAN, STD = np.array([0.485, 0.456, 0.406]), np.array([0.229, 0.224, 0.225])
 
 
-def random_model(classes: int = len(CLASSES), seed: int = 0) -> torch.nn.Module:
-    """A tiny model that was not trained, but has opinions."""
-    torch.manual_seed(seed)
-    model = create("test_quadtree", num_classes=classes).eval()
-    for name, parameter in model.named_parameters():
-        if name.startswith("head."):
-            parameter.data = torch.randn(parameter.shape)
-    return model
-
-
-def write_weights(path: Path, model: torch.nn.Module | None = None, **card: object) -> Path:
-    """Weights as training writes them; entries of the card that are None are left out."""
-    model = random_model() if model is None else model
-    full = {"model": "test_quadtree", "kwargs": {"num_classes": model.num_classes}}
-    full |= {"task": "classify", "classes": CLASSES, "image_size": SIZE, "eval_crop": CROP, **card}
-    save_weights(path, model.state_dict(), {k: v for k, v in full.items() if v is not None})
-    return path
+def write_weights(path: Path, **card: object) -> Path:
+    """Weights as training writes them; entries of the card that are ... are left out."""
+    own = {"kwargs": {"num_classes": 4}, "classes": CLASSES, "image_size": SIZE, "eval_crop": CROP}
+    return tiny.write_weights("classify", path, **own | card)
 
 
 def pixels(height: int = 70, width: int = 45, channels: int = 3, seed: int = 0) -> np.ndarray:
@@ -59,18 +44,8 @@ def classifier(weights) -> Classifier:
     return Classifier.from_pretrained(weights, device="cpu")
 
 
-def equal(*found: Classification) -> bool:
-    """True if classifications are the same, bit by bit."""
-    return len({one.logits.tobytes() for one in found}) == 1
-
-
 def prepared(classifier: Classifier, image: object) -> torch.Tensor:
     return classifier.preprocess(image).inputs[0]
-
-
-def saved(path: Path, image: Image.Image, **options: object) -> Path:
-    image.save(path, **options)
-    return path
 
 
 def prepared_by_hand(image: Image.Image) -> torch.Tensor:
@@ -112,13 +87,11 @@ def test_prepares_and_orders_as_told(classifier, weights):
     assert everything.scores.sum() == pytest.approx(1, abs=1e-5)
 
 
-def test_equal_scores_come_in_the_order_of_labels(tmp_path):
-    model = random_model()
-    for name, parameter in model.named_parameters():
-        if name.startswith("head."):
-            parameter.data.zero_()
-    path = write_weights(tmp_path / "even.safetensors", model)
-    found = Classifier.from_pretrained(path, device="cpu", top=3)(pixels())
+def test_equal_scores_come_in_the_order_of_labels(weights):
+    even = Classifier.from_pretrained(weights, device="cpu", top=3)
+    for parameter in even.network.head.parameters():
+        parameter.data.zero_()
+    found = even(pixels())
     assert found.to_dict() == {
         "predictions": [
             {"label": 0, "name": "ant", "probability": 0.25},
@@ -138,7 +111,8 @@ def test_mixed_precision_is_near(weights, classifier):
 
 def test_every_way_to_pass_images(tmp_path, classifier):
     array, image = pixels(), Image.fromarray(pixels())
-    path, tensor = saved(tmp_path / "a.png", image), torch.from_numpy(array).permute(2, 0, 1)
+    path, tensor = tmp_path / "a.png", torch.from_numpy(array).permute(2, 0, 1)
+    image.save(path)
     expected = classifier(image)
     ways = [str(path), path.read_bytes(), array / 255]
     for many in (ways, tuple(ways), iter(ways), np.stack([array] * 3), tensor[None]):
@@ -148,7 +122,7 @@ def test_every_way_to_pass_images(tmp_path, classifier):
 
 
 def test_weights_without_names_or_size(tmp_path):
-    silent = {"classes": None, "image_size": None, "eval_crop": None, "task": None}
+    silent = {"classes": ..., "image_size": ..., "eval_crop": ..., "task": ...}
     path = write_weights(tmp_path / "converted.safetensors", **silent)
     classifier = Classifier.from_pretrained(path, device="cpu")
     chosen = classifier.preprocess
@@ -156,30 +130,22 @@ def test_weights_without_names_or_size(tmp_path):
     assert sorted(classifier(pixels()).names) == ["0", "1", "2", "3"]
 
 
-def write_checkpoint(path: Path, model: torch.nn.Module) -> Path:
-    state = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
+def test_checkpoint_of_a_run(tmp_path, weights, classifier):
+    path, network = tmp_path / "last.ckpt", load(weights)
+    torch.nn.init.normal_(network.head.weight)
+    state = {f"model.{name}": tensor for name, tensor in network.state_dict().items()}
     torch.save({"state_dict": state, "loops": {}, "epoch": 1}, path)
-    return path
-
-
-def test_checkpoint_of_a_run(tmp_path):
-    later = random_model(seed=1)
-    path = write_checkpoint(tmp_path / "last.ckpt", later)
     raises(CheckpointError, r"pass the run's best\.safetensors", Classifier.from_pretrained, path)
-    best = write_weights(tmp_path / "best.safetensors")
-    direct = write_weights(tmp_path / "later.safetensors", later)
-    classifier = Classifier.from_pretrained(path, device="cpu")
-    assert classifier.names == CLASSES
-    same, other = (Classifier.from_pretrained(path, device="cpu") for path in (direct, best))
-    assert equal(classifier(pixels()), same(pixels()))
-    assert not equal(classifier(pixels()), other(pixels()))
-    with pytest.raises(CheckpointError, match="head"):
-        Classifier.from_pretrained(write_checkpoint(path, random_model(7)))
+    write_weights(tmp_path / "best.safetensors")
+    found = Classifier.from_pretrained(path, device="cpu")
+    later = Classifier(network, found.card, device="cpu")
+    assert found.names == CLASSES
+    assert np.array_equal(found(pixels()).logits, later(pixels()).logits)
+    assert not np.array_equal(found(pixels()).logits, classifier(pixels()).logits)
+    write_weights(tmp_path / "best.safetensors", kwargs={"num_classes": 7}, classes=...)
+    raises(CheckpointError, "head", Classifier.from_pretrained, path)
 
 
-def test_weights_that_are_refused(tmp_path):
-    torch.save({}, tmp_path / "official.pth")
-    with pytest.raises(CheckpointError, match=r"convert official\.pth --save official\.safe"):
-        Classifier.from_pretrained(tmp_path / "official.pth")
-    path = write_weights(tmp_path / "b.safetensors", random_model(0), classes=None)
+def test_weights_without_a_classifier(tmp_path):
+    path = write_weights(tmp_path / "b.safetensors", kwargs={"num_classes": 0}, classes=...)
     raises(CheckpointError, "no classifier, only a backbone", Classifier.from_pretrained, path)

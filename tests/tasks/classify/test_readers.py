@@ -18,6 +18,7 @@ from quadtree_attention.tasks.classify.readers import (
     NpzSource,
     open_source,
 )
+from tests.support import Hostile
 from tests.support.commands import refusal
 
 
@@ -154,11 +155,7 @@ def test_npz_class_names_that_do_not_do(tmp_path, text, expected):
 
 
 def test_npz_with_pickled_objects_is_refused_and_runs_nothing(tmp_path):
-    class Hostile:
-        def __reduce__(self):
-            return os.mkdir, (str(tmp_path / "ran"),)
-
-    make_npz(tmp_path, labels=np.array([Hostile()], dtype=object))
+    make_npz(tmp_path, labels=np.array([Hostile(tmp_path / "ran")], dtype=object))
     text = refusal(DataError, NpzSource, tmp_path, "train")
     assert text.startswith(f"cannot read {tmp_path}/train.npz: ")
     assert not (tmp_path / "ran").exists()

@@ -97,6 +97,8 @@ def test_scores_by_hand(tmp_path):
         {"label": 1, "name": "y", "images": 3, "accuracy": pytest.approx(200 / 3)},
         {"label": 2, "name": "z", "images": 1, "accuracy": 100.0},
     ]
+    text = [line.split() for line in scores.to_text().splitlines()]
+    assert text[-4:-2] == [["class", "images", "top-1", "%"], ["x", "2", "50.00"]]
 
 
 @pytest.mark.parametrize(

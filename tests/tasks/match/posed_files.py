@@ -1,19 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes rendered scenes as files of ScanNet and MegaDepth, in the layout of LoFTR's indices."""
 
-from dataclasses import replace
+from unittest.mock import patch
 
 import numpy as np
-import torch
+import yaml
 from PIL import Image
 
-from quadtree_attention.synthetic import ProceduralTextures, SceneOptions, scene_pairs
-from quadtree_attention.synthetic.cameras import pixel_grid, transform
-from quadtree_attention.synthetic.draws import Draws
-from quadtree_attention.synthetic.layout import first_camera, place, second_camera, transfer
-from quadtree_attention.synthetic.render import render
-from quadtree_attention.synthetic.scenes import Pair
-from quadtree_attention.synthetic.solids import cast, see
+from quadtree_attention.synthetic import ProceduralTextures, SceneOptions, layout, scene_pairs
+from tests.support import tiny
 from tests.tasks.match.geometry import rotation
 
 OPTIONS = SceneOptions(
@@ -21,32 +16,20 @@ OPTIONS = SceneOptions(
     rotation=(0, 5), roll=(0, 10),
 )  # fmt: skip
 TEXTURES = ProceduralTextures(8, size=64)
+SMALL = tiny.NETWORKS["match"][1] | {"num_levels": 2, "topk": 4}
 WORLD = np.eye(4)  # some camera in some world
 WORLD[:3, :3] = rotation([0.3, -1.0, 0.4], 70.0)
 WORLD[:3, 3] = [4.0, -2.0, 1.5]
 
 
 def pair_of_one_camera(index, size):
-    """As `scene_pairs` makes them, but both views have the same intrinsics, as in ScanNet."""
-    draws = Draws(0, [index])
-    camera0 = first_camera(draws, size, OPTIONS.focal)
-    scene = place(draws, camera0, OPTIONS, len(TEXTURES))
-    camera1 = replace(second_camera(draws, scene, camera0, size, OPTIONS), K=camera0.K)
-    T = transform(camera0, camera1).float()
-    place_ = TEXTURES.device, torch.float32
-    sights = [see(scene.solids, camera, *place_) for camera in (camera0, camera1)]
-    cameras = [camera.to(*place_) for camera in (camera0, camera1)]
-    depths = [cast(s, *c.rays())[0] for s, c in zip(sights, cameras, strict=True)]
-    images = [
-        render(scene, s, c, TEXTURES, 1).clamp(0, 1) for s, c in zip(sights, cameras, strict=True)
-    ]
-    target0, visible0 = transfer(depths[0], *cameras, sights[1])
-    target1, visible1 = transfer(depths[1], *cameras[::-1], sights[0])
-    grid = pixel_grid(*size, like=depths[0])
-    return Pair(
-        *images, *depths, cameras[0].K, cameras[1].K, T, target0 - grid, target1 - grid,
-        visible0, visible1,
-    )  # fmt: skip
+    """Both views have the same intrinsics, as in ScanNet."""
+
+    def same(draws, camera, *_):
+        return camera.K.repeat_interleave(layout.ATTEMPTS, 0)
+
+    with patch.object(layout, "_second_intrinsics", same):
+        return scene_pairs(TEXTURES, [index], size=size, options=OPTIONS)
 
 
 def photograph(image, factor=1):
@@ -129,6 +112,14 @@ def write_megadepth(root, pairs, overlaps, h5py, folder="scene_info_0.1_0.7"):
         )  # fmt: skip
 
 
-def batch_of(data, loader):
-    """All that a loader gives out, as the module gets it."""
-    return [data.on_after_batch_transfer(batch, 0) for batch in loader]
+def write_recipe(folder, **data):
+    """A recipe of one epoch with a tiny network; `data` goes into its group of that name."""
+    data |= {"batch_size": 2, "pairs_per_scene": 2, "workers": 0}
+    settings = {
+        "model": {"model": "loftr_quadtree_small", "options": SMALL, "warmup_epochs": 1,
+                  "fine_matches": 32},
+        "data": data,
+        "trainer": {"max_epochs": 1, "accelerator": "cpu", "enable_progress_bar": False},
+    }  # fmt: skip
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(settings))
+    return folder / "recipe.yaml"

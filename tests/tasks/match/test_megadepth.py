@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Photographs in the layout of MegaDepth: rendered, written, read back and trained on."""
 
-import os
 import sys
 
 import h5py
@@ -13,20 +12,16 @@ from quadtree_attention.errors import DataError, MissingDependencyError
 from quadtree_attention.tasks.match.megadepth import MegaDepthData, fitted
 from quadtree_attention.tasks.match.module import MatchModule, images, views
 from quadtree_attention.tasks.match.truth import true_matches, view_from_flow
-from tests.support import raises
+from tests.support import Hostile, raises
 from tests.support.commands import refusal
-from tests.support.training import train
-from tests.tasks.match.posed_files import batch_of, megadepth_pairs, objects, write_megadepth
-
-SMALL = {
-    "dims": [16, 24, 32], "num_pairs": 1, "num_heads": 2, "fine_heads": 2, "num_levels": 2,
-    "topk": 4,
-}  # fmt: skip
-RECIPE = f"""
-model: {{model: loftr_quadtree_small, options: {SMALL}, warmup_epochs: 1, fine_matches: 32}}
-data: {{source: megadepth, size: 128, batch_size: 2, pairs_per_scene: 2, workers: 0}}
-trainer: {{max_epochs: 1, accelerator: cpu, enable_progress_bar: false}}
-"""
+from tests.support.training import batches, train
+from tests.tasks.match.posed_files import (
+    SMALL,
+    megadepth_pairs,
+    objects,
+    write_megadepth,
+    write_recipe,
+)
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +43,7 @@ def batch(pairs, tmp_path_factory):
     root = tmp_path_factory.mktemp("held_out")
     write_megadepth(root, pairs, [(0.6, 0.2), (0.4, 0.4)], h5py)
     data = ready(root, val_scenes=1, batch_size=2)
-    (batch,) = batch_of(data, data.val_dataloader())
+    (batch,) = batches(data, "val")
     return batch
 
 
@@ -119,8 +114,8 @@ def test_masks_act_in_training(batch):
 
 
 def test_a_training_run(root, tmp_path):
-    (tmp_path / "recipe.yaml").write_text(RECIPE)
-    (row,) = train("match", tmp_path / "recipe.yaml", tmp_path / "run", f"--data.root={root}")
+    recipe = write_recipe(tmp_path, source="megadepth", size=128)
+    (row,) = train("match", recipe, tmp_path / "run", f"--data.root={root}")
     assert float(row["train/coarse"]) > 0 and float(row["train/fine"]) > 0
     assert {"val/auc10", "val/matches"} <= set(row)
 
@@ -151,14 +146,8 @@ def write_index(root, **arrays):
     np.savez(folder / "0000.npz", **usual | arrays)
 
 
-class Hostile:
-    def __reduce__(self):
-        return os.mkdir, ("hostile",)
-
-
-def test_code_in_an_index_does_not_run(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    write_index(tmp_path, pair_infos=objects([((0, 1), 0.5, Hostile())]))
+def test_code_in_an_index_does_not_run(tmp_path):
+    write_index(tmp_path, pair_infos=objects([((0, 1), 0.5, Hostile(tmp_path / "hostile"))]))
     raises(DataError, r"0000\.npz wants to run \w+\.mkdir", ready, tmp_path, val_scenes=0)
     assert not (tmp_path / "hostile").exists()
 

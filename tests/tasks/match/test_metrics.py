@@ -149,20 +149,6 @@ def test_corner_error_and_transform():
     assert transform(np.array([[2.0, 4.0]]), projective) == pytest.approx(np.array([[2.5, 6.0]]))
 
 
-def test_good_matches_give_the_pose(tmp_path):
-    save_scene(tmp_path)
-    scores = scores_of(tmp_path, pose_line())
-    assert not any(name.startswith("homography") for name in [*scores.mean, *scores.facts])
-    assert (scores.facts["pose_pairs"], scores.facts["pose_missing"]) == (1, 0)
-    assert (scores.mean["pose_matches"], scores.mean["pose_precision"]) == (200, 100)
-    for name in ESTIMATORS:
-        median = scores.mean[f"pose_{name}_median"]
-        assert median == scores.rows[0][f"error_{name}"] < 0.05
-        areas = [scores.mean[f"pose_{name}_auc{threshold}"] for threshold in (5, 10, 20)]
-        assert areas == pytest.approx(auc([median], (5, 10, 20))) and areas[0] > 99
-        assert scores.facts[f"pose_{name}_failed"] == 0
-
-
 def test_the_estimators_are_two_and_repeat_themselves(tmp_path):
     save_scene(tmp_path, noise=0.5, wrong=0.6)
     first = scores_of(tmp_path, pose_line())

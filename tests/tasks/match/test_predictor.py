@@ -9,14 +9,11 @@ from quadtree_attention.synthetic import ProceduralTextures, homography_pairs
 from quadtree_attention.tasks.match.predictor import Matcher, shrunk
 from tests.support import tiny
 
-KWARGS = {"dims": [16, 24, 32], "num_pairs": 1, "num_heads": 2, "fine_heads": 2, "topk": 4}
-
 
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory):
     """A tiny untrained matcher."""
-    path = tmp_path_factory.mktemp("weights") / "tiny.safetensors"
-    return tiny.write_weights("match", path, kwargs=KWARGS)
+    return tiny.write_weights("match", tmp_path_factory.mktemp("weights") / "tiny.safetensors")
 
 
 @pytest.fixture(scope="module")

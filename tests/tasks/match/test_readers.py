@@ -3,19 +3,16 @@
 
 import pickle
 
-import numpy as np
 import pytest
 from PIL import Image
 
 from quadtree_attention.errors import DataError, OptionError
 from quadtree_attention.tasks.match.readers import PairLine, open_source, read_pairs
-from tests.conftest import ROOT
 from tests.support import raises
 
 CAMERA = "500 0 320 0 510. 240 0 0 1"
 MOTION = "0 -1 0 0.5 1 0 0 -2 0 0 1 3e-1 0 0 0 1"
 HOMOGRAPHY = "1 0.1 3 0 1 -2 0 1e-4 1"
-SCANNET = ROOT.parent / "shared" / "data" / "matching" / "scannet_sample" / "pairs_with_gt.txt"
 
 
 @pytest.fixture
@@ -48,14 +45,6 @@ def test_every_format(read):
     assert cameras.rotation1 == 2 and cameras.T_0to1 is None
     assert cameras.K1.tolist() == [[500, 0, 320], [0, 510, 240], [0, 0, 1]]
     assert motion.T_0to1[:, 3].tolist() == [0.5, -2, 0.3, 1] and motion.T_0to1[1, 0] == 1
-
-
-@pytest.mark.skipif(not SCANNET.is_file(), reason="../shared/data is not beside the checkout")
-def test_pairs_of_scannet():
-    pairs = read_pairs(SCANNET)
-    assert len(pairs) == 15 and all(p.T_0to1 is not None for p in pairs)
-    assert pairs[0].name == "scene0711_00_frame-001680__scene0711_00_frame-001995"
-    assert np.allclose(pairs[0].K0[0], [1163.45, 0, 653.626])
 
 
 def test_names_with_spaces_are_quoted(read):

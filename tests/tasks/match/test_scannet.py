@@ -14,21 +14,10 @@ from quadtree_attention.tasks.match.scannet import ScanNetData
 from quadtree_attention.tasks.match.truth import true_matches, view_from_flow
 from tests.support import raises
 from tests.support.commands import refusal
-from tests.support.training import train
-from tests.tasks.match.posed_files import batch_of, scannet_pairs, write_scannet
+from tests.support.training import batches, train
+from tests.tasks.match.posed_files import scannet_pairs, write_recipe, write_scannet
 
 SIZE = {"height": 96, "width": 128}
-RECIPE = """
-model:
-  model: loftr_quadtree_small
-  options: {dims: [16, 24, 32], num_pairs: 1, num_heads: 2, fine_heads: 2, num_levels: 2, topk: 4}
-  warmup_epochs: 1
-  fine_matches: 32
-data:
-  {source: scannet, height: 96, width: 128, batch_size: 2, pairs_per_scene: 2, val_scenes: 1,
-   workers: 0}
-trainer: {max_epochs: 1, accelerator: cpu, enable_progress_bar: false}
-"""
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +47,7 @@ def ready(root, **options):
 def test_files_come_back_as_they_were_rendered(stored, pairs):
     """Both directions of the last scene, through JPEG, PNG and text."""
     data = ready(stored, batch_size=2)
-    (batch,) = batch_of(data, data.val_dataloader())
+    (batch,) = batches(data, "val")
     assert batch["skipped"] == []
     pair = pairs[2]
     for i, j in ((0, 1), (1, 0)):  # the second sample has the views swapped
@@ -76,7 +65,7 @@ def test_files_come_back_as_they_were_rendered(stored, pairs):
 def test_supervision_from_depth_agrees_with_the_exact_flow(stored, pairs, precision):
     """Also inside of the mixed precision that a training step runs in."""
     data = ready(stored, batch_size=2)
-    (batch,) = batch_of(data, data.val_dataloader())
+    (batch,) = batches(data, "val")
     with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bfloat16"):
         found = views(batch)
     exact0 = view_from_flow(pairs[2].flow0to1, pairs[2].visible0)
@@ -98,9 +87,8 @@ def test_supervision_from_depth_agrees_with_the_exact_flow(stored, pairs, precis
 
 def drawn(data, epoch):
     """Which pair each sample of an epoch is, by the place of its second camera."""
-    loader = data.train_dataloader()
-    loader.sampler.set_epoch(epoch)
-    return [tuple(T[:3, 3].tolist()) for batch in loader for T in batch["T_0to1"]]
+    found = batches(data, epoch=epoch)
+    return [tuple(T[:3, 3].tolist()) for batch in found for T in batch["T_0to1"]]
 
 
 def test_epochs_draw_as_many_pairs_from_each_scene(stored):
@@ -161,7 +149,7 @@ def test_official_pairs_are_validated_on_in_their_order(root, pairs):
     write_official(root)
     data = ready(root, val_scenes=0, batch_size=2)
     assert data.available("val") == 2
-    (batch,) = batch_of(data, data.val_dataloader())
+    (batch,) = batches(data, "val")
     expected = torch.cat([pairs[1].T_0to1, torch.linalg.inv(pairs[2].T_0to1)])
     torch.testing.assert_close(batch["T_0to1"], expected, atol=1e-5, rtol=0)
 
@@ -169,7 +157,7 @@ def test_official_pairs_are_validated_on_in_their_order(root, pairs):
 def test_poses_are_measured_in_pixels_of_640x480(stored, monkeypatch):
     """What the model sees has a fifth of them: 128x96."""
     data = ready(stored, batch_size=2)
-    (batch,) = batch_of(data, data.val_dataloader())
+    (batch,) = batches(data, "val")
     assert batch["pixels0"].tolist() == batch["pixels1"].tolist() == [[5.0, 5.0]] * 2
     calls = []
 
@@ -191,9 +179,9 @@ def test_poses_are_measured_in_pixels_of_640x480(stored, monkeypatch):
 def test_a_training_run(root, tmp_path, capsys):
     """As `quadtree train match` does it; broken files are replaced, counted and named."""
     (root / "train" / "scene0001_02" / "depth" / "0.png").unlink()
-    (tmp_path / "recipe.yaml").write_text(RECIPE)
+    recipe = write_recipe(tmp_path, source="scannet", val_scenes=1, **SIZE)
     options = [tmp_path / "run", f"--data.root={root}"]
-    (row,) = train("match", tmp_path / "recipe.yaml", *options)
+    (row,) = train("match", recipe, *options)
     assert float(row["train/coarse"]) > 0 and float(row["train/fine"]) > 0
     assert {"val/auc10", "val/opencv_auc10", "val/matches"} <= set(row)
     assert (tmp_path / "run" / "best.safetensors").exists()

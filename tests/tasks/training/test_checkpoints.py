@@ -14,6 +14,7 @@ from quadtree_attention.tasks.training.checkpoints import (
     SafeCheckpointIO,
     read_training_checkpoint,
 )
+from tests.support import Hostile, raises
 from tests.support.commands import refusal
 
 resource = pytest.importorskip("resource", reason="limits of a process are those of Unix")
@@ -50,8 +51,7 @@ def test_round_trip(tmp_path):
     assert read["epoch"] == 3
     assert os.listdir(path.parent) == ["last.ckpt"]
     (tmp_path / "run").write_text("a file")
-    with pytest.raises(CheckpointError, match="cannot save the checkpoint"):
-        save(tmp_path / "run" / "last.ckpt")
+    raises(CheckpointError, "cannot save the checkpoint", save, tmp_path / "run" / "last.ckpt")
 
 
 def test_full_disk_keeps_the_previous_file(tmp_path):
@@ -71,14 +71,6 @@ def test_full_disk_keeps_the_previous_file(tmp_path):
         )
         assert path.read_bytes() == before
         assert os.listdir(tmp_path) == ["last.ckpt"]
-
-
-class Hostile:
-    def __init__(self, folder):
-        self.folder = str(folder)
-
-    def __reduce__(self):
-        return os.mkdir, (self.folder,)
 
 
 @pytest.mark.parametrize("zipped", [True, False])
