@@ -9,7 +9,6 @@ import json
 from argparse import Namespace
 from collections import OrderedDict
 from collections.abc import Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -75,13 +74,12 @@ def _detector(name: str, published_image: list[int] | None) -> dict[str, Any]:
     return values
 
 
-def count(model: nn.Module, image: Sequence[int], *, fake: bool = True) -> Counts:
+def count(model: nn.Module, image: Sequence[int]) -> Counts:
     """Parameters, multiply-accumulates of one image, and those of scores and messages alone.
 
-    `fake` computes shapes only, which gives the same numbers.
+    Shapes only are computed, which gives the same numbers.
     """
-    mode = FakeTensorMode(allow_non_fake_inputs=True) if fake else nullcontext()
-    with mode:
+    with FakeTensorMode(allow_non_fake_inputs=True):
         return counts_of(model.eval(), torch.zeros(1, 3, *image))
 
 
