@@ -283,10 +283,6 @@ def on_files(files: Any, config: Any) -> Any:
     return files
 
 
-def on_nav(nav: Any, config: Any, files: Any) -> Any:
-    return nav
-
-
 def on_config(config: Any) -> Any:
     """The navigation of the API has one page per module."""
     pages = ["api/index.md", *(f"api/{(x or 'ops').replace('.', '-')}.md" for x in MODULES)]

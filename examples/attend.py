@@ -35,9 +35,9 @@ from quadtree_attention import LevelSelection, quadtree_attention
 
 IMAGES = Path(__file__).resolve().parent / "images"
 POINT = (337.0, 311.0)  # the letter box in the shipped pair
-WORKING_SIDE = 512  # larger images are made smaller
+WORKING_SIDE = 512  # larger images are downscaled
 STRIDE = 4  # pixels per finest cell
-SCALE = 60.0  # on products of unit vectors: sharp, so that a query settles for one place
+SCALE = 60.0  # of products of unit vectors; large, for a concentrated softmax
 CYAN = "#00e5ff"
 RIM = withStroke(linewidth=3, foreground="black", alpha=0.6)
 FRAME: dict[str, Any] = {"fill": False, "ec": CYAN, "lw": 1.3, "path_effects": [RIM]}
@@ -46,7 +46,7 @@ SHARE = PowerNorm(0.5, 0, 1)  # shows small shares, too
 
 
 def fail(message: str) -> NoReturn:
-    """Ends the program with one line about a mistake that the user can put right."""
+    """Ends the program with one line about an invalid input."""
     print("attend:", " ".join(message.split()), file=sys.stderr)
     raise SystemExit(2)
 
@@ -59,27 +59,27 @@ class Parser(argparse.ArgumentParser):
 class Picture(NamedTuple):
     name: str
     size: Tensor  # (2,) width and height of the file
-    working_size: Tensor  # (2,) the same after it was made smaller
+    working_size: Tensor  # (2,) the same after downscaling
     rgb: Tensor  # (H, W, 3) in [0, 1], of the working size
 
 
 class Look(NamedTuple):
-    """What one query saw of image 1 at one level; cells are (n, 2) in (y, x) order."""
+    """Candidates of one query at one level; cells are (n, 2) in (y, x) order."""
 
     grid: tuple[int, ...]
     cell: int  # its side in pixels
-    candidates: Tensor  # the cells looked at
-    kept: Tensor  # those kept; at the finest level, which selects nothing, all of them
+    candidates: Tensor  # cells that the query is compared with
+    kept: Tensor  # kept cells; at the finest level all candidates
     scores: Tensor  # (n,) attention of the kept cells
 
     def __str__(self) -> str:
-        looked, total = len(self.candidates), math.prod(self.grid)
-        count = f"all {total:,}" if looked == total else f"{looked:,} of {total:,}"
-        return f"{count} looked at" + (f", {len(self.kept)} kept" if self.cell > STRIDE else "")
+        compared, total = len(self.candidates), math.prod(self.grid)
+        count = f"all {total:,}" if compared == total else f"{compared:,} of {total:,}"
+        return f"{count} compared" + (f", {len(self.kept)} kept" if self.cell > STRIDE else "")
 
 
 def load(path: Path) -> Picture:
-    """Reads an image of any size and mode, upright, and on white where it is transparent."""
+    """Reads an image of any size and mode, with its EXIF orientation, on a white background."""
     try:
         with Image.open(path) as file:
             image = ImageOps.exif_transpose(file)
@@ -115,16 +115,16 @@ def describe(rgb: Tensor) -> Tensor:
     parts = []
     for maps in (edges, colors):
         cells = F.avg_pool2d(maps[None], STRIDE, ceil_mode=True)  # (1, C, h, w)
-        for width in (5, 3):  # smooth, so that the mean of several cells still tells them apart
+        for width in (5, 3):  # smooth, so that means of several cells remain distinctive
             cells = F.avg_pool2d(F.pad(cells, (width // 2,) * 4, mode="replicate"), width, 1)
         around = F.unfold(F.pad(cells, (6,) * 4, mode="replicate"), 3, dilation=6)[0]  # (9C, hw)
-        around = around - around.mean(dim=1, keepdim=True)  # exposure and tint drop out
+        around = around - around.mean(dim=1, keepdim=True)  # invariant to exposure and tint
         parts.append(around / around.norm(dim=0).mean().clamp(min=1e-6))
     return F.normalize(torch.cat(parts), dim=0).T.view(*cells.shape[-2:], -1)
 
 
 def centers(rgb: Tensor) -> Tensor:
-    """Where the cells are: (h, w, 2) as (x, y), in shares of the image's width and height."""
+    """Centres of the cells: (h, w, 2) as (x, y), relative to the image's width and height."""
     y, x = ((torch.arange(n) + 0.5) / n for n in rgb.shape[:2])
     pixels = torch.stack(torch.meshgrid(x, y, indexing="xy"))  # (2, H, W)
     return F.avg_pool2d(pixels, STRIDE, ceil_mode=True).movedim(0, -1)
@@ -133,7 +133,7 @@ def centers(rgb: Tensor) -> Tensor:
 def follow(
     q: Tensor, k: Tensor, selection: tuple[LevelSelection, ...], at: tuple[int, int], variant: str
 ) -> list[Look]:
-    """What the query at the finest cell `at` (y, x) saw, coarse -> fine."""
+    """Candidates of the query at the finest cell `at` (y, x), coarse -> fine."""
     finest = len(selection)
     grids = [tuple(-(-n >> up) for n in k.shape[:2]) for up in range(finest, -1, -1)]
     # Candidates with the same parent are a family: (families, members, 2).
@@ -148,7 +148,7 @@ def follow(
         looks.append(Look(grids[level], STRIDE << up, families[inside], kept, parent_scores))
         families = 2 * kept[:, None] + torch.ones(2, 2).nonzero()
         inside = (families < torch.tensor(grids[level + 1])).all(dim=-1)
-    # The op returns the scores of kept cells. The finest level keeps none, so they are redone here.
+    # The operator returns the scores of kept cells; those of the finest level are computed here.
     candidates = families[inside]
     logits = torch.full(inside.shape, -torch.inf)
     logits[inside] = SCALE * k[tuple(candidates.T)] @ q[at]
@@ -166,7 +166,7 @@ def show(axes: Axes, rgb: Tensor, title: str = "", note: str = "") -> None:
 
 
 def close_up(axes: Axes, x: float, y: float, aspect: float) -> Rectangle:
-    """Marks a place, fills the panel with its surroundings and returns their frame."""
+    """Marks a point, zooms the panel to its neighbourhood and returns the frame of it."""
     width, height = 17 * STRIDE, 17 * STRIDE * aspect
     axes.plot(x, y, "o", color=CYAN, markersize=7, markeredgecolor="black")
     axes.set(xlim=(x - width / 2, x + width / 2), ylim=(y + height / 2, y - height / 2))
@@ -176,7 +176,7 @@ def close_up(axes: Axes, x: float, y: float, aspect: float) -> Rectangle:
 def draw_kept(axes: Axes, look: Look, size: Tensor, alpha: float) -> None:
     """The kept cells, clipped to the image and coloured by score, the best on top."""
     share, order = (look.scores / look.scores.max().clamp(min=1e-12)).sort()
-    if len(share) > 1000:  # full attention: thousands of cells at next to nothing
+    if len(share) > 1000:  # dense attention: thousands of cells with almost no attention
         share, order = share[share > 0.01], order[share > 0.01]
     start = look.kept[order].flip(-1) * look.cell  # (n, 2) as (x, y)
     sides = (size - start).clamp(max=look.cell)
@@ -190,9 +190,9 @@ def draw_kept(axes: Axes, look: Look, size: Tensor, alpha: float) -> None:
 def draw(
     source: Picture, target: Picture, point: Tensor, result: Tensor, looks: list[Look]
 ) -> Figure:
-    """Draws the query, what each level looked at and kept, and the result close up.
+    """Draws the query, candidates and kept cells of each level, and the result close up.
 
-    `point` and `result` are (x, y) in shares of the width and the height of their images.
+    `point` and `result` are (x, y) relative to the width and the height of their images.
     """
     columns = {1: 3, 2: 2}.get(len(looks), 3 if len(looks) <= 4 else 4)
     rows = -(-(len(looks) + 2) // columns)
@@ -234,19 +234,19 @@ def draw(
     bar = figure.colorbar(ScalarMappable(SHARE, HEAT), ax=grid, shrink=0.5, aspect=24, pad=0.015)
     bar.set_ticks([0, 0.25, 1], labels=["0", "¼", "1"])
     bar.set_label("attention, best cell of the level = 1")
-    looked, total = sum(len(look.candidates) for look in looks), math.prod(looks[-1].grid)
-    headline = f"One query looks at {looked:,} cells"
-    headline += f" instead of {total:,}" if looked < total else ""
+    compared, total = sum(len(look.candidates) for look in looks), math.prod(looks[-1].grid)
+    headline = f"One query is compared with {compared:,} cells"
+    headline += f" instead of {total:,}" if compared < total else ""
     figure.suptitle(headline, fontsize=15, fontweight="bold")
     return figure
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Writes beside the final place and renames: there is a whole picture, or none."""
+    """Writes the picture atomically."""
     buffer = io.BytesIO()
     figure.savefig(buffer, dpi=130, bbox_inches="tight")
     image = Image.open(buffer).convert("RGB")
-    # 256 well-chosen colours make the file three times smaller.
+    # A palette of 256 colours reduces the size of the file to a third.
     palette = image.reduce(3).quantize(256, method=Image.Quantize.MAXCOVERAGE, kmeans=3)
     part = path.with_name(f".{os.getpid()}.part.png")
     try:
@@ -266,16 +266,16 @@ def parse() -> argparse.Namespace:
     option = parser.add_argument
     text = "the image with the query (default: the pair in examples/images)"
     option("image0", nargs="?", type=Path, metavar="IMAGE0", help=text)
-    text = "the image it looks at; the sizes may differ"
+    text = "the image it attends to; the sizes may differ"
     option("image1", nargs="?", type=Path, metavar="IMAGE1", help=text)
-    text = "the query, in pixels of IMAGE0 (default: its middle; in our pair, the letter box)"
+    text = "the query, in pixels of IMAGE0 (default: its centre; in the default pair a box)"
     option("--point", nargs=2, type=float, metavar=("X", "Y"), help=text)
     text = "cells that a query keeps at each level, 1 or more (default: 8)"
     option("--topk", type=int, default=8, metavar="K", help=text)
-    text = "levels, 1 (full attention) to 7; the coarsest cells have 4 * 2**(L-1) px (default: 4)"
+    text = "levels, 1 (dense attention) to 7; the coarsest cells have 4 * 2**(L-1) px (default: 4)"
     option("--num-levels", type=int, default=4, choices=range(1, 8), metavar="L", help=text)
-    text = "B: only the finest level speaks; A: what was not kept does, too, so the result leans "
-    text += "towards the middle (default: B)"
+    text = "B: the result is that of the finest level; A: cells that are not kept contribute, too, "
+    text += "which moves the result towards the centre (default: B)"
     option("--variant", choices=("A", "B"), default="B", help=text)
     text = "the picture to write, a .png file (default: selection.png)"
     option("--out", type=Path, default=Path("selection.png"), metavar="FILE", help=text)
@@ -326,8 +326,8 @@ def main() -> None:
         print(f"{picture.name}: {width}x{height} px, {columns}x{rows} cells")
     for level, look in enumerate(looks):
         print(f"level {level}: {look.cell} px cells, {look}")
-    looked = sum(len(look.candidates) for look in looks)
-    print(f"together: {looked:,} looked at, {math.prod(looks[-1].grid):,} by full attention")
+    compared = sum(len(look.candidates) for look in looks)
+    print(f"together: {compared:,} compared, {math.prod(looks[-1].grid):,} by dense attention")
     (x, y), (to_x, to_y) = point.tolist(), (result * target.size).tolist()
     print(f"result: ({x:.1f}, {y:.1f}) attends to ({to_x:.1f}, {to_y:.1f})")
     print(f"time: {seconds:.2f} s for all {math.prod(q.shape[:2]):,} queries")

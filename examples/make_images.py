@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Draws the two example photographs: one street, seen from two places under two exposures.
 
-Nothing is loaded: the street is painted on three layers (sky, houses, foreground), and each view
-looks at the layers through its own perspective, so near things move more than far ones.
+The street is painted on three layers (sky, houses, foreground), and each view projects the layers
+by its own perspective, so that near layers move more than far ones.
 
     python examples/make_images.py            # writes examples/images/left.jpg and right.jpg
 """

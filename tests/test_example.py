@@ -2,7 +2,6 @@
 """The example script, run as a user runs it."""
 
 import importlib.util
-import os
 import re
 import subprocess
 import sys
@@ -12,7 +11,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-import quadtree_attention
+from tests.support.commands import environment
 
 Image = pytest.importorskip("PIL.Image")
 pytest.importorskip("matplotlib")
@@ -20,14 +19,6 @@ pytest.importorskip("matplotlib")
 EXAMPLES = Path(__file__).parents[1] / "examples"
 SCRIPT = EXAMPLES / "attend.py"
 SHIFT = np.array([61, 38])  # where the crop starts in the larger image, (x, y)
-
-
-def run(folder: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
-    source = str(Path(quadtree_attention.__file__).parents[1])
-    path = os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH")]))
-    command = [sys.executable, str(SCRIPT), *map(str, arguments)]
-    options = {"env": os.environ | {"PYTHONPATH": path}, "timeout": 120}
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, **options)
 
 
 def result_of(printed: str) -> np.ndarray:
@@ -83,23 +74,26 @@ def main_in(example, monkeypatch):
 
 
 def test_shipped_pair(tmp_path: Path) -> None:
-    done = run(tmp_path)
+    """As a process of its own."""
+    options = {"cwd": tmp_path, "env": environment(), "timeout": 120}
+    words = [sys.executable, str(SCRIPT)]
+    done = subprocess.run(words, capture_output=True, text=True, check=False, **options)
     assert done.returncode == 0, done.stderr
     check_picture(tmp_path / "selection.png")
     assert [path.name for path in tmp_path.iterdir()] == ["selection.png"]
     # The letter box; its label is at 331 to 342 in the left image and 327 to 340 in the right one.
     assert np.abs(result_of(done.stdout) - (333, 312)).max() < 8
-    assert "level 0: 32 px cells, all 180 looked at, 8 kept" in done.stdout
-    assert "276 looked at, 10,800 by full attention" in done.stdout
+    assert "level 0: 32 px cells, all 180 compared, 8 kept" in done.stdout
+    assert "276 compared, 10,800 by dense attention" in done.stdout
 
 
-def test_finds_the_place_in_a_crop_of_another_size(pair: Path) -> None:
-    done = run(pair, "whole.png", "crop.png", "--point", 240, 80, "--out", "where.png")
-    assert done.returncode == 0, done.stderr
+def test_finds_the_place_in_a_crop_of_another_size(main_in, pair, capsys):
+    main_in(pair, "whole.png", "crop.png", "--point", 240, 80, "--out", "where.png")
     check_picture(pair / "where.png")
-    assert np.abs(result_of(done.stdout) - (np.array([240, 80]) - SHIFT)).max() < 5
-    assert "whole.png: 331x243 px, 83x61 cells" in done.stdout
-    assert "crop.png: 227x181 px, 57x46 cells" in done.stdout
+    said = capsys.readouterr().out
+    assert np.abs(result_of(said) - (np.array([240, 80]) - SHIFT)).max() < 5
+    assert "whole.png: 331x243 px, 83x61 cells" in said
+    assert "crop.png: 227x181 px, 57x46 cells" in said
 
 
 @pytest.mark.parametrize(
@@ -145,18 +139,10 @@ def test_picture_of_a_single_pixel(main_in, tmp_path):
     check_picture(tmp_path / "selection.png")
 
 
-def test_mistake_ends_with_one_line(pair: Path) -> None:
-    before = sorted(pair.iterdir())
-    done = run(pair, "whole.png", "nowhere.png")
-    assert (done.returncode, done.stdout) == (2, "")
-    message = "no image file at nowhere.png; give the path of a JPEG or PNG file"
-    assert done.stderr == f"attend: {message}\n"
-    assert sorted(pair.iterdir()) == before
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
+        (["whole.png", "nowhere.png"], "no image file at nowhere.png; give the path of a JPEG or"),
         (["whole.png"], "got one image, whole.png; give two"),
         (["whole.png", "notes.txt"], "cannot read notes.txt as an image"),
         (["half.png", "crop.png"], "cannot read half.png as an image"),
@@ -186,12 +172,3 @@ def test_mistakes(main_in, pair, arguments, words, capsys):
     assert out == ""
     assert err.startswith("attend: ") and err.count("\n") == 1 and words in err
     assert sorted(pair.iterdir()) == before
-
-
-def test_help(main_in, tmp_path, capsys):
-    with pytest.raises(SystemExit) as ended:
-        main_in(tmp_path, "--help")
-    assert ended.value.code == 0
-    text = capsys.readouterr().out
-    for option in ("IMAGE0", "IMAGE1", "--point", "--topk", "--num-levels", "--variant", "--out"):
-        assert option in text
