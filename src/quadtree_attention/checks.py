@@ -42,18 +42,16 @@ def one_of(choices: Iterable[Any], /, **values: Any) -> None:
     """Raises `OptionError` for a value that is not one of the choices."""
     accepted = list(choices)
     for name, value in values.items():
-        if value is not None and value not in accepted:
-            raise OptionError(
-                f"{name} must be one of {', '.join(map(str, accepted))}, got {value!r}"
-                + suggestion(str(value), map(str, accepted))
-            )
+        if value is not None:
+            known(value, accepted, name)
 
 
-def known(name: str, names: Collection[str], what: str) -> None:
+def known(name: Any, names: Collection[Any], what: str) -> None:
     """Raises `OptionError` for a name that is not in `names`; suggests the closest ones."""
     if name not in names:
         raise OptionError(
-            f"{what} must be one of {', '.join(names)}, got {name!r}{suggestion(name, names)}"
+            f"{what} must be one of {', '.join(map(str, names))}, got {name!r}"
+            + suggestion(str(name), map(str, names))
         )
 
 

@@ -34,10 +34,16 @@ def data_root(root: StrPath | None, source: str) -> Path:
     return Path(root)
 
 
-def refuse_if(strict: bool, error: Exception) -> str:
-    """Returns the message of an error of one sample; raises it with `strict`."""
+def check_folder(folder: Path, advice: str) -> None:
+    """Raises `DataError` if a folder of data does not exist."""
+    if not folder.is_dir():
+        raise DataError(f"there is no folder {folder}; {advice}")
+
+
+def refuse_if(strict: bool, error: Exception, advice: str = "fix it, or leave out --strict") -> str:
+    """Returns the message of an error of one sample; raises it, with advice, if `strict`."""
     if strict:
-        raise DataError(f"{error}; fix it, or leave out --strict") from error
+        raise DataError(f"{error}; {advice}") from error
     return str(error)
 
 

@@ -3,12 +3,12 @@
 
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from PIL import Image
 from timm.data import create_transform
 from torch import Tensor
 from torch.utils.data import Dataset
+from torchvision.transforms.v2.functional import pil_to_tensor
 
 from quadtree_attention.checks import above, at_least, between, one_of
 from quadtree_attention.errors import DataError, OptionError
@@ -113,12 +113,10 @@ class LabelledData(data.TaskData):
         for i in tqdm(range(count), desc=f"reading {split}", leave=False, disable=None):
             (image,), label, place, reasons = data.read_or_replace(source, i, strict=self.strict)
             scale = side / min(image.size)
-            if scale != 1:
-                width, height = (max(side, round(length * scale)) for length in image.size)
-                image = image.resize((width, height), Image.Resampling.BICUBIC)
+            size = [max(side, round(length * scale)) for length in image.size]
+            image = image.resize(size, Image.Resampling.BICUBIC)
             left, top = (image.width - side) // 2, (image.height - side) // 2
-            middle = np.array(image.crop((left, top, left + side, top + side)))
-            images[i] = torch.from_numpy(middle).permute(2, 0, 1)
+            images[i] = pil_to_tensor(image.crop((left, top, left + side, top + side)))
             labels.append(label)
             places.append(place)
             skipped += reasons

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Training of a classifier."""
 
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -116,5 +116,5 @@ class ClassifyModule(TaskModule):
         self.log_mean("val/top5", (place < 5).float().mean() * 100, count)
 
     def card(self) -> dict[str, Any]:
-        data = cast(Any, self.trainer).datamodule
-        return super().card() | {"image_size": data.image_size, "eval_crop": data.eval_crop}
+        own = {"image_size": self.data.image_size, "eval_crop": self.data.eval_crop}
+        return super().card() | own

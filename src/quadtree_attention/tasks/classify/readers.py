@@ -14,7 +14,7 @@ from quadtree_attention.errors import DataError
 from quadtree_attention.files import StrPath
 from quadtree_attention.images import SUFFIXES, decode, to_image
 from quadtree_attention.tasks.contract import Source, file_identity
-from quadtree_attention.tasks.readers import data_root, read_npz, reading, summary
+from quadtree_attention.tasks.readers import check_folder, data_root, read_npz, reading, summary
 
 Split = Literal["train", "val"]
 Kind = Literal["auto", "folder", "npz"]
@@ -45,11 +45,8 @@ class FolderSource(Labelled):
 
     def __init__(self, root: Path, split: str) -> None:
         self.path = root / split
-        if not self.path.is_dir():
-            raise DataError(
-                f"there is no folder {self.path}; images are expected in "
-                f"{root}/train/<class>/ and {root}/val/<class>/"
-            )
+        expected = f"images are expected in {root}/train/<class>/ and {root}/val/<class>/"
+        check_folder(self.path, expected)
         self.classes = sorted(folder.name for folder in self.path.iterdir() if folder.is_dir())
         files = [
             (path, label)
@@ -192,8 +189,7 @@ def open_source(
     root = data_root(root, source)
     if root.suffix == ".npz" and not root.is_dir():
         return Predictions(root)
-    if not root.is_dir():
-        raise DataError(f"there is no folder {root}; pass the one that holds train and val")
+    check_folder(root, "pass the one that holds train and val")
     if source == "auto":
         source = "npz" if (root / f"{split}.npz").exists() else "folder"
     found = NpzSource(root, split) if source == "npz" else FolderSource(root, split)

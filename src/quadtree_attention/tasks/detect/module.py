@@ -84,7 +84,7 @@ class DetectModule(TaskModule):
         self.has_masks = model.startswith("mask_rcnn")
 
     def setup(self, stage: str) -> None:
-        if self.has_masks and not cast(Any, self.trainer).datamodule.masks:
+        if self.has_masks and not self.data.masks:
             raise OptionError(
                 f"{self.hparams['model']} learns masks, the data are read without them; pass "
                 "--data.masks true, or train a retinanet"
@@ -96,8 +96,7 @@ class DetectModule(TaskModule):
         return loss, {f"{name.removeprefix('loss_')}_loss": part for name, part in found.items()}
 
     def new_metric(self) -> DetectMetric:
-        source = cast(Any, self.trainer).datamodule.source("val")
-        return DetectMetric(source, overlaps=OVERLAPS, recalls=RECALLS)
+        return DetectMetric(self.data.source("val"), overlaps=OVERLAPS, recalls=RECALLS)
 
     def validate(self, batch: Batch) -> None:
         metric = cast(DetectMetric, self.metric)

@@ -2,6 +2,7 @@
 """Objects in images, by a trained detector.
 
 Example:
+    >>> import numpy as np
     >>> from quadtree_attention import models
     >>> name, options = "retinanet_test_quadtree", {"num_classes": 2, "min_size": 64}
     >>> card = {"model": name, "kwargs": options, "task": "detect", "classes": ["cat", "dog"]}
@@ -14,9 +15,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, cast
 
-import numpy as np
-import torch
 from torch import Tensor, nn
+from torchvision.transforms.v2.functional import pil_to_tensor
 
 from quadtree_attention import checks
 from quadtree_attention.images import ImageLike, to_image
@@ -35,8 +35,7 @@ class Preprocess:
 
     def __call__(self, image: ImageLike) -> Prepared:
         given = to_image(image)
-        pixels = torch.from_numpy(np.array(given)).permute(2, 0, 1)
-        return Prepared((given,), (pixels,), key=None)
+        return Prepared((given,), (pil_to_tensor(given),), key=None)
 
 
 class Detector(Predictor[Detections]):

@@ -18,13 +18,14 @@ import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
+from torchvision.transforms.v2.functional import pil_to_tensor
 from tqdm import tqdm
 
 from quadtree_attention.checks import at_least
 from quadtree_attention.errors import DataError, OptionError
 from quadtree_attention.images import Array, ImageLike
 from quadtree_attention.tasks.contract import Source
-from quadtree_attention.tasks.readers import reading
+from quadtree_attention.tasks.readers import check_folder, reading
 from quadtree_attention.tasks.training.data import Sample, Split, TaskData
 
 PER_SCENE = 4  # pairs tried in one scene, whose folder may be missing as a whole
@@ -139,10 +140,7 @@ class PosedData(TaskData):
         raise NotImplementedError
 
     def open(self, split: Split) -> Any:
-        if not self.root.is_dir():
-            raise DataError(
-                f"there is no folder {self.root}; pass the one of {self.title} to --data.root"
-            )
+        check_folder(self.root, f"pass the one of {self.title} to --data.root")
         scenes = [scene for scene in self.training_scenes() if len(scene)]
         if self.scenes is not None and self.scenes < len(scenes):
             scenes = [scenes[i * len(scenes) // self.scenes] for i in range(self.scenes)]
@@ -202,8 +200,7 @@ def scene_files(folder: Path, listed: Path) -> Iterable[Path]:
 
     Going through them shows a progress bar: there are many, and they are large.
     """
-    if not folder.is_dir():
-        raise DataError(f"there is no folder {folder}; put the indices of the scenes there")
+    check_folder(folder, "put the indices of the scenes there")
     if not listed.exists():
         files = sorted(folder.glob("*.npz"))
     else:
@@ -218,9 +215,7 @@ def scene_files(folder: Path, listed: Path) -> Iterable[Path]:
 
 def resized_image(image: Image.Image, width: int, height: int) -> Tensor:
     """(3, H, W) in bytes."""
-    if image.size != (width, height):
-        image = image.resize((width, height), Image.Resampling.BICUBIC, reducing_gap=3.0)
-    return torch.from_numpy(np.array(image)).permute(2, 0, 1)
+    return pil_to_tensor(image.resize((width, height), Image.Resampling.BICUBIC, reducing_gap=3.0))
 
 
 def resized_depth(depth: Array, width: int, height: int) -> Tensor:

@@ -7,7 +7,6 @@ alone other colours.
 
 from typing import Any
 
-import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
@@ -118,8 +117,7 @@ def training_transform(
 
 def as_tensors(image: Image.Image, labels: Array) -> tuple[tv_tensors.Image, tv_tensors.Mask]:
     """Image (3, H, W), uint8, and labels (H, W), int16, as torchvision takes them."""
-    pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1)
-    return tv_tensors.Image(pixels), tv_tensors.Mask(torch.from_numpy(labels.copy()))
+    return tv_tensors.Image(image), tv_tensors.Mask(torch.from_numpy(labels.copy()))
 
 
 def normalised(images: Tensor) -> Tensor:
@@ -131,8 +129,6 @@ def normalised(images: Tensor) -> Tensor:
 def at_base(image: Image.Image, shorter: int | None, longer: int | None = None) -> Image.Image:
     """The image at the size that `base_factor` gives it."""
     factor = base_factor(image.size, shorter, longer)
-    if factor == 1:
-        return image
     width, height = (max(1, round(side * factor)) for side in image.size)
     return image.resize((width, height), Image.Resampling.BILINEAR, reducing_gap=3.0)
 

@@ -95,7 +95,7 @@ class SegmentModule(TaskModule):
         return pixel_loss(self(batch["images"]).float(), batch["labels"]), {}
 
     def new_metric(self) -> SegmentMetric:
-        return SegmentMetric(cast(Any, self.trainer).datamodule.source("val"))
+        return SegmentMetric(self.data.source("val"))
 
     def validate(self, batch: Batch) -> None:
         for images, labels in equal_sizes(batch):
@@ -110,8 +110,7 @@ class SegmentModule(TaskModule):
         return {name: cast(float, mean[name]) for name in ("miou", "accuracy")}
 
     def card(self) -> dict[str, Any]:
-        data = cast(Any, self.trainer).datamodule
-        own = {"palette": data.palette, "base_size": data.base_size}
+        own = {"palette": self.data.palette, "base_size": self.data.base_size}
         return super().card() | own | {"pretrained": self.pretrained}
 
 

@@ -24,6 +24,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torchvision.transforms.v2.functional import pil_to_tensor
 
 from quadtree_attention.checks import at_least
 from quadtree_attention.errors import CheckpointError, OptionError
@@ -49,8 +50,7 @@ class Preprocess:
 
     def __call__(self, image: ImageLike) -> Prepared:
         given = to_image(image)
-        seen = np.array(at_base(given, self.shorter_side, self.size))
-        pixels = torch.from_numpy(seen).permute(2, 0, 1)
+        pixels = pil_to_tensor(at_base(given, self.shorter_side, self.size))
         return Prepared((given,), (pixels,), key=pixels.shape)
 
 

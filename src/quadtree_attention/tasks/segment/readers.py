@@ -20,7 +20,7 @@ from quadtree_attention.errors import DataError
 from quadtree_attention.files import StrPath
 from quadtree_attention.images import SUFFIXES, Array, opened, read_bytes, to_image
 from quadtree_attention.tasks.contract import Source, file_identity
-from quadtree_attention.tasks.readers import data_root, reading, summary
+from quadtree_attention.tasks.readers import check_folder, data_root, reading, summary
 from quadtree_attention.tasks.segment.metrics import IGNORE
 from quadtree_attention.viz.palette import Colour, colour, distinct
 
@@ -51,8 +51,7 @@ def open_source(
     """
     one_of(get_args(Kind), source=layout)
     root = data_root(root, layout)
-    if not root.is_dir():
-        raise DataError(f"there is no folder {root}; pass the one that holds images and labels")
+    check_folder(root, "pass the one that holds images and labels")
     annotated = (root / "annotations" / "training").is_dir()
     source = FolderSource(
         root, split, ade20k=layout == "ade20k" or (layout == "auto" and annotated)
@@ -104,10 +103,11 @@ class FolderSource(Source[Array]):
         folder = ADE20K_SPLITS.get(split, split) if ade20k else split
         images = root / "images" / folder
         labels = root / ("annotations" if ade20k else "labels") / folder
-        for missing in (path for path in (images, labels) if not path.is_dir()):
-            raise DataError(
-                f"there is no folder {missing}; images are expected in images/<split>, label maps "
-                "in labels/<split> (of ADE20K: annotations/<split>)"
+        for path in (images, labels):
+            check_folder(
+                path,
+                "images are expected in images/<split>, label maps in labels/<split> (of ADE20K: "
+                "annotations/<split>)",
             )
         self.meaning = _ade20k_classes(root) if ade20k else read_classes(root / CLASSES)
         self.classes, self.palette = self.meaning.names, self.meaning.palette

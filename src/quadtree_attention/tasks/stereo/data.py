@@ -3,7 +3,6 @@
 
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from torch import Tensor
 from torchvision.transforms.v2 import functional as TF
@@ -124,10 +123,8 @@ class StereoData(data.TaskData):
 
     def val_sample(self, images: Any, truth: StereoTruth) -> Sample:
         """Tensors of one pair; images (3, H, W) in bytes."""
-        pixels = (np.array(image).transpose(2, 0, 1) for image in images)
-        arrays = dict(zip(IMAGES, pixels, strict=True))
-        arrays |= {f"{name}0": array for name, array in vars(truth).items()}
-        return {name: torch.from_numpy(array) for name, array in arrays.items()}
+        sample = dict(zip(IMAGES, map(TF.pil_to_tensor, images), strict=True))
+        return sample | {f"{k}0": torch.from_numpy(array) for k, array in vars(truth).items()}
 
 
 def cropped(sample: Sample, top: int, left: int, size: tuple[int, int]) -> Sample:

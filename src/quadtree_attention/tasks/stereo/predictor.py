@@ -147,6 +147,5 @@ def resized(values: Tensor, size: tuple[int, int]) -> Tensor:
 
 def pixels(image: Image.Image, size: tuple[int, int]) -> Tensor:
     """(3, H, W) in [0, 1]."""
-    if image.size != size:
-        image = image.resize(size, Image.Resampling.BICUBIC, reducing_gap=3.0)
+    image = image.resize(size, Image.Resampling.BICUBIC, reducing_gap=3.0)
     return torch.from_numpy(np.asarray(image, np.float32) / 255).permute(2, 0, 1).contiguous()

@@ -22,7 +22,7 @@ from quadtree_attention.errors import DataError, OptionError
 from quadtree_attention.files import StrPath
 from quadtree_attention.images import Array, image_size, to_image
 from quadtree_attention.tasks.contract import Source, file_identity
-from quadtree_attention.tasks.readers import reading, summary
+from quadtree_attention.tasks.readers import check_folder, reading, summary
 from quadtree_attention.tasks.stereo.formats import READ, DisparityMap, read_disparity
 
 TORCHVISION = "torchvision:"  # and the name of one of its classes
@@ -145,13 +145,8 @@ class TorchvisionSource(Source[StereoTruth]):
                 f"torchvision's {kind} has no disparity of the split {split!r} in {root}"
             )
         self.kind, self.root = kind, root
-
-    def __len__(self) -> int:
-        return len(self._data)
-
-    def name(self, index: int) -> str:
-        left = Path(self._data._images[index][0])
-        return left.relative_to(self.root).with_suffix("").as_posix()
+        lefts = (Path(left).relative_to(root) for left, _ in self._data._images)
+        self.names = [left.with_suffix("").as_posix() for left in lefts]
 
     def identity(self, index: int) -> list[Any]:
         return file_identity(*self._data._images[index])
@@ -219,8 +214,7 @@ def open_source(
     split = None if split == "all" else split
     if not layout.startswith(TORCHVISION):
         checks.one_of(("auto", *_FINDERS, f"{TORCHVISION}NAME"), layout=layout)
-    if not folder.is_dir():
-        raise DataError(f"there is no folder {folder}; pass the one that holds the pairs")
+    check_folder(folder, "pass the one that holds the pairs")
     if layout.startswith(TORCHVISION):
         return TorchvisionSource(layout.removeprefix(TORCHVISION), folder, split)
     finders = list(_FINDERS.values()) if layout == "auto" else [_FINDERS[layout]]

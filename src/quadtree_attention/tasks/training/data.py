@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 from quadtree_attention.checks import at_least, known
 from quadtree_attention.errors import DataError, OptionError
 from quadtree_attention.synthetic import MixedTextures, PhotoTextures, ProceduralTextures, Textures
-from quadtree_attention.tasks.readers import summary
+from quadtree_attention.tasks.readers import refuse_if, summary
 from quadtree_attention.tasks.training import loader
 from quadtree_attention.tasks.training.loader import EpochSampler, ResumableLoader
 
@@ -27,6 +27,7 @@ Batch = dict[str, Any]
 Sample = dict[str, Any]
 Split = Literal["train", "val"]
 ATTEMPTS = 50  # unreadable samples in a row, after which something else is wrong
+FIX = "mend it, or leave out --data.strict"
 PROCEDURAL = 96
 
 
@@ -184,7 +185,7 @@ class TaskData(pl.LightningDataModule):
             try:
                 images, truth = source.images(place), source.truth(place)
             except DataError as error:
-                return {"skipped": [_reason(error, strict=self.strict)]}
+                return {"skipped": [refuse_if(self.strict, error, FIX)]}
         make = self.train_sample if split == "train" else self.val_sample
         return make(images, truth) | {"indices": place, "skipped": skipped}
 
@@ -212,18 +213,11 @@ def read_or_replace(
         try:
             return source.images(place), source.truth(place), place, reasons
         except DataError as error:
-            reasons.append(_reason(error, strict=strict))
+            reasons.append(refuse_if(strict, error, FIX))
     raise DataError(
         f"{len(reasons)} {item}s in a row cannot be read: {summary(list(dict.fromkeys(reasons)))}; "
         "check the files"
     )
-
-
-def _reason(error: DataError, *, strict: bool) -> str:
-    """Why a sample is skipped; raises where none may be."""
-    if strict:
-        raise DataError(f"{error}; mend it, or leave out --data.strict") from error
-    return str(error)
 
 
 def stacked(samples: Sequence[Sample]) -> Batch:

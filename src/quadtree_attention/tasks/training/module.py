@@ -182,10 +182,15 @@ class TaskModule(pl.LightningModule):
         """Scores of a validation to log, without `val/`; empty if no sample was scored."""
         return cast(Mapping[str, float], metric.compute().mean)
 
+    @property
+    def data(self) -> Any:
+        """The data module of the run."""
+        return cast(Any, self.trainer).datamodule
+
     def card(self) -> dict[str, Any]:
         """The card of the weights."""
         card = {"model": self.hparams["model"], "kwargs": self.kwargs, "task": self.task.name}
-        if classes := getattr(cast(Any, self.trainer).datamodule, "classes", None):
+        if classes := getattr(self.data, "classes", None):
             card["classes"] = classes
         return card if self.start is None else card | {"started_from": {"sha256": self.start}}
 
@@ -249,8 +254,7 @@ class TaskModule(pl.LightningModule):
 
     def configure_optimizers(self) -> Any:
         trainer, h = self.trainer, self.hparams
-        data = cast(Any, trainer).datamodule
-        samples = data.batch_size * trainer.world_size * trainer.accumulate_grad_batches
+        samples = self.data.batch_size * trainer.world_size * trainer.accumulate_grad_batches
         scale = samples / self.batch_of_lr
         plain = h.get("no_decay", "vectors") == "vectors" and h.get("head_lr", 1) == 1
         optimizer = create_optimizer_v2(
@@ -260,7 +264,7 @@ class TaskModule(pl.LightningModule):
             weight_decay=h["weight_decay"],
             param_group_fn=None if plain else self.parameter_groups,
         )
-        steps, epochs = run_length(trainer, data.batches_per_epoch)
+        steps, epochs = run_length(trainer, self.data.batches_per_epoch)
         start = h.get("warmup_start")
         scheduler = self.schedule(
             optimizer,

@@ -242,17 +242,19 @@ def _expanded(task: str, args: Sequence[str]) -> tuple[list[str], list[Recipe], 
 
     Later options and recipes win.
     """
-    options: list[tuple[str, str | None]] = []
+    options: list[tuple[str, Any]] = []  # names and values
     rest = iter(args)
     for arg in rest:
         name, equals, value = arg.partition("=")
         takes = name in ("-c", "--config", "--variant", "--data.source")
         options.append((name, value if equals else next(rest, None)) if takes else (arg, None))
     variant = dict(options).get("--variant")
-    found: list[tuple[str, str | Recipe | None]] = []
+    recipes: list[Recipe] = []
     source = None
-    for name, given in options:
-        if name in ("-c", "--config") and given is not None:
+    for place, (name, given) in enumerate(options):
+        if name == "--data.source":
+            source = given
+        elif name in ("-c", "--config") and given is not None:
             recipe = read_recipe(given)
             recipe = read_recipe(given, variant) if recipe.variants else recipe
             if recipe.task not in (None, task):
@@ -262,15 +264,11 @@ def _expanded(task: str, args: Sequence[str]) -> tuple[list[str], list[Recipe], 
                 )
             data = recipe.settings.get("data")
             source = data.get("source", source) if isinstance(data, dict) else source
-            found.append((name, recipe))
-            continue
-        source = given if name == "--data.source" else source
-        found.append((name, given))
+            recipes.append(recipe)
+            options[place] = name, recipe
     expanded: list[str] = []
-    recipes: list[Recipe] = []
-    for name, one in found:  # a recipe, or the value of another option
+    for name, one in options:  # a recipe, or the value of another option
         if isinstance(one, Recipe):
-            recipes.append(one)
             data = one.settings.get("data")
             if isinstance(data, dict) and "source" in data:  # its class would refuse another one
                 one = replace(one, settings=merged(one.settings, {"data": {"source": source}}))
