@@ -5,7 +5,6 @@ import contextlib
 import importlib
 import io
 import json
-import shutil
 from dataclasses import replace
 
 import numpy as np
@@ -16,6 +15,7 @@ from quadtree_attention.errors import DataError, OptionError
 from quadtree_attention.tasks import evaluate
 from quadtree_attention.tasks.detect import TASK
 from quadtree_attention.tasks.detect.metrics import DetectMetric
+from quadtree_attention.tasks.detect.module import OVERLAPS, RECALLS
 from quadtree_attention.tasks.detect.predictor import Detector
 from quadtree_attention.tasks.detect.readers import CocoFile, open_source
 from quadtree_attention.tasks.detect.result import DetectionsCodec
@@ -74,6 +74,11 @@ def test_by_hand(tmp_path):
     counts = {"images": 2, "objects": 3, "detections": 3, "left_out": 0, "no_mask": 0}
     assert found.facts == counts and found.missing == []
     assert found.settings is None  # another program wrote it
+    text = [line.split() for line in found.to_text().splitlines()]
+    assert ["medium", "-"] in text and text[-4:-2] == [
+        ["class", "objects", "AP"],
+        ["square", "2", "25.25"],
+    ]
 
 
 def test_objects_that_do_not_count_and_ids_that_do_not_matter(tmp_path):
@@ -133,6 +138,7 @@ def test_true_masks_that_cannot_be_used_are_told(tmp_path):
     assert found.mean["mask_ap"] == pytest.approx(100)
     (reason,) = found.skipped  # not the one without a box, which counts for nothing
     assert "annotation 2: a polygon must have pairs" in reason
+    assert "counts for boxes alone: " in reason
     assert (found.facts["left_out"], found.facts["no_mask"]) == (1, 1)
     truth = write_split(tmp_path, annotations=objects)
     with pytest.raises(DataError, match=r"1 entries .*annotation 2: a polygon.*--strict"):
@@ -170,7 +176,8 @@ def noisy(tmp_path_factory):
     [("pycocotools", "cocoeval.COCOeval"), ("faster_coco_eval", "COCOeval_faster")],
 )
 @pytest.mark.parametrize("kind", ["bbox", "segm"])
-def test_as_the_reference_programs(noisy, package, evaluator, kind):
+@pytest.mark.parametrize("thresholds", [{}, {"overlaps": OVERLAPS, "recalls": RECALLS}])
+def test_as_the_reference_programs(noisy, package, evaluator, kind, thresholds):
     """On the same two files, read by the program itself; masks without boxes, as is usual."""
     pytest.importorskip(package, reason=f"{package} is not installed")
     module, _, name = f"{package}.{evaluator}".rpartition(".")
@@ -182,13 +189,24 @@ def test_as_the_reference_programs(noisy, package, evaluator, kind):
     with contextlib.redirect_stdout(io.StringIO()):
         known = coco_home.COCO(str(truth))
         run = getattr(importlib.import_module(module), name)(known, known.loadRes(listed), kind)
+        if thresholds:  # of validation in training
+            run.params.iouThrs, run.params.recThrs = np.array(OVERLAPS), np.array(RECALLS)
         run.evaluate()
         run.accumulate()
-        run.summarize()
-    found = score(results, truth)
+    precision = run.eval["precision"]  # (overlaps, recalls, classes, areas, limits)
+    expected = [precision[..., 0, -1], precision[0, ..., 0, -1], precision[5, ..., 0, -1]]
+    expected += [precision[..., area, -1] for area in (1, 2, 3)]
+    source = CocoFile(truth, masks=None)
+    store = Store.open(results, TASK, source)
+    metric = DetectMetric(source, store.classes, **thresholds)
+    for i in range(len(source)):
+        metric.update(source.name(i), source.truth(i), store.get(source.name(i)))
+    found = metric.compute()
     ours = [found.mean[key if kind == "bbox" else f"mask_{key}"] / 100 for key in KEYS]
-    assert ours == pytest.approx(run.stats[:6], abs=1e-6)
-    assert 0.1 < run.stats[0] < 0.9
+    assert ours == pytest.approx([values[values > -1].mean() for values in expected], abs=1e-6)
+    assert 0.1 < ours[0] < 0.9
+    if not thresholds:
+        assert score(results, truth).mean == found.mean
 
 
 @pytest.mark.parametrize(
@@ -201,19 +219,18 @@ def test_as_the_reference_programs(noisy, package, evaluator, kind):
         (json.dumps([result([1, 1, 2, 2], 0.5, category=4)]), "does not list its category 4"),
         (json.dumps([result([1, 1, 2], 0.5)]), "bbox of 4 finite numbers"),
         (json.dumps([result([1, 1, 2, 2], float("nan"))]), "bbox of 4 finite numbers"),
+        (
+            json.dumps(
+                [result([1, 1, 2, 2], 0.5, segmentation=encode_mask(np.ones((40, 30), bool)))]
+            ),
+            r"result 0 .* size \[40, 30\], the image is \[30, 40\]",
+        ),
     ],
 )
 def test_results_that_are_none(tmp_path, content, reason):
-    truth = write_split(tmp_path)
+    truth = write_split(tmp_path, annotations=[with_mask(entry(1, [4, 4, 10, 10]))])
     (tmp_path / "r.json").write_text(content)
     raises(DataError, reason, score, tmp_path / "r.json", truth)
-
-
-def test_masks_of_another_size_are_refused(tmp_path):
-    truth = write_split(tmp_path, annotations=[with_mask(entry(1, [4, 4, 10, 10]))])
-    wrong = encode_mask(np.ones((40, 30), bool))
-    path = write_results(tmp_path / "r.json", [result([1, 1, 2, 2], 0.5, segmentation=wrong)])
-    raises(DataError, r"result 0 .* size \[40, 30\], the image is \[30, 40\]", score, path, truth)
 
 
 def test_labels_stand_for_the_classes_of_the_network(tmp_path):
@@ -244,15 +261,12 @@ def run(root, out, weights="w.safetensors", **options):
     return evaluate("detect", root / weights, data=root, save=out, device="cpu", **options)
 
 
-def test_everything_that_a_detector_finds_is_scored(data, tmp_path):
-    scores = run(data, tmp_path / "r.json", batch=2)
-    assert "mask_ap" in scores.mean and scores.settings["options"]["threshold"] == 0
-
-
 def test_images_without_detections_are_not_run_again(data, tmp_path, monkeypatch):
     """Their absence from a file of results is a result."""
     out = tmp_path / "r.json"
-    scores = run(data, out, threshold=1.0)
+    scores = run(data, out)  # everything that a detector finds is scored
+    assert "mask_ap" in scores.mean and scores.settings["options"]["threshold"] == 0
+    scores = run(data, out, threshold=1.0, force=True)
     assert out.read_text() == "[]"
     assert (scores.missing, scores.facts["detections"]) == ([], 0)
     written = out.stat().st_mtime_ns
@@ -260,12 +274,11 @@ def test_images_without_detections_are_not_run_again(data, tmp_path, monkeypatch
     assert run(data, out, threshold=1.0).missing == [] and out.stat().st_mtime_ns == written
 
 
-def test_changed_files_and_other_data_are_refused(data, tmp_path):
-    root, out = shutil.copytree(data, tmp_path / "copy"), tmp_path / "r.json"
-    run(root, out)
-    truth = write_split(root, annotations=[], sizes=[(40, 30)])  # without the second image
-    raises(OptionError, r"holds results of other data as 2\.png", run, root, out)
+def test_a_file_that_was_changed_is_refused(data, tmp_path):
+    out = tmp_path / "r.json"
+    run(data, out)
     out.write_text("[]")  # no longer what the note is of
-    assert evaluate("detect", data=root, predictions=out).settings is None
-    raises(OptionError, r"without a r\.settings\.json that", run, root, out, force=True)
-    raises(OptionError, r"instances_val\.json' exists without a", run, root, truth, force=True)
+    assert evaluate("detect", data=data, predictions=out).settings is None
+    raises(OptionError, r"without a r\.settings\.json that", run, data, out, force=True)
+    truth = data / "annotations" / "instances_val.json"
+    raises(OptionError, r"instances_val\.json' exists without a", run, data, truth, force=True)
