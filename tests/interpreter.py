@@ -12,6 +12,7 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,10 @@ class Interpreter:
     def __init__(self) -> None:
         self.process: subprocess.Popen[bytes] | None = None
 
-    def __call__(self, function: Callable[..., object], *arguments: Any) -> None:
+    def __call__(
+        self, function: Callable[..., object], *arguments: Any, notices_overflow: bool = False
+    ) -> None:
+        """Where it notices overflow of 32 bits, the interpreter takes twice as long."""
         pytest.importorskip("triton", reason="triton comes with the CUDA builds of torch for Linux")
         if self.process is None or self.process.poll() is not None:
             self.process = subprocess.Popen(
@@ -37,7 +41,7 @@ class Interpreter:
         sink, source = self.process.stdin, self.process.stdout
         assert sink is not None
         assert source is not None
-        pickle.dump((function, arguments), sink)
+        pickle.dump((function, arguments, notices_overflow), sink)
         sink.flush()
         try:
             error = pickle.load(source)
@@ -60,27 +64,53 @@ def kernels(
     """A test whose `run` calls the check with each of these arguments, and a device after them."""
     places = ("cpu", interpreted, ()), ("cuda", on_gpu, pytest.mark.gpu)
     rows = [
-        pytest.param((check, *row, device), id="-".join(map(str, (device, *row))), marks=marks)
+        pytest.param((check, *row, device), id="-".join(map(_name, (device, *row))), marks=marks)
         for device, table, marks in places
         for row in table
     ]
     return pytest.mark.parametrize("run", rows, indirect=True)
 
 
+def _name(x: Any) -> str:
+    return getattr(x, "__name__", str(x))
+
+
+def patch_once() -> None:
+    """Triton's interpreter patches its language for every call of a function inside a kernel.
+
+    The kernel has done so already; only what `triton.language.core` holds is left, and stays.
+    """
+    from triton.runtime import interpreter
+
+    patched = set()
+
+    def call(self: Any, *arguments: Any, **options: Any) -> Any:
+        if self.fn.__module__ not in patched:
+            patched.add(self.fn.__module__)
+            interpreter._patch_lang(self.fn)
+        return self.rewrite()(*arguments, **options)
+
+    interpreter.InterpretedFunction.__call__ = call
+
+
 def serve() -> None:
     """Answers every call with None or the error it raised, until there are no more."""
     import torch
+    from triton.runtime.interpreter import interpreter_builder
 
     from tests.support.poison import poisoned
 
+    patch_once()
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what checks print
     while True:
         try:
-            function, arguments = pickle.load(sys.stdin.buffer)
+            function, arguments, notices_overflow = pickle.load(sys.stdin.buffer)
         except EOFError:
             return
         error = None
+        options = interpreter_builder.options
+        interpreter_builder.options = replace(options, sanitize_overflow=notices_overflow)
         environment = dict(os.environ)
         torch.manual_seed(0)
         try:

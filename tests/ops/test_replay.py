@@ -12,6 +12,8 @@ import torch
 
 from quadtree_attention import OptionError, quadtree_attention, quadtree_attention_pyramid
 from quadtree_attention.ops.norms.functional import layer_norm, map_norm
+from tests.interpreter import kernels
+from tests.support import raises
 
 pytest.importorskip("triton", reason="triton comes with the CUDA builds of torch for Linux")
 
@@ -111,25 +113,24 @@ DIFFERENTIATED = (gradients, partial(gradients, variant="A"), gradients_with_mas
 
 
 def check_replays(device: str) -> None:
-    """Every call thrice, with other numbers: the second is noted, the third repeats it."""
+    """Every call thrice: the second is noted, the third repeats it on the numbers of the first."""
     replay._plans.clear()
     expected = 0
     for call in (*REPEATED, *DIFFERENTIATED):
         expected += 2 if call in DIFFERENTIATED else 1
-        for seed in range(3):
-            _check_call(call, seed, device)
-            assert len(replay._plans) == expected, call
+        first = _numbers(call, 0, device)
+        results = [_numbers(call, seed, device) for seed in (1, 0)]
+        assert len(replay._plans) == expected, call
+        truth = [_numbers(call, 1, device, on=False), first]
+        assert first.isfinite().all()
+        torch.testing.assert_close(results, truth, rtol=1e-6, atol=1e-6)
     assert all(isinstance(plan, replay.Plan) for plan in replay._plans.values())
 
 
-def _check_call(call, seed, device):
-    results = []
-    for on in (True, False):
-        replay.SWITCHED_ON = on
-        rng = torch.Generator().manual_seed(seed)
-        results.append(call(lambda *shape, rng=rng: torch.randn(shape, generator=rng).to(device)))
-    assert results[0].isfinite().all()
-    torch.testing.assert_close(*results, rtol=1e-6, atol=1e-6)
+def _numbers(call, seed, device, *, on=True):
+    replay.SWITCHED_ON = on
+    rng = torch.Generator().manual_seed(seed)
+    return call(lambda *shape: torch.randn(shape, generator=rng).to(device))
 
 
 def check_what_is_not_repeated(device: str) -> None:
@@ -156,42 +157,37 @@ def check_too_many(device: str) -> None:
     assert counts == [1, 2, 1, 2]
 
 
-CHECKS = (check_replays, check_what_is_not_repeated, check_too_many)
-
-
-def check_apart(check):
+def check_apart(check, device):
     """With plans and switches that go when it ends."""
     assert replay.SWITCHED_ON
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in (("MOST_PLANS", replay.MOST_PLANS), ("_plans", {})):
+        for name, value in (
+            ("SWITCHED_ON", True),
+            ("MOST_PLANS", replay.MOST_PLANS),
+            ("_plans", {}),
+        ):
             patch.setattr(replay, name, value)
-        patch.setattr(replay, "SWITCHED_ON", True)
-        check("cpu")
+        check(device)
 
 
-@pytest.mark.parametrize("check", CHECKS)
-def test_in_the_interpreter(check, interpreter):
-    interpreter(check_apart, check)
+CHECKS = [(check_replays,), (check_what_is_not_repeated,), (check_too_many,)]
 
 
-@pytest.fixture
-def _as_before(monkeypatch):
+@kernels(check_apart, CHECKS, CHECKS)
+def test_replay(run):
+    run()
+
+
+@pytest.fixture(autouse=True)
+def _apart(monkeypatch):
+    """Plans and switches that go with the test."""
     monkeypatch.setattr(replay, "SWITCHED_ON", True)
     monkeypatch.setattr(replay, "MOST_PLANS", replay.MOST_PLANS)
     monkeypatch.setattr(replay, "_plans", {})
 
 
 @pytest.mark.gpu
-@pytest.mark.usefixtures("_as_before")
-@pytest.mark.parametrize("check", CHECKS)
-def test_on_a_gpu(check):
-    check("cuda")
-
-
-@pytest.mark.gpu
-@pytest.mark.usefixtures("_as_before")
 def test_in_a_cuda_graph():
-    replay.SWITCHED_ON = True
     x = torch.randn(1, 20, 28, 2, 32, device="cuda")
     for _ in range(2):
         quadtree_attention(x, x, x, **OPTIONS)
@@ -206,19 +202,16 @@ def test_in_a_cuda_graph():
     torch.testing.assert_close(got, quadtree_attention(x, x, x, **OPTIONS))
 
 
-@pytest.mark.usefixtures("_as_before")
 def test_a_call_that_fails_is_not_noted():
     def fail():
         raise RuntimeError("of the call")
 
     for _ in range(3):
-        with pytest.raises(RuntimeError, match="of the call"):
-            replay.replayed(fail, [torch.zeros(3)], ())
+        raises(RuntimeError, "of the call", replay.replayed, fail, [torch.zeros(3)], ())
         assert not replay.is_noting()
     assert list(replay._plans.values()) == [replay._SEEN_ONCE]
 
 
-@pytest.mark.usefixtures("_as_before")
 @pytest.mark.parametrize("name", ["launch_enter_hook", "launch_exit_hook"])
 def test_nothing_is_repeated_while_somebody_listens(name):
     x, hooks, calls = torch.zeros(3), getattr(knobs.runtime, name), []
@@ -254,7 +247,6 @@ class StandIn(CompiledKernel):
         """There is nothing to unload."""
 
 
-@pytest.mark.usefixtures("_as_before")
 def test_kernels_are_launched_as_triton_launches_them():
     compiled, x = StandIn(), torch.ones(3)
     held = weakref.ref(compiled)
@@ -275,7 +267,6 @@ def test_kernels_are_launched_as_triton_launches_them():
     assert repeated == (*of_triton[:3], *no_stream, *of_triton[4:7], *no_hooks, other.data_ptr(), 7)
 
 
-@pytest.mark.usefixtures("_as_before")
 @pytest.mark.parametrize("by_address", [False, True])
 def test_between_tensors_share_memory_where_they_can(by_address):
     """And what a kernel gets is what it got the first time."""
@@ -323,23 +314,18 @@ def test_memory_of_tensors_that_are_needed_at_once_does_not_overlap():
                 assert first[0] + first[1] <= second[0]
 
 
-@pytest.mark.usefixtures("_as_before")
 @pytest.mark.parametrize("spoil", ["part of an image", "whose part", "left out", "not compiled"])
 def test_what_a_plan_cannot_hold_is_made_anew(spoil):
     x, row, out, calls = torch.zeros(3, 2), torch.zeros(6), torch.zeros(4), []
     inputs = [x, row[:3], row[3:]] if spoil == "whose part" else [x, row]
-    argument = {
-        "part of an image": x[1:],
-        "whose part": row[4:],
-    }
+    argument = {"part of an image": x[1:], "whose part": row[4:]}
     given = [argument.get(spoil, x), *([] if spoil == "left out" else [out])]
 
     def call():
         calls.append(replay.is_noting())
         if replay.is_noting():
-            replay.note(
-                None if spoil == "not compiled" else (lambda *got: None), given, by_address=False
-            )
+            run = None if spoil == "not compiled" else (lambda *got: None)
+            replay.note(run, given, by_address=False)
         return [out]
 
     for _ in range(4):
@@ -349,7 +335,6 @@ def test_what_a_plan_cannot_hold_is_made_anew(spoil):
     assert list(replay._plans.values()) == [None]
 
 
-@pytest.mark.usefixtures("_as_before")
 def test_part_of_a_row_that_comes_in():
     seen, out = [], torch.zeros(2)
 
@@ -369,5 +354,4 @@ def test_a_switch_has_two_positions(monkeypatch):
         monkeypatch.setenv("QUADTREE_REPLAY", value)
         assert replay.is_asked_for() == expected
     monkeypatch.setenv("QUADTREE_REPLAY", "yes")
-    with pytest.raises(OptionError, match="QUADTREE_REPLAY must be 0 or 1, got 'yes'"):
-        replay.is_asked_for()
+    raises(OptionError, "QUADTREE_REPLAY must be 0 or 1, got 'yes'", replay.is_asked_for)
