@@ -10,7 +10,7 @@ from torch import Tensor
 from quadtree_attention.synthetic.cameras import Camera
 from quadtree_attention.synthetic.layout import Scene, Surfaces
 from quadtree_attention.synthetic.solids import Sight, cast
-from quadtree_attention.synthetic.textures import Bank, Textures
+from quadtree_attention.synthetic.textures import Bank
 
 # Offsets of the rays in a pixel, in different columns and rows
 PATTERNS = {
@@ -20,17 +20,6 @@ PATTERNS = {
 }
 STAIN = (0.17, 0.09)  # texels of the stain per texel of the texture, along and across
 AMBIENT = 0.85  # brightness of a surface parallel to the light
-
-
-def render(scene: Scene, sight: Sight, camera: Camera, textures: Textures, samples: int) -> Tensor:
-    """Render (B, 3, H, W) float32; `camera` and `sight` are on the device of the textures."""
-    place_ = textures.device, torch.float32
-    own = solid_table(scene).to(*place_)
-    faces = face_table(scene.surfaces, textures.size).to(*place_)
-    return mean_colour(
-        paint(own, faces, sight, camera, textures.bank, samples, dx, dy)
-        for dx, dy in PATTERNS[samples]
-    )
 
 
 def mean_colour(colours: Iterable[Tensor]) -> Tensor:
