@@ -86,6 +86,18 @@ def golden_path(name: str) -> Path:
     return next(path for place in GOLDEN if (path := place / name).exists())
 
 
+@pytest.fixture(scope="session")
+def all_weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with tiny weights of all tasks, TASK.safetensors."""
+    from quadtree_attention.tasks.contract import NAMES
+    from tests.support import tiny
+
+    folder = tmp_path_factory.mktemp("weights")
+    for name in NAMES:
+        tiny.write_weights(name, folder / f"{name}.safetensors")
+    return folder
+
+
 @pytest.fixture(autouse=True)
 def _poison_empty_memory() -> Iterator[None]:
     with poisoned():

@@ -9,7 +9,6 @@ pytest.importorskip("typer", reason="the command needs typer")
 pytest.importorskip("timm", reason="networks need the extra 'models'")
 pytest.importorskip("cv2", reason="checking pairs needs the extra 'models'")
 
-from quadtree_attention.tasks.contract import NAMES
 from tests.support import tiny
 from tests.support.commands import invoke, refused
 
@@ -17,15 +16,6 @@ from tests.support.commands import invoke, refused
 @pytest.fixture(autouse=True)
 def _in_a_folder_of_its_own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-
-
-@pytest.fixture(scope="session")
-def all_weights(tmp_path_factory):
-    """A folder with weights of all tasks."""
-    folder = tmp_path_factory.mktemp("weights")
-    for name in NAMES:
-        tiny.write_weights(name, folder / f"{name}.safetensors")
-    return folder
 
 
 @pytest.fixture(scope="module")

@@ -67,7 +67,8 @@ def test_json(run, weights, pair):
 
 
 def test_no_matches(run):
-    result = run("a.png", "b.png", "--threshold", "0.99", "--save", "m.npz", *CAMERAS)
+    nothing = ("--threshold", "0.99", "--guided", "never")
+    result = run("a.png", "b.png", *nothing, "--save", "m.npz", *CAMERAS)
     assert (result.exit_code, result.stderr) == (0, "")
     assert row(result.stdout, "matches").startswith("none: the images have nothing in common")
     assert row(result.stdout, "by opencv") == "no pose: the matches do not determine one"
@@ -91,10 +92,8 @@ def test_no_matches(run):
         (["--K0", "1,1,1", "--K1", "1,1,1,1"], "--K0 must be fx,fy,cx,cy in pixels, nine numbers"),
         (["--K0", "1,1,1,1", "--K1", "0,1,1,1"], "K1 must be a camera matrix (3, 3), [[fx, 0, cx"),
         (["--force"], "--force is for --pairs FILE; leave it out"),
-        (["--batch", "0"], "--batch is for --pairs FILE; leave it out"),
         (["--save", "m.npz", "--images", "x"], "--images is for --pairs FILE; leave it out"),
         (["--pairs", "p.txt"], "--pairs excludes A, B; pass only one of them"),
-        (["--device", "gpu"], "there is no device 'gpu' on this machine"),
     ],
 )
 def test_options_that_are_refused(fails, options, words):
@@ -103,13 +102,9 @@ def test_options_that_are_refused(fails, options, words):
 
 
 def test_images_and_weights_that_are_refused(fails):
-    words = "cannot read bad.jpg: No such file or directory; check the path"
-    for content in (None, b"", b"hello"):
-        if content is not None:
-            Path("bad.jpg").write_bytes(content)
-            words = f"cannot decode bad.jpg: it is {'not an image' if content else 'empty'}"
-        assert words in fails("bad.jpg", "a.png")
-        assert words in fails("a.png", "bad.jpg", "--out", "m.png", "--save", "m.npz")
+    Path("bad.jpg").write_bytes(b"hello")
+    told = fails("a.png", "bad.jpg", "--out", "m.png", "--save", "m.npz")
+    assert "cannot decode bad.jpg: it is not an image" in told
     assert "matching needs two images, got only 'a.png'; use quadtree match" in fails("a.png")
     assert "matching needs two images, got none; " in fails()
     missing = refused("match", "a.png", "b.png", "--weights", "x.safetensors")

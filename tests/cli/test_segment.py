@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`quadtree segment`: pictures, label maps, JSON, windows."""
 
-import json
 import os
 from pathlib import Path
 
@@ -33,9 +32,6 @@ def test_one_image(run, expected):
     name, *shares, facts, written = done.stdout.splitlines()
     assert name == "photos/0.png" and written == "  written  segments.png"
     assert [line.split()[-1] for line in shares] == list(expected.shares())
-    assert [float(line.split()[0]) for line in shares] == pytest.approx(
-        [100 * share for share in expected.shares().values()], abs=0.06
-    )
     assert f"mean confidence {expected.confidence:.2f}" in facts
     with Image.open("segments.png") as picture:
         assert picture.width > 60
@@ -56,14 +52,6 @@ def test_pictures_and_label_maps(run, expected):
     assert np.array_equal(read_label_map("labels/0.png"), expected.labels)
     assert run("photos").exit_code == 0
     assert sorted(os.listdir("segments")) == ["0.png", "1.png"]
-
-
-def test_json(run, expected):
-    (found,) = json.loads(run("photos/0.png", "--json").stdout)
-    assert (found["size"], found["seen"]) == ([60, 45], [60, 45])
-    shares = {one["name"]: one["share"] for one in found["classes"]}
-    assert shares == pytest.approx(expected.shares(), abs=1e-6)
-    assert found["classes"][0]["label"] == expected.names.index(found["classes"][0]["name"])
 
 
 def test_windows_and_size(run, fails):

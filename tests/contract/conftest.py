@@ -13,17 +13,6 @@ from quadtree_attention.tasks.contract import NAMES, get_task
 from tests.support import tiny
 
 collect_ignore = ["toy"]  # imported as a task by the test of a sixth one
-WEIGHTS = "tiny.safetensors"
-
-
-@pytest.fixture(scope="session")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with weights and a data set of every task."""
-    root = tmp_path_factory.mktemp("tasks")
-    for name in NAMES:
-        (root / name).mkdir()
-        tiny.write_weights(name, root / name / WEIGHTS)
-    return root
 
 
 @pytest.fixture(params=NAMES)
@@ -32,8 +21,8 @@ def task(request: pytest.FixtureRequest) -> Any:
 
 
 @pytest.fixture
-def weights(folder: Path, task: Any) -> Path:
-    return folder / task.name / WEIGHTS
+def weights(all_weights: Path, task: Any) -> Path:
+    return all_weights / f"{task.name}.safetensors"
 
 
 @pytest.fixture

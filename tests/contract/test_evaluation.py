@@ -181,12 +181,12 @@ def evaluated(options, seconds):
 
 
 @pytest.mark.parametrize("name", ["stereo", "classify"])  # a folder, and one file for all
-def test_a_killed_run_continues(name, folder, tmp_path):
+def test_a_killed_run_continues(name, all_weights, tmp_path):
     task = get_task(name)
     data = tiny.write_data(name, tmp_path / "data")
     codec = task.load("codec")
     suffix = codec.suffixes[0] if codec.together else ""
-    weights = folder / name / "tiny.safetensors"
+    weights = all_weights / f"{name}.safetensors"
     output = tmp_path / "output.txt"
 
     def start(save, seconds=0):

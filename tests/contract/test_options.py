@@ -27,6 +27,7 @@ OPTIONS = [  # task, part, options, message
     ("classify", "generated", {"image_size": 0}, "image_size must be at least 1, got 0"),
     ("classify", "generated", {"generated_classes": 0}, "generated_classes must be at least 1"),
     ("classify", "generated", {"generated_count": 3}, "generated_count must be at least 4, got 3"),
+    ("classify", "generated", {"limit_images": 0}, "limit_images must be at least 1, got 0"),
     ("classify", "generated", {"crop_scale": 0.0}, "crop_scale must be above 0, got 0.0"),
     ("classify", "generated", {"eval_crop": 1.5}, r"eval_crop must be in \[0, 1\], got 1.5"),
     ("classify", "generated", {"auto_augment": "rnd-m9"}, "timm cannot augment with .*'rnd-m9'"),
@@ -50,12 +51,16 @@ OPTIONS = [  # task, part, options, message
     ("stereo", "files", {"root": "nowhere"}, "there is no folder nowhere"),
     ("stereo", "files", FILES | {"jitter": -1}, r"jitter must be in \[0, 1\], got -1"),
     ("detect", "files", {}, r"pass --data\.root"),
+    ("detect", "generated", {"flip": 1.5}, r"flip must be in \[0, 1\], got 1.5"),
+    ("detect", "generated", {"crop": 1.5}, r"crop must be in \[0, 1\], got 1.5"),
+    ("detect", "generated", {"jitter": 1.5}, r"jitter must be in \[0, 1\], got 1.5"),
     ("segment", "folder", FILES | {"height": 0}, "height must be at least 1, got 0"),
     ("segment", "folder", FILES | {"scale_min": 2.0, "scale_max": 1.0}, "scale_max must be at lea"),
     ("segment", "folder", FILES | {"flip": 1.5}, r"flip must be in \[0, 1\], got 1.5"),
     ("segment", "folder", FILES | {"workers": -1}, "workers must be at least 0"),
     ("classify", "module", {"model": "quadtre_b_b0"}, "got .*; did you mean quadtree_b_b0"),
     ("classify", "module", {"options": {"attention": "windows"}}, r"did you mean 'window'\?"),
+    ("classify", "module", {"options": {"drop_path_rate": 0.1}}, "is set by --model.drop_path;"),
     ("classify", "module", {"options": {"topkk": 3}}, r"got 'topkk'; did you mean topk\?"),
     ("detect", "module", {"options": {"num_classes": 3}}, "must not name .* set by the data; "),
     ("detect", "module", {"options": {"backbone_weights": "a"}}, "by --model.backbone_weights; "),
@@ -83,13 +88,13 @@ CARDS = [  # task, entries of the card, message
 
 
 @pytest.mark.parametrize(("name", "part", "options", "told"), OPTIONS)
-def test_options_out_of_range(name, part, options, told, folder, tmp_path, monkeypatch):
+def test_options_out_of_range(name, part, options, told, all_weights, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     task = get_task(name)
 
     def use() -> None:
         if part == "predictor":
-            task.load(part).from_pretrained(folder / name / "tiny.safetensors", **options)
+            task.load(part).from_pretrained(all_weights / f"{name}.safetensors", **options)
         elif part == "module":
             task.load(part)(**options)
         else:

@@ -27,11 +27,8 @@ def write_weights(path: Path, **card: object) -> Path:
     return tiny.write_weights("classify", path, **own | card)
 
 
-def pixels(height: int = 70, width: int = 45, channels: int = 3, seed: int = 0) -> np.ndarray:
-    """Coarse blocks of colour, as noise would be all the same once it is resized."""
-    shape = (height // 10 + 1, width // 10 + 1, channels)
-    blocks = np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8)
-    return blocks.repeat(10, 0).repeat(10, 1)[:height, :width]
+def pixels(height: int = 70, width: int = 45) -> np.ndarray:
+    return np.asarray(tiny.picture(0, (width, height)))
 
 
 @pytest.fixture(scope="module")

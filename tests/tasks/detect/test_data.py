@@ -9,7 +9,7 @@ from PIL import Image
 from quadtree_attention.errors import DataError
 from quadtree_attention.tasks.detect.data import DetectData, GeneratedDetectData
 from quadtree_attention.tasks.detect.generated import CLASSES, GeneratedShapes
-from tests.support import raises
+from tests.support import raises, training
 from tests.tasks.detect.files import entry, with_mask, write_split
 
 SIZES = ((40, 30), (32, 36), (50, 20), (24, 24), (36, 30))
@@ -31,9 +31,7 @@ def root(tmp_path):
 
 def batches(root, split="train", **options):
     options = {"batch_size": 2, "workers": 0, "masks": True} | options
-    data = DetectData(root=str(root), **options)
-    data.setup("fit")
-    return list(data.train_dataloader() if split == "train" else data.val_dataloader())
+    return training.batches(DetectData(root=str(root), **options), split)
 
 
 def test_training_batches(root):
@@ -44,7 +42,7 @@ def test_training_batches(root):
         parts = zip(batch["images"], batch["targets"], batch["indices"].tolist(), strict=True)
         for image, target, index in parts:
             width, height = SIZES[index]
-            assert image.shape == (3, height, width) and image.dtype == torch.uint8
+            assert image.shape == (3, height, width) and image.dtype == torch.float32
             assert target["masks"].shape == (len(target["labels"]), height, width)
             assert not target["iscrowd"].any()  # crowds are not learnt from
             assert target["labels"].tolist() == expected[index]
@@ -56,10 +54,9 @@ def test_training_batches(root):
 def test_validation_sees_every_image_once_from_0_to_1(root):
     found = batches(root, "val")
     assert [b["indices"].tolist() for b in found] == [[0, 1], [2, 3], [4]]
-    data = DetectData(root=str(root), batch_size=2, workers=0)
-    batch = data.on_after_batch_transfer(found[0], 0)
     expected = np.array(Image.open(root / "images" / "val" / "1.png")) / 255
-    assert np.allclose(batch["images"][0].permute(1, 2, 0).numpy(), expected, atol=1e-6)
+    assert np.allclose(found[0]["images"][0].permute(1, 2, 0).numpy(), expected, atol=1e-6)
+    data = DetectData(root=str(root), batch_size=2, workers=0)
     assert data.classes == ["square", "disc", "star"] and data.batches_per_epoch == 2
 
 

@@ -27,6 +27,7 @@ from tests.tasks.detect.files import SHARED, entry, with_mask, write_split, writ
 
 pytestmark = pytest.mark.usefixtures("only_reference")
 KEYS = ("ap", "ap50", "ap75", "small", "medium", "large")
+TALL = encode_mask(np.ones((40, 30), bool))  # where images have 40x30 pixels
 
 
 def score(path, truth, *, strict=False):
@@ -219,12 +220,7 @@ def test_as_the_reference_programs(noisy, package, evaluator, kind, thresholds):
         (json.dumps([result([1, 1, 2, 2], 0.5, category=4)]), "does not list its category 4"),
         (json.dumps([result([1, 1, 2], 0.5)]), "bbox of 4 finite numbers"),
         (json.dumps([result([1, 1, 2, 2], float("nan"))]), "bbox of 4 finite numbers"),
-        (
-            json.dumps(
-                [result([1, 1, 2, 2], 0.5, segmentation=encode_mask(np.ones((40, 30), bool)))]
-            ),
-            r"result 0 .* size \[40, 30\], the image is \[30, 40\]",
-        ),
+        (json.dumps([result([1, 1, 2, 2], 0.5, segmentation=TALL)]), r"\[40, 30\], the image is "),
     ],
 )
 def test_results_that_are_none(tmp_path, content, reason):

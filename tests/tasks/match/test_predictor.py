@@ -7,13 +7,11 @@ from PIL import Image
 
 from quadtree_attention.synthetic import ProceduralTextures, homography_pairs
 from quadtree_attention.tasks.match.predictor import Matcher, shrunk
-from tests.support import tiny
 
 
 @pytest.fixture(scope="module")
-def weights(tmp_path_factory):
-    """A tiny untrained matcher."""
-    return tiny.write_weights("match", tmp_path_factory.mktemp("weights") / "tiny.safetensors")
+def weights(all_weights):
+    return all_weights / "match.safetensors"
 
 
 @pytest.fixture(scope="module")

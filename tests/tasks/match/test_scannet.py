@@ -32,6 +32,13 @@ def stored(pairs, tmp_path_factory):
     return root
 
 
+@pytest.fixture(scope="module")
+def batch(stored):
+    """Both directions of the last scene."""
+    (batch,) = batches(ready(stored, batch_size=2), "val")
+    return batch
+
+
 @pytest.fixture
 def root(stored, tmp_path):
     """A copy to spoil."""
@@ -44,10 +51,8 @@ def ready(root, **options):
     return data
 
 
-def test_files_come_back_as_they_were_rendered(stored, pairs):
-    """Both directions of the last scene, through JPEG, PNG and text."""
-    data = ready(stored, batch_size=2)
-    (batch,) = batches(data, "val")
+def test_files_come_back_as_they_were_rendered(batch, pairs):
+    """Through JPEG, PNG and text."""
     assert batch["skipped"] == []
     pair = pairs[2]
     for i, j in ((0, 1), (1, 0)):  # the second sample has the views swapped
@@ -62,10 +67,8 @@ def test_files_come_back_as_they_were_rendered(stored, pairs):
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_supervision_from_depth_agrees_with_the_exact_flow(stored, pairs, precision):
+def test_supervision_from_depth_agrees_with_the_exact_flow(batch, pairs, precision):
     """Also inside of the mixed precision that a training step runs in."""
-    data = ready(stored, batch_size=2)
-    (batch,) = batches(data, "val")
     with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bfloat16"):
         found = views(batch)
     exact0 = view_from_flow(pairs[2].flow0to1, pairs[2].visible0)
@@ -154,10 +157,8 @@ def test_official_pairs_are_validated_on_in_their_order(root, pairs):
     torch.testing.assert_close(batch["T_0to1"], expected, atol=1e-5, rtol=0)
 
 
-def test_poses_are_measured_in_pixels_of_640x480(stored, monkeypatch):
+def test_poses_are_measured_in_pixels_of_640x480(batch, monkeypatch):
     """What the model sees has a fifth of them: 128x96."""
-    data = ready(stored, batch_size=2)
-    (batch,) = batches(data, "val")
     assert batch["pixels0"].tolist() == batch["pixels1"].tolist() == [[5.0, 5.0]] * 2
     calls = []
 

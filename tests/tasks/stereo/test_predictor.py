@@ -6,12 +6,12 @@ import pytest
 import torch
 from PIL import Image
 
-from quadtree_attention.errors import DataError, OptionError
+from quadtree_attention.errors import OptionError
 from quadtree_attention.synthetic import ProceduralTextures, stereo_pairs
 from quadtree_attention.tasks.stereo.filling import fill_hidden
 from quadtree_attention.tasks.stereo.predictor import StereoMatcher, resized, working_size
 from quadtree_attention.tasks.stereo.result import Disparity
-from tests.support import raises, tiny
+from tests.support import raises
 
 pytestmark = pytest.mark.usefixtures("only_reference")
 
@@ -27,8 +27,8 @@ def rendered(size=(50, 90)) -> tuple[Image.Image, Image.Image]:
 
 
 @pytest.fixture(scope="module")
-def weights(tmp_path_factory):
-    return tiny.write_weights("stereo", tmp_path_factory.mktemp("weights") / "tiny.safetensors")
+def weights(all_weights):
+    return all_weights / "stereo.safetensors"
 
 
 @pytest.fixture(scope="module")
@@ -156,18 +156,3 @@ def test_depth():
         (1, 1, np.inf, "offset"),
     ):
         raises(OptionError, f"{name} must be ", found.depth, focal, baseline, offset=offset)
-
-
-def test_a_swapped_pair_is_warned_of(weights):
-    left, right = rendered((180, 240))
-    matcher = StereoMatcher.from_pretrained(weights, size=64)
-    assert not any("swapped" in said for said in matcher(left, right).warnings)
-    assert any("left and right look swapped" in said for said in matcher(right, left).warnings)
-
-
-def test_what_is_refused(weights, matcher, pair):
-    left, _ = pair
-    with pytest.raises(DataError, match=r"same size, got 90x50 on the left, 91x50 on the right"):
-        matcher(left, left.resize((91, 50)))
-    with pytest.raises(DataError, match="at least 16 pixels a side, got 90x15"):
-        matcher(left.resize((90, 15)), left.resize((90, 15)))
