@@ -13,7 +13,7 @@ from quadtree_attention.errors import OptionError
 from quadtree_attention.tasks.classify import TASK
 from quadtree_attention.tasks.classify.metrics import ranks
 from quadtree_attention.tasks.training.data import Batch
-from quadtree_attention.tasks.training.module import TaskModule, check_options
+from quadtree_attention.tasks.training.module import TaskModule
 
 
 class ClassifyModule(TaskModule):
@@ -41,7 +41,7 @@ class ClassifyModule(TaskModule):
     task = TASK
     monitor = "val/top1"
     batch_of_lr = 1024
-    links: ClassVar = {"data.classes": ("model.num_classes", len)}
+    set_by: ClassVar = {"drop_path_rate": "--model.drop_path", "num_classes": "the data"}
 
     def __init__(
         self,
@@ -62,7 +62,6 @@ class ClassifyModule(TaskModule):
         seed: int = 0,
     ) -> None:
         super().__init__()
-        check_options(options, drop_path_rate="--model.drop_path", num_classes="the data")
         self.save_hyperparameters()
         self.build(model, options, num_classes=num_classes, drop_path_rate=drop_path)
         self.is_recorded = False

@@ -15,7 +15,7 @@ from quadtree_attention.tasks.detect.metrics import DetectMetric
 from quadtree_attention.tasks.detect.predictor import detections
 from quadtree_attention.tasks.detect.readers import Truth
 from quadtree_attention.tasks.training.data import Batch
-from quadtree_attention.tasks.training.module import NoDecay, TaskModule, check_options
+from quadtree_attention.tasks.training.module import NoDecay, TaskModule
 
 Schedule = Literal["step", "cosine"]
 LOGGED = ("ap", "ap50", "ap75")
@@ -53,7 +53,11 @@ class DetectModule(TaskModule):
     batch_of_lr = 16
     schedules = ("step", "cosine")
     bar = ("mask_ap",)
-    links: ClassVar = {"data.classes": ("model.num_classes", len)}
+    set_by: ClassVar = {
+        "num_classes": "the data",
+        "backbone_weights": "--model.backbone_weights",
+        "grad_checkpointing": "--model.grad_checkpointing",
+    }
 
     def __init__(
         self,
@@ -73,12 +77,6 @@ class DetectModule(TaskModule):
         seed: int = 0,
     ) -> None:
         super().__init__()
-        check_options(
-            options,
-            num_classes="the data",
-            backbone_weights="--model.backbone_weights",
-            grad_checkpointing="--model.grad_checkpointing",
-        )
         self.save_hyperparameters()
         self.build(model, options, num_classes=num_classes, backbone_weights=backbone_weights)
         self.has_masks = model.startswith("mask_rcnn")

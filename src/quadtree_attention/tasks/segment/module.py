@@ -14,7 +14,7 @@ from quadtree_attention.tasks.segment import TASK
 from quadtree_attention.tasks.segment.augment import normalised
 from quadtree_attention.tasks.segment.metrics import IGNORE, SegmentMetric
 from quadtree_attention.tasks.training.data import Batch
-from quadtree_attention.tasks.training.module import NoDecay, TaskModule, check_options
+from quadtree_attention.tasks.training.module import NoDecay, TaskModule
 
 Schedule = Literal["poly", "cosine"]
 
@@ -48,7 +48,14 @@ class SegmentModule(TaskModule):
     batch_of_lr = 16
     schedules = ("poly", "cosine")
     heads = ("levels.", "classifier.")
-    links: ClassVar = {"data.classes": ("model.num_classes", len)}
+    set_by: ClassVar = {
+        "name": "--model.model",
+        "num_classes": "the data",
+        "backbone_weights": "--model.backbone_weights",
+        "weights": "--model.backbone_weights",
+        "drop_path_rate": "--model.drop_path",
+        "grad_checkpointing": "--model.grad_checkpointing",
+    }
 
     def __init__(
         self,
@@ -70,15 +77,6 @@ class SegmentModule(TaskModule):
         seed: int = 0,
     ) -> None:
         super().__init__()
-        check_options(
-            options,
-            name="--model.model",
-            num_classes="the data",
-            backbone_weights="--model.backbone_weights",
-            weights="--model.backbone_weights",
-            drop_path_rate="--model.drop_path",
-            grad_checkpointing="--model.grad_checkpointing",
-        )
         self.save_hyperparameters()
         start: dict[str, Any] = {"backbone_weights": backbone_weights, "drop_path_rate": drop_path}
         self.build(model, options, num_classes=num_classes, **start)

@@ -2,7 +2,7 @@
 """The Lightning module that all tasks share: network, optimizer, schedules, logging, scores."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast, get_args
 
 import pytorch_lightning as pl
@@ -29,15 +29,6 @@ DECAY = 0.1  # factor of the learning rate at each of `decay_epochs`, unless `de
 WARMUP_START = 1e-6  # learning rate that warm-up begins with, unless `warmup_start` says another
 # Parameters without weight decay; vectors are norms, biases and level weights
 NoDecay = Literal["vectors", "norms", "nothing"]
-
-
-def check_options(options: Mapping[str, Any] | None, **instead: str) -> None:
-    """Raises `OptionError` for options of a network that something else, `instead`, sets."""
-    for name in instead.keys() & (options or {}).keys():
-        raise OptionError(
-            f"options must not name {name}, which is set by {instead[name]}; leave it out of "
-            "--model.options"
-        )
 
 
 class OneCycle(Scheduler):
@@ -98,8 +89,7 @@ class TaskModule(pl.LightningModule):
     schedules: ClassVar[tuple[str, ...]] = ("cosine",)  # values of the hyper-parameter `schedule`
     heads: ClassVar[tuple[str, ...]] = ()  # starts of the names of parameters that `head_lr` is for
     bar: ClassVar[tuple[str, ...]] = ()  # scores on the progress bar beside `monitor`
-    # From a property of the data to an argument of the module, and what is made of it on the way
-    links: ClassVar[dict[str, tuple[str, Callable[[Any], Any]]]] = {}
+    set_by: ClassVar[dict[str, str]] = {}  # what sets arguments of the network; no options are
 
     model: nn.Module
 
@@ -132,6 +122,11 @@ class TaskModule(pl.LightningModule):
         Raises:
             OptionError: A hyper-parameter is out of range, or the network refuses an option.
         """
+        for name in self.set_by.keys() & (options or {}).keys():
+            raise OptionError(
+                f"options must not name {name}, which is set by {self.set_by[name]}; leave it out "
+                "of --model.options"
+            )
         h = self.hparams
         above(0, lr=h["lr"])
         at_least(0, min_lr=h["min_lr"], warmup_epochs=h["warmup_epochs"])

@@ -179,8 +179,8 @@ class TrainCLI(LightningCLI):
         parser.add_argument("--save_every", type=int, default=500, help=steps)
         parser.link_arguments("seed_everything", "data.seed")
         parser.link_arguments("seed_everything", "model.seed")
-        for source, (target, compute) in self.module.links.items():
-            parser.link_arguments(source, target, compute_fn=compute, apply_on="instantiate")
+        if "num_classes" in inspect.signature(self.module).parameters:
+            parser.link_arguments("data.classes", "model.num_classes", len, "instantiate")
 
     def run_dir(self) -> Path:
         """Folder of a run: the given one, or named after its last recipe."""
