@@ -13,7 +13,6 @@ as JSON and writes, the contents of recipes, and the weights of runs that were k
 import argparse
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -23,15 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.compare.driver import INPUTS, SECTIONS
-
-RECORD = "record-{}.json"  # of a section
-ARRAYS = "arrays-{}.npz"
-RENAMED = {  # parts of the names of parameters
-    r"(lepe\.\d+|dwconv)\.conv\.": r"\1.",
-    r"(branches\.\d+)\.norm1\.": r"\1.reduce.norm_",
-    r"(branches\.\d+)\.norm2\.": r"\1.mix.norm_",
-}
+from tests.compare.driver import ARRAYS, INPUTS, RECORD, SECTIONS
 
 
 def main() -> int:
@@ -70,8 +61,8 @@ def recorded(source: Path, folder: Path, first: Path | None, sections: list[str]
 
 def _drive(checkout: Path, folder: Path, section: str) -> None:
     driver = Path(__file__).with_name("driver.py")
-    source = str(checkout.absolute() / "src")
-    environment = os.environ | {"PYTHONPATH": source, "OMP_NUM_THREADS": "1", "COLUMNS": "100"}
+    path = os.pathsep.join([str(checkout.absolute() / "src"), str(driver.parents[2])])
+    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "COLUMNS": "100"}
     command = [sys.executable, "-P", str(driver), str(checkout.absolute()), section]
     subprocess.run(command, cwd=folder, env=environment, check=True)
 
@@ -79,34 +70,14 @@ def _drive(checkout: Path, folder: Path, section: str) -> None:
 def differences(section: str, old: Path, new: Path) -> list[str]:
     """One line for everything that differs."""
     then, now = (json.loads((f / RECORD.format(section)).read_text()) for f in (old, new))
-    if section == "recipes":  # files were merged: every old content is somewhere
-        there = {json.dumps(content, sort_keys=True) for content in now.values()}
-        return [
-            f"recipes: {name} is nowhere"
-            for name, content in then.items()
-            if json.dumps(content, sort_keys=True) not in there
-        ]
-    then, now = ({name: _scores(x) for name, x in record.items()} for record in (then, now))
     lines = [f"{section}: {line}" for line in _unlike(then, now, "")]
-    a, b = (_arrays(folder / ARRAYS.format(section)) for folder in (old, new))
+    a, b = (dict(np.load(folder / ARRAYS.format(section))) for folder in (old, new))
     for name in sorted(a.keys() | b.keys()):
         if name not in a or name not in b:
             lines.append(f"{section}: {name} is only in {'NEW' if name in b else 'OLD'}")
         elif said := _bits(a[name], b[name]):
             lines.append(f"{section}: {name}: {said}")
     return lines
-
-
-def _arrays(path: Path) -> dict[str, np.ndarray]:
-    """Arrays of a file, parameters by the names that they have now."""
-    found = {}
-    with np.load(path) as stored:
-        for name in stored:
-            new = name
-            for old, now in RENAMED.items():
-                new = re.sub(old, now, new)
-            found[new] = stored[name]
-    return found
 
 
 def _bits(a: np.ndarray, b: np.ndarray) -> str:
@@ -127,47 +98,7 @@ def _unlike(a: Any, b: Any, where: str) -> list[str]:
     if isinstance(a, list) and isinstance(b, list) and len(a) == len(b):
         pairs = enumerate(zip(a, b, strict=True))
         return [line for i, (x, y) in pairs for line in _unlike(x, y, f"{where}/{i}")]
-    if "/history/" in where:  # to six digits: what validation of detectors rounds to has changed
-        a, b = (f"{float(x):.6g}" for x in (a, b))
     return [] if a == b else [f"{where}: {str(a)[:80]} before, {str(b)[:80]} now"]
-
-
-def _scores(found: dict[str, Any]) -> dict[str, Any]:
-    """What `evaluate` printed of a task before there was one form of scores, in that form.
-
-    Settings, which are named otherwise, are left out, as are checksums of cards.
-    """
-    old = found.get("json")
-    if not isinstance(old, dict):
-        return found
-    old = {key: value for key, value in old.items() if key not in ("settings", "sha256")}
-    if "task" in old or not {"classes", "pairs"} & old.keys():
-        old["rows"] = sorted(old.get("rows", []), key=lambda row: row["name"])
-        return {**found, "json": old}
-    rows = old.pop("classes", None) or old.pop("pairs")
-    mean, facts = old.pop("mean", {}), {}
-    for kind, prefix in (("box", ""), ("mask", "mask_"), ("pose", "pose_"), ("homography", None)):
-        part = old.pop(kind, None) or {}
-        estimators = part.pop("estimators", {})
-        prefix = f"{kind}_" if prefix is None else prefix
-        for name, scores in estimators.items():
-            areas = {f"auc{key}": value for key, value in scores.pop("auc").items()}
-            facts[f"{prefix}{name}_failed"] = scores.pop("failed")
-            mean |= {f"{prefix}{name}_{key}": x for key, x in (areas | scores).items()}
-        facts |= {f"{prefix}{key}": part.pop(key) for key in ("pairs", "missing") if key in part}
-        mean |= {f"{prefix}{key}": value for key, value in part.items()}
-    names = ("top1", "top5", "miou", "accuracy", "class_accuracy")
-    mean |= {key: old.pop(key) for key in names if key in old}
-    counts = ("images", "objects", "detections", "left_out", "no_mask")
-    facts |= {key: old.pop(key) for key in counts if key in old}
-    renamed = {"accuracy": "recall", "top1": "accuracy"}
-    for row in rows:
-        row |= row.pop("scores", {})
-        row |= {f"error_{key}": value for key, value in row.pop("errors", {}).items()}
-    rows = [{renamed.get(key, key): value for key, value in row.items()} for row in rows]
-    rows.sort(key=lambda row: row["name"])
-    lists = {"skipped": old.get("skipped") or [], "missing": old.get("missing") or []}
-    return {**found, "json": {"mean": mean, "facts": facts, "rows": rows, **lists}}
 
 
 def report(lines: list[str]) -> int:
