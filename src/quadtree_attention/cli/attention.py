@@ -7,7 +7,7 @@ import typer
 
 from quadtree_attention.cli.explore import NETWORKS
 from quadtree_attention.cli.options import INT, option
-from quadtree_attention.cli.output import command, say, say_json
+from quadtree_attention.cli.output import say, say_json
 from quadtree_attention.tasks.contract import table
 
 HELP = """Draw the attention of one query at every level.
@@ -38,11 +38,7 @@ OWN = {
 }
 
 
-def register(app: typer.Typer) -> None:
-    command(app, "attention", attention, HELP, OPTIONS, OWN)
-
-
-def attention(context: typer.Context) -> None:
+def run(context: typer.Context) -> None:
     from quadtree_attention.cli.predict import check_targets
     from quadtree_attention.cli.recording import look, patterns, point_of
     from quadtree_attention.inspect.still import default_layers, draw_records

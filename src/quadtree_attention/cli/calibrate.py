@@ -9,7 +9,7 @@ import typer
 
 from quadtree_attention import checks
 from quadtree_attention.cli.options import FILE, TEXT, option
-from quadtree_attention.cli.output import command, say, say_json, written
+from quadtree_attention.cli.output import say, say_json, written
 from quadtree_attention.errors import OptionError
 from quadtree_attention.tasks.contract import table
 
@@ -48,11 +48,7 @@ OWN = {
 }
 
 
-def register(app: typer.Typer) -> None:
-    command(app, "calibrate", calibrate, HELP, OPTIONS, OWN)
-
-
-def calibrate(context: typer.Context) -> None:
+def run(context: typer.Context) -> None:
     from quadtree_attention.cli.output import imported
     from quadtree_attention.cli.predict import check_targets
     from quadtree_attention.cli.recording import task_of

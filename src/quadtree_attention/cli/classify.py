@@ -4,7 +4,6 @@
 import typer
 
 from quadtree_attention.cli.options import option
-from quadtree_attention.cli.output import command
 
 HELP = """Classify images with a trained classifier.
 
@@ -22,13 +21,10 @@ Examples:
 """
 
 OPTIONS = "images weights out save size device dtype batch force json debug"
+OWN = {"top": option(int, "Classes per image.", 5)}
 
 
-def register(app: typer.Typer) -> None:
-    command(app, "classify", classify, HELP, OPTIONS, {"top": option(int, "Classes per image.", 5)})
-
-
-def classify(context: typer.Context) -> None:
+def run(context: typer.Context) -> None:
     from quadtree_attention.cli.predict import predict_images
 
     predict_images(context, "classify", own=("top",))

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from quadtree_attention.cli.options import INT, TEXT, argument, flag, option
-from quadtree_attention.cli.output import command, imported
+from quadtree_attention.cli.output import imported
 from quadtree_attention.errors import CheckpointError, OptionError
 from quadtree_attention.tasks.contract import table
 
@@ -38,6 +38,7 @@ Examples:
 """
 Options = Mapping[str, Any]  # of the command, by name
 LICENCE = "of the source checkpoint; see its authors"
+OPTIONS = "json debug"
 OWN = {
     "checkpoint": argument(
         Path, "CHECKPOINT", "Official .pth, .pt, .ckpt or .safetensors file.", ...
@@ -71,10 +72,6 @@ class Converted:
     left_out: list[str]
     has_classifier: bool = False
     task: str | None = None
-
-
-def register(app: typer.Typer) -> None:
-    command(app, "convert", run, HELP, "json debug", OWN)
 
 
 def run(context: typer.Context) -> None:

@@ -4,7 +4,6 @@
 import typer
 
 from quadtree_attention.cli.options import option
-from quadtree_attention.cli.output import command
 
 HELP = """Detect objects in images with a trained detector.
 
@@ -26,11 +25,7 @@ OPTIONS = "images weights out save size shorter_side device dtype batch force js
 OWN = {"threshold": option(float, "Minimum score, 0 to 1.", 0.5)}
 
 
-def register(app: typer.Typer) -> None:
-    command(app, "detect", detect, HELP, OPTIONS, OWN)
-
-
-def detect(context: typer.Context) -> None:
+def run(context: typer.Context) -> None:
     from quadtree_attention.cli.predict import predict_images
 
     own = ("threshold", "shorter_side")

@@ -7,7 +7,7 @@ from pathlib import Path
 import typer
 
 from quadtree_attention.cli.options import FILE, TEXT, argument, option
-from quadtree_attention.cli.output import command, say, say_json, tell
+from quadtree_attention.cli.output import say, say_json, tell
 from quadtree_attention.tasks.contract import table
 
 HELP = """Write an interactive HTML page with the selection of every query, at every level.
@@ -52,11 +52,7 @@ OWN = {
 }
 
 
-def register(app: typer.Typer) -> None:
-    command(app, "explore", explore, HELP, OPTIONS, OWN)
-
-
-def explore(context: typer.Context) -> None:
+def run(context: typer.Context) -> None:
     o = context.params
     from quadtree_attention.cli.recording import look, patterns, point_of
     from quadtree_attention.files import check_writable

@@ -9,7 +9,7 @@ import typer
 
 from quadtree_attention import checks
 from quadtree_attention.cli.options import FLOAT, TEXT, argument, flag, option
-from quadtree_attention.cli.output import command, imported, say, say_json
+from quadtree_attention.cli.output import imported, say, say_json
 from quadtree_attention.errors import OptionError
 from quadtree_attention.tasks.contract import NAMES, get_task, table
 
@@ -44,11 +44,7 @@ OWN = {
 }
 
 
-def register(app: typer.Typer) -> None:
-    command(app, "export", export, HELP, OPTIONS, OWN)
-
-
-def export(context: typer.Context) -> None:
+def run(context: typer.Context) -> None:
     o = context.params
     checks.known(o["task"], NAMES, "TASK")
     fixed: tuple[int, int] | None = None

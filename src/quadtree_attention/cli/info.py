@@ -14,7 +14,7 @@ import typer
 from quadtree_attention import __version__
 from quadtree_attention.cli.machine import cpu_name, installed_version
 from quadtree_attention.cli.options import INT, TEXT, flag, option
-from quadtree_attention.cli.output import command, imported
+from quadtree_attention.cli.output import imported
 from quadtree_attention.errors import DTypeError, OptionError
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ Examples:
 """
 
 
+OPTIONS = "device json debug"
 OWN = {
     "grid": option(str, "Query map: 200x336, 4096 or 8x24x40.", "60x80"),
     "key_grid": option(TEXT, "Key map.", show_default="as --grid"),
@@ -50,11 +51,7 @@ OWN = {
 }
 
 
-def register(app: typer.Typer) -> None:
-    command(app, "info", info, HELP, "device json debug", OWN)
-
-
-def info(context: typer.Context) -> None:
+def run(context: typer.Context) -> None:
     report, as_json = make_report(context.params), context.params["json"]
     print(json.dumps(report, indent=2, default=asdict) if as_json else as_text(report))
 

@@ -10,7 +10,7 @@ import typer
 
 from quadtree_attention import __version__
 from quadtree_attention.cli.options import RENAMED
-from quadtree_attention.cli.output import MISTAKE, errors_on_one_line, tell
+from quadtree_attention.cli.output import MISTAKE, command, errors_on_one_line, tell
 
 COMMANDS = (  # modules of this package, in the order of the help
     "info", "match", "stereo", "classify", "detect", "segment", "sfm", "evaluate", "train",
@@ -24,7 +24,11 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 for name in COMMANDS:
-    import_module(f"quadtree_attention.cli.{name}").register(app)
+    module = import_module(f"quadtree_attention.cli.{name}")
+    if hasattr(module, "register"):  # it has commands or settings of its own
+        module.register(app)
+    else:
+        command(app, name, module.run, module.HELP, module.OPTIONS, getattr(module, "OWN", {}))
 
 
 def _show_version(asked: bool) -> None:

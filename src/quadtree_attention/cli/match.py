@@ -9,7 +9,7 @@ import typer
 
 from quadtree_attention import checks
 from quadtree_attention.cli.options import FILE, INT, TEXT, argument, option
-from quadtree_attention.cli.output import command, exclusive, is_given, say, say_json, tell, written
+from quadtree_attention.cli.output import exclusive, is_given, say, say_json, tell, written
 from quadtree_attention.errors import OptionError
 from quadtree_attention.tasks.contract import table
 
@@ -74,11 +74,7 @@ OWN = {
 }
 
 
-def register(app: typer.Typer) -> None:
-    command(app, "match", match, HELP, OPTIONS, OWN)
-
-
-def match(context: typer.Context) -> None:
+def run(context: typer.Context) -> None:
     o = context.params
     checks.at_least(1, max=o["top"])
     exclusive(context, "pairs", *ONLY_TWO)

@@ -3,8 +3,6 @@
 
 import typer
 
-from quadtree_attention.cli.output import command
-
 HELP = """Predict the class of every pixel of images.
 
 An IMAGE is a file, a folder of images, or - for standard input. --out writes pictures in the
@@ -29,11 +27,7 @@ OPTIONS = (
 )
 
 
-def register(app: typer.Typer) -> None:
-    command(app, "segment", segment, HELP, OPTIONS)
-
-
-def segment(context: typer.Context) -> None:
+def run(context: typer.Context) -> None:
     from quadtree_attention.cli.predict import predict_images
 
     own = ("shorter_side", "window", "stride")

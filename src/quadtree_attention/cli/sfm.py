@@ -7,7 +7,7 @@ import typer
 
 from quadtree_attention import checks
 from quadtree_attention.cli.options import FILE, FLOAT, INT, TEXT, argument, option
-from quadtree_attention.cli.output import FAILED, command, exclusive, say, say_json, tell
+from quadtree_attention.cli.output import FAILED, exclusive, say, say_json, tell
 
 HELP = """Reconstruct cameras and coloured points from a folder of photographs.
 
@@ -65,11 +65,7 @@ OWN = {
 }
 
 
-def register(app: typer.Typer) -> None:
-    command(app, "sfm", sfm, HELP, OPTIONS, OWN)
-
-
-def sfm(context: typer.Context) -> None:
+def run(context: typer.Context) -> None:
     o = context.params
     exclusive(context, "pairs", "sequential", "nearest")
     exclusive(context, "sequential", "nearest")

@@ -10,7 +10,7 @@ import typer
 
 from quadtree_attention import checks
 from quadtree_attention.cli.options import FILE, FLOAT, argument, option
-from quadtree_attention.cli.output import command, is_given, say, say_json, tell, written
+from quadtree_attention.cli.output import is_given, say, say_json, tell, written
 from quadtree_attention.errors import DataError, OptionError
 from quadtree_attention.tasks.contract import table
 
@@ -69,11 +69,7 @@ OWN = {
 }
 
 
-def register(app: typer.Typer) -> None:
-    command(app, "stereo", stereo, HELP, OPTIONS, OWN)
-
-
-def stereo(context: typer.Context) -> None:
+def run(context: typer.Context) -> None:
     left, right = context.params["left"], context.params["right"]
     folders = [Path(name).is_dir() for name in (left, right)]
     if any(folders) and not all(folders):

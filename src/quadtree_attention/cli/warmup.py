@@ -9,7 +9,7 @@ from pathlib import Path
 import typer
 
 from quadtree_attention.cli.options import argument, flag, option
-from quadtree_attention.cli.output import command, imported, say
+from quadtree_attention.cli.output import imported, say
 from quadtree_attention.errors import OptionError
 
 HELP = """Compile the kernels of a network, so that the first call is as fast as later ones.
@@ -24,15 +24,12 @@ Examples:
   quadtree warmup mine.safetensors --sizes 480x640,800x1344 --device cuda --dtype float16
   quadtree warmup quadtree_b_b0 --sizes 224x224 --training
 """
+OPTIONS = "device dtype json debug"
 OWN = {
     "model": argument(str, "MODEL", "Name of a network, or its weights, .safetensors.", ...),
     "sizes": option(str, "Height x width of images, comma-separated.", "480x640"),
     "training": flag("training", "Also compile for training steps."),
 }
-
-
-def register(app: typer.Typer) -> None:
-    command(app, "warmup", run, HELP, "device dtype json debug", OWN)
 
 
 def run(context: typer.Context) -> None:
