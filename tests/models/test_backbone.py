@@ -340,7 +340,7 @@ def test_in_chans_dtype_and_device():
 @pytest.mark.parametrize("attention", ["quadtree", *BASELINES])
 @pytest.mark.parametrize("layout", ["pvt", "swin"])
 def test_built_on_the_meta_device(attention, layout):
-    """Materialised and initialised, it is what a model built on the CPU is."""
+    """Materialised and initialised, it is what a model built on the CPU is, and trains."""
     options = {"attention": attention, "layout": layout, "lepe": True}
     model = tiny(device="meta", drop_path_rate=0.1, **options)
     assert {p.device.type for p in model.parameters()} == {"meta"}
@@ -356,7 +356,13 @@ def test_built_on_the_meta_device(attention, layout):
     for name, parameter in original.named_parameters():
         assert torch.equal(model.get_parameter(name), parameter), name
     x = image(66, 47)
-    assert torch.equal(model(x), original(x)) and model(x).isfinite().all()
+    out = model(x)
+    assert torch.equal(out, original(x)) and out.isfinite().all()
+    kinds = {type(block.attn) for stage in model.stages for block in stage.blocks}
+    assert kinds == {BASELINES.get(attention, QuadtreeAttention)}
+    out.square().sum().backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None and parameter.grad.isfinite().all(), name
 
 
 def test_built_under_the_meta_device():
@@ -423,12 +429,6 @@ def test_options_reach_the_attention():
     same.load_state_dict(state)
     assert torch.equal(same(x), base)
     raises(OptionError, "nonsense", tiny(backend="nonsense"), x.float())
-
-
-def test_position_encoding_can_be_left_out():
-    names = {key for key, _ in tiny(lepe=False).named_parameters()}
-    assert not any(".lepe." in key for key in names)
-    assert {key for key, _ in tiny().named_parameters()} > names
 
 
 def test_drop_path_and_dropout():

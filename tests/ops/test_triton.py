@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The Triton kernels against the reference: in Triton's interpreter here, for real on a GPU."""
 
+from itertools import product
+
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -8,6 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from quadtree_attention import BackendUnsupportedError, quadtree_attention
 from quadtree_attention.ops.attention.problem import make_problem
 from quadtree_attention.ops.backends import TRITON
+from tests.interpreter import kernels
 from tests.ops.cases import CASES, Case, as_sets, check, every_case
 from tests.support import raises
 
@@ -102,13 +105,13 @@ def test_in_the_interpreter(case, deterministic, interpreter):
     interpreter(check_mode, case, deterministic)
 
 
-@pytest.mark.parametrize("name", HARD_TO_CHOOSE)
-def test_choice_in_the_interpreter(name, interpreter):
-    interpreter(check_choice, name, (16, 18), 2, "cpu")
-
-
-def test_families_are_apart_in_the_interpreter(interpreter):
-    interpreter(check_families_are_apart, "cpu")
+@kernels(
+    check_choice,
+    product(HARD_TO_CHOOSE, [(16, 18)], [2]),
+    product(HARD_TO_CHOOSE, [(60, 76)], [3, 20, 128]),
+)
+def test_choice(run):
+    run()
 
 
 def test_reasons_are_all_given():
@@ -138,13 +141,6 @@ def test_on_a_gpu(case, dtype):
     check(case, "triton", dtype, "cuda")
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", HARD_TO_CHOOSE)
-@pytest.mark.parametrize("topk", [3, 20, 128])
-def test_choice_on_a_gpu(name, topk):
-    check_choice(name, (60, 76), topk, "cuda")
-
-
 def check_families_are_apart(device):
     """What is not finite in one batch entry stays there, though a program has families of both."""
     for variant, spoilt in (("A", 1), ("A", 2), ("B", 1), ("B", 2)):  # keys, or values
@@ -162,9 +158,9 @@ def check_families_are_apart(device):
             assert torch.equal(x, y)
 
 
-@pytest.mark.gpu
-def test_families_are_apart():
-    check_families_are_apart("cuda")
+@kernels(check_families_are_apart)
+def test_families_are_apart(run):
+    run()
 
 
 @pytest.mark.gpu
