@@ -60,8 +60,7 @@ def predict(
     with _progress(None, len(left), predictor.task.item, progress) as bar:
         for outcomes in found:
             if store is not None:
-                results = {i: result for i, result in outcomes if isinstance(result, Result)}
-                store.put({source.name(i): result for i, result in results.items()})
+                store.put({source.name(i): x for i, x in outcomes if isinstance(x, Result)})
             bar.update(len(outcomes))
             yield from outcomes
     if store is not None:

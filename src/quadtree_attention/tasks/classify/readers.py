@@ -5,7 +5,7 @@ import json
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import numpy as np
 from PIL import Image
@@ -16,7 +16,6 @@ from quadtree_attention.images import SUFFIXES, decode, to_image
 from quadtree_attention.tasks.contract import Source, file_identity
 from quadtree_attention.tasks.readers import check_folder, data_root, read_npz, reading, summary
 
-Split = Literal["train", "val"]
 Kind = Literal["auto", "folder", "npz"]
 
 
@@ -117,7 +116,7 @@ class GeneratedSource(Labelled):
     For trying things out without data. The splits share no image.
     """
 
-    def __init__(self, split: Split, *, count: int, classes: int, size: int) -> None:
+    def __init__(self, split: str, *, count: int, classes: int, size: int) -> None:
         self.path = Path(f"generated-{size}")
         self.classes = [f"{180 * i // classes} degrees" for i in range(classes)]
         self.names = [f"{split}-{index}" for index in range(count)]
@@ -125,7 +124,7 @@ class GeneratedSource(Labelled):
         self._split, self._size = split, size
 
     def images(self, index: int) -> tuple[Image.Image]:
-        rng = np.random.default_rng((get_args(Split).index(self._split), index))
+        rng = np.random.default_rng((("train", "val").index(self._split), index))
         angle = np.pi * (self.labels[index] + rng.uniform(-0.2, 0.2)) / len(self.classes)
         period = rng.uniform(6, 14)
         y, x = np.mgrid[: self._size, : self._size]

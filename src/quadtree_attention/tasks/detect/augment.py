@@ -39,9 +39,8 @@ class Augment:
 
     def __call__(self, image: Image.Image, target: Target) -> tuple[torch.Tensor, Target]:
         """The image as (3, H, W) of uint8, and its objects, those that vanished left out."""
-        pixels = tv.pil_to_tensor(image)
-        size = (pixels.shape[1], pixels.shape[2])
-        wrapped: dict[str, Any] = {**target, "image": tv_tensors.Image(pixels)}
+        size = (image.height, image.width)
+        wrapped: dict[str, Any] = {**target, "image": tv_tensors.Image(image)}
         wrapped["boxes"] = tv_tensors.BoundingBoxes(
             target["boxes"], format="XYXY", canvas_size=size
         )
