@@ -15,6 +15,7 @@ from quadtree_attention.ops.transport.functional import (
     plain_sinkhorn,
     sinkhorn,
 )
+from tests.interpreter import kernels
 
 
 @dataclass(frozen=True)
@@ -148,14 +149,19 @@ def check_module(device):
         assert (x - true).abs().max() < 1e-4 * true.abs().max()
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_kernels_in_the_interpreter(case, interpreter):
-    interpreter(check, case, "cpu")
+@kernels(check, zip(CASES), zip(CASES + LARGE_CASES))
+def test_kernels(run):
+    run()
 
 
-@pytest.mark.parametrize("check", [check_modes, check_module])
-def test_checks_in_the_interpreter(check, interpreter):
-    interpreter(check, "cpu")
+@kernels(check_modes)
+def test_modes(run):
+    run()
+
+
+@kernels(check_module)
+def test_module(run):
+    run()
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -203,18 +209,6 @@ def test_the_reference_is_plain():
         results = sinkhorn(scores, bin_score, 2)
     for x, y in zip(results, plain, strict=True):
         assert torch.equal(x, y)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("case", CASES + LARGE_CASES, ids=str)
-def test_kernels_on_a_gpu(case):
-    check(case, "cuda")
-
-
-@pytest.mark.gpu
-def test_modes_on_a_gpu():
-    check_modes("cuda")
-    check_module("cuda")
 
 
 @pytest.mark.gpu

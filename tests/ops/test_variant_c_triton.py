@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The Triton kernels of variant C against the reference, in Triton's interpreter."""
 
-import pytest
+from itertools import product
+
 import torch
 
 from quadtree_attention import BackendUnsupportedError, quadtree_attention, quadtree_sdpa
+from tests.interpreter import kernels
 from tests.support import raises
 
 CASES = {
@@ -34,7 +36,7 @@ def run(backend, q, k, v, prefix, masks, options):
     return out, lse, grads, selection
 
 
-def check(name, dtype, tolerance, device="cpu"):
+def check(name, dtype, tolerance, device):
     grid, key_grid, levels, topk, masked, prefix, options = CASES[name]
     q = torch.randn(2, *grid, 2, 8, device=device)
     k, v = (torch.randn(2, *key_grid, 2, d, device=device) for d in (8, 5))
@@ -60,16 +62,19 @@ def check(name, dtype, tolerance, device="cpu"):
         torch.testing.assert_close(a, b, rtol=tolerance, atol=4 * tolerance)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_equals_the_reference(interpreter, name):
-    interpreter(check, name, torch.float32, 1e-5)
+LOW = {torch.float16: 1e-2, torch.bfloat16: 8e-2}
 
 
-def test_half_precision(interpreter):
-    interpreter(check, "masked", torch.float16, 1e-2)
+@kernels(
+    check,
+    [*product(CASES, [torch.float32], [1e-5]), ("masked", torch.float16, 1e-2)],
+    [(name, *way) for name in CASES for way in ((torch.float32, 1e-4), *LOW.items())],
+)
+def test_equals_the_reference(run):
+    run()
 
 
-def check_dense(device="cpu"):
+def check_dense(device):
     q, k, v = torch.randn(3, 1, 2, 2 + 5 * 7, 8, device=device).unbind()
     options = {"grid": (5, 7), "prefix": 2, "num_levels": 3, "topk": 10**6, "backend": "triton"}
     for grid, tokens in (((5, 7), 37), ([(3, 4), (4, 4)], 30)):
@@ -82,14 +87,6 @@ def check_dense(device="cpu"):
     raises(BackendUnsupportedError, words, quadtree_sdpa, q, q, q, **options)
 
 
-def test_keeping_all_is_dense_attention(interpreter):
-    interpreter(check_dense)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("name", CASES)
-def test_on_a_gpu(name, dtype):
-    tolerance = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 8e-2}[dtype]
-    check(name, dtype, tolerance, "cuda")
-    check_dense("cuda")
+@kernels(check_dense)
+def test_keeping_all_is_dense_attention(run):
+    run()
