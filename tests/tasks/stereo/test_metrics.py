@@ -7,14 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from quadtree_attention.tasks.stereo.metrics import (
-    bad_pixels,
-    d1,
-    end_point_error,
-    mean_scores,
-    occlusion_iou,
-    scores,
-)
+from quadtree_attention.tasks.stereo.metrics import mean_scores, occlusion_iou, scores
 
 TRUTH = torch.tensor([[10.0, 20.0, 100.0, 50.0], [5.0, 0.0, 80.0, 30.0]])
 ERROR = torch.tensor([[0.5, -1.5, 4.0, 3.5], [-2.5, 9.0, -3.0, 0.0]])
@@ -33,9 +26,9 @@ def test_worked_example():
     given = (TRUTH + ERROR, TRUTH, KNOWN, OCCLUDED, OCCLUDED.float())
     assert scores(*given) == scores(*(tensor.numpy() for tensor in given))
     truth = np.full((4, 4), 200.0, np.float32)
-    error = end_point_error(torch.full((4, 4), 200.125).bfloat16(), truth, truth > 0)
-    assert error == 0.0  # bfloat16 has no 200.125
-    assert end_point_error(np.full((4, 4), 200.125), truth, truth > 0) == 0.125
+    found = scores(torch.full((4, 4), 200.125).bfloat16(), truth, truth > 0, truth < 0)
+    assert found["epe_all"] == 0.0  # bfloat16 has no 200.125
+    assert scores(np.full((4, 4), 200.125), truth, truth > 0, truth < 0)["epe_all"] == 0.125
 
 
 @pytest.mark.parametrize(
@@ -44,7 +37,7 @@ def test_worked_example():
 )
 def test_outliers_of_kitti_exceed_3_pixels_and_5_percent(truth, error, bad):
     truth = torch.tensor([truth], dtype=torch.float64)
-    assert d1(truth + error, truth, torch.tensor([True])) == bad
+    assert scores(truth + error, truth, truth > 0, truth < 0)["d1_all"] == bad
 
 
 def test_occlusion():
@@ -75,11 +68,11 @@ def test_what_has_no_score_and_what_is_wrong():
     assert math.isnan(only_hidden["d1_noc"]) and only_hidden["d1_all"] == 0
     broken = TRUTH.clone()
     broken[0, 0] = torch.nan
-    assert end_point_error(broken, TRUTH, KNOWN) == math.inf
-    assert bad_pixels(broken, TRUTH, KNOWN, 3) == pytest.approx(100 / 7)
-    assert d1(broken, TRUTH, KNOWN) == pytest.approx(100 / 7)
+    found = scores(broken, TRUTH, KNOWN, nothing)
+    assert found["epe_all"] == math.inf
+    assert found["bad3_all"] == found["d1_all"] == pytest.approx(100 / 7)
     unknown = torch.where(KNOWN, TRUTH, torch.nan)
-    assert end_point_error(unknown, unknown, KNOWN) == 0
+    assert scores(unknown, unknown, KNOWN, nothing)["epe_all"] == 0
     images = [{"epe": 1.0, "iou": math.nan}, {"epe": 3.0, "iou": 0.5}, {"epe": 2.0, "iou": 0.7}]
     assert mean_scores(images) == pytest.approx({"epe": 2.0, "iou": 0.6})
     assert math.isnan(mean_scores([{"iou": math.nan}])["iou"])

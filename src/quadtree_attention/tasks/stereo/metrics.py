@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Metrics of disparities and occlusions.
 
-Pure functions on tensors or arrays of any one shape; `where` says which pixels count. Without any
-such pixel a score is NaN. A prediction that is not a number is infinitely wrong.
+Pure functions on tensors or arrays of any one shape. Without any pixel that counts a score is NaN.
+A prediction that is not a number is infinitely wrong.
 """
 
 from collections.abc import Iterable, Mapping
@@ -58,23 +58,6 @@ class StereoMetric(Metric[StereoTruth, Disparity]):
         return Scores("stereo", mean_scores(numbers), self.rows, columns, facts)
 
 
-def end_point_error(disparity: Values, truth: Values, where: Values) -> float:
-    """Mean error of disparity, in pixels."""
-    return _mean(_errors(disparity, truth), where)
-
-
-def bad_pixels(disparity: Values, truth: Values, where: Values, threshold: float) -> float:
-    """Pixels with an error above the threshold, in percent."""
-    return 100 * _mean(_errors(disparity, truth) > threshold, where)
-
-
-def d1(disparity: Values, truth: Values, where: Values) -> float:
-    """Outliers of KITTI in percent: errors above 3 pixels and above 5 % of the truth."""
-    error = _errors(disparity, truth)
-    outlier = (error > D1_PIXELS) & (error > D1_SHARE * torch.as_tensor(truth).abs())
-    return 100 * _mean(outlier, where)
-
-
 def occlusion_iou(
     predicted: Values, occluded: Values, where: Values, *, both: bool = False
 ) -> float:
@@ -106,7 +89,8 @@ def scores(
     *,
     visible: Values | None = None,
 ) -> dict[str, float]:
-    """All scores of one image: `epe`, `bad1`, `bad2`, `bad3`, `d1`, each with `_noc` (pixels that
+    """All scores of one image: `epe` (mean error in pixels), `bad1`, `bad2` and `bad3` (percent of
+    errors above so many pixels), `d1` (outliers of KITTI in percent), each with `_noc` (pixels that
     are not occluded) and `_all` (all known pixels); `occlusion_iou` and `occlusion_iou_both`.
 
     Args:
@@ -119,12 +103,13 @@ def scores(
     """
     known, occluded = torch.as_tensor(known), torch.as_tensor(occluded)
     seen = known & ~occluded if visible is None else torch.as_tensor(visible)
+    error = _errors(disparity, truth)
+    wrong = {f"bad{pixels}": error > pixels for pixels in BAD}
+    wrong["d1"] = (error > D1_PIXELS) & (error > D1_SHARE * torch.as_tensor(truth).abs())
     found: dict[str, float] = {}
-    for name, where in (("noc", seen & known), ("all", known)):
-        found[f"epe_{name}"] = end_point_error(disparity, truth, where)
-        for threshold in BAD:
-            found[f"bad{threshold}_{name}"] = bad_pixels(disparity, truth, where, threshold)
-        found[f"d1_{name}"] = d1(disparity, truth, where)
+    for region, where in (("noc", seen & known), ("all", known)):
+        found[f"epe_{region}"] = _mean(error, where)
+        found |= {f"{name}_{region}": 100 * _mean(bad, where) for name, bad in wrong.items()}
     if predicted_occlusion is not None:
         judged = seen | occluded
         for name, both in (("occlusion_iou", False), ("occlusion_iou_both", True)):
