@@ -117,7 +117,8 @@ def _homography(
     draws: Draws, size: tuple[int, int], size1: tuple[int, int], options: HomographyOptions
 ) -> Tensor:
     """Return the first candidate with enough overlap (B, 3, 3), with w = 1 in mid-view."""
-    tries = _unit_to_pixels(size1) @ _candidates(draws, options) @ _pixels_to_unit(size)
+    to_pixels = torch.linalg.inv(_pixels_to_unit(size1))
+    tries = to_pixels @ _candidates(draws, options) @ _pixels_to_unit(size)
     flat = tries.flatten(0, 1)
     shared = torch.minimum(
         _overlap(flat, size, size1), _overlap(torch.linalg.inv(flat), size1, size)
@@ -152,10 +153,6 @@ def _pixels_to_unit(size: tuple[int, int]) -> Tensor:
     scale = 2 / math.hypot(height, width)
     x, y = -(width - 1) / 2 * scale, -(height - 1) / 2 * scale
     return torch.tensor([[scale, 0, x], [0, scale, y], [0, 0, 1]], dtype=torch.float64)
-
-
-def _unit_to_pixels(size: tuple[int, int]) -> Tensor:
-    return torch.linalg.inv(_pixels_to_unit(size))
 
 
 def _overlap(H: Tensor, size: tuple[int, int], other: tuple[int, int]) -> Tensor:
