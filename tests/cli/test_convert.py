@@ -19,7 +19,6 @@ from quadtree_attention.models.registry import complete, load
 from quadtree_attention.models.stereo_convert import convert_stereo
 from quadtree_attention.models.weights import read_card, read_checkpoint
 from tests.conftest import Golden, golden_files
-from tests.models.sttr_names import official_state
 from tests.support import Hostile, commands
 from tests.support.commands import invoke, printed, row
 from tests.support.official import golden_image, load_official, recipe_state, shapes_of
@@ -338,7 +337,7 @@ def test_matchers_and_options_that_do_not_fit(loftr, change, options, words):
 
 
 def test_sttr():
-    state = official_state()
+    state = recipe_state("sttr")
     torch.save({"epoch": 15, "state_dict": state}, "sceneflow_pretrained_model.pth.tar")
     text = printed("convert", "sceneflow_pretrained_model.pth.tar", "--save", "sttr.safetensors")
     assert row(text, "parameters").startswith("2,513,811 in ")

@@ -33,7 +33,7 @@ def recipe(key: str, shape: list[int]) -> Tensor:
         draw *= gain / math.sqrt(math.prod(shape[1:]))
     elif not key.endswith("py_att.weight"):
         draw = (1.0 if key.endswith(".weight") else 0.0) + 0.1 * draw
-    return torch.from_numpy(draw.astype(np.float32))
+    return torch.from_numpy(np.asarray(draw, np.float32))
 
 
 def recipe_state(name: str) -> dict[str, Tensor]:
