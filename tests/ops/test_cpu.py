@@ -185,17 +185,6 @@ def same_bits(x, got, expected):
     assert torch.equal(a, b)
 
 
-GRIDS = [(11,), (6, 9), (8, 4), (3, 5, 4)]
-
-
-@pytest.mark.parametrize("grid", GRIDS)
-def test_back_to_the_grid(grid):
-    tree = Tree(grid, 3)
-    x = torch.randn(2, 3, tree.num_cells(2), 11, requires_grad=True)
-    same_bits(x, cpu.to_grid(tree, x), plain.to_grid(tree, x))
-    torch.library.opcheck(OPS.cpu_to_grid, (x, list(grid), 3))
-
-
 def test_orders_of_trees_are_bounded(monkeypatch):
     monkeypatch.setattr(pyramids, "_orders", {})
     monkeypatch.setattr(pyramids, "MOST_BYTES", 3000)
@@ -209,27 +198,26 @@ def test_orders_of_trees_are_bounded(monkeypatch):
     assert list(pyramids._orders) == trees[:1]
 
 
-@pytest.mark.parametrize("level", [0, 1, 2])
-@pytest.mark.parametrize("grid", GRIDS)
-def test_a_level_in_tree_order(grid, level):
+@pytest.mark.parametrize("grid", [(11,), (6, 9), (8, 4), (3, 5, 4)])
+def test_levels_in_tree_order_and_back(grid):
     tree = Tree(grid, 3)
-    x = torch.randn(2, *tree.grid_at(level), 3, 11, requires_grad=True)
-    same_bits(x, cpu.to_tree(tree, x, level), plain.to_tree(tree, x, level))
-    if level:
-        torch.library.opcheck(OPS.cpu_to_tree, (x, list(tree.grid_at(level)), level + 1))
+    for level in range(3):
+        x = torch.randn(2, *tree.grid_at(level), 3, 11, requires_grad=True)
+        same_bits(x, cpu.to_tree(tree, x, level), plain.to_tree(tree, x, level))
+        if level:
+            torch.library.opcheck(OPS.cpu_to_tree, (x, list(tree.grid_at(level)), level + 1))
+    x = torch.randn(2, 3, tree.num_cells(2), 11, requires_grad=True)
+    same_bits(x, cpu.to_grid(tree, x), plain.to_grid(tree, x))
+    torch.library.opcheck(OPS.cpu_to_grid, (x, list(grid), 3))
 
 
-def test_exported_programs_use_the_reference(monkeypatch):
-    monkeypatch.setattr(torch.compiler, "is_exporting", lambda: True)
-    problem = make_problem(*draw(), num_levels=2, topk=3)
-    assert cpu.CPU.reasons(problem) == ["exported programs use the reference"]
-
-
-def test_reasons():
+def test_reasons(monkeypatch):
     q, k, v = (x.to("meta") for x in draw())
     problem = make_problem(q, k, v, num_levels=2, topk=3)
     assert cpu.CPU.reasons(problem) == []
     assert attend(q, k, v).shape == q.shape
+    monkeypatch.setattr(torch.compiler, "is_exporting", lambda: True)
+    assert cpu.CPU.reasons(problem) == ["exported programs use the reference"]
 
 
 def test_gradient_that_is_expanded():
@@ -336,10 +324,6 @@ def test_flop_counter_that_is_imported_late():
     source = """
 import torch
 import quadtree_attention as qa
-from quadtree_attention.ops import backends
-from quadtree_attention.ops.attention import cpu
-if cpu.CPU not in backends.BACKENDS:
-    backends.BACKENDS = (cpu.CPU, *backends.BACKENDS)
 from torch.utils.flop_counter import FlopCounterMode
 q, k, v = torch.randn(3, 1, 4, 6, 1, 8).unbind()
 with FlopCounterMode(display=False) as counter:
@@ -464,10 +448,6 @@ import sys
 sys.modules["numba"] = None
 import torch
 from quadtree_attention import BackendUnsupportedError, quadtree_attention
-from quadtree_attention.ops import backends
-from quadtree_attention.ops.attention import cpu
-if cpu.CPU not in backends.BACKENDS:
-    backends.BACKENDS = (cpu.CPU, *backends.BACKENDS)
 q, k, v = torch.randn(3, 1, 4, 6, 1, 8).unbind()
 assert quadtree_attention(q, k, v, num_levels=2, topk=2).shape == q.shape
 try:
