@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The shape of the package: the same files in every task, nothing written twice, lazy imports."""
 
-import ast
 import io
 import keyword
 import pkgutil
@@ -41,18 +40,6 @@ def files(task: str) -> set[str]:
 def test_tasks_have_the_same_files(task):
     assert files(task) >= EVERY_TASK
     assert files(task) - EVERY_TASK - SOME_TASKS == OWN[task]
-
-
-@pytest.mark.parametrize("task", NAMES)
-def test_no_task_imports_another(task):
-    others = tuple(f"quadtree_attention.tasks.{name}" for name in NAMES if name != task)
-    for path in (TASKS / task).glob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
-            if isinstance(node, ast.ImportFrom) and node.module:
-                names = [node.module, *(f"{node.module}.{a.name}" for a in node.names)]
-            bad = [name for name in names if name.startswith(others)]
-            assert not bad, f"{path.name} imports {bad[0]}"
 
 
 def shapes(path: Path) -> list[tuple[str, int]]:

@@ -11,7 +11,6 @@ from quadtree_attention.errors import OptionError
 from quadtree_attention.models.registry import create
 from tests.conftest import ROOT
 from tests.support import raises
-from tests.support.commands import command
 
 pytest.importorskip("pytorch_lightning", reason="training needs the extra 'train'")
 
@@ -20,7 +19,7 @@ from quadtree_attention.models.parts import context_attention as context
 from quadtree_attention.nn import QuadtreeAttention
 from quadtree_attention.tasks.training.recipe import read_recipe
 from quadtree_attention.tasks.training.run import run_command
-from tests.support.training import history, train
+from tests.support.training import train
 
 FOLDER = ROOT / "recipes"
 RECIPES = sorted(FOLDER.glob("*/*.yaml"))
@@ -157,15 +156,9 @@ def test_misspelt_key_is_refused_and_the_right_one_suggested(path, tmp_path):
     [
         ("classify/imagenet-b2", "imagenet.yaml --variant b2"),
         ("classify/generated-debug", "debug.yaml --variant generated"),
-        ("classify/tiny20-debug", "debug.yaml --variant tiny20"),
-        ("classify/tiny20-quadtree-b-k16", "tiny20.yaml --variant quadtree-b-k16"),
         ("detect/coco-maskrcnn-b3-3x", "coco-maskrcnn.yaml --variant b3,3x"),
         ("detect/bccd-retinanet-quadtree-b-k8", "bccd.yaml --variant quadtree-b-k8"),
-        ("detect/maskrcnn-debug", "debug.yaml --variant maskrcnn"),
-        ("match/loftr-lite-spatial-reduction", "loftr-lite.yaml --variant spatial-reduction"),
-        ("match/synthetic-debug", "debug.yaml --variant synthetic"),
         ("segment/camvid11-semfpn-sr-lepe", "camvid11.yaml --variant sr-lepe"),
-        ("stereo/synthetic-full", "synthetic.yaml --variant full"),
     ],
 )
 def test_recipe_of_before_variants_answers_with_its_new_name(old, new):
@@ -263,10 +256,6 @@ def test_stereo_recipe_is_the_paper_s_and_sttr_s():
     assert (model["decay"], model["decay_epochs"]) == (0.99, list(range(1, 15)))
 
 
-def test_there_are_few_recipe_files():
-    assert len(RECIPES) <= 22
-
-
 def test_tiny20_recipes_differ_in_the_attention_only():
     path = FOLDER / "classify" / "tiny20.yaml"
     variants = ATTENTIONS["classify/tiny20"]
@@ -296,19 +285,10 @@ def test_variant_has_the_attention_of_its_name(name, variant):
     assert own == particulars
 
 
-def test_debug_recipe_trains(tmp_path):
-    """As a user runs it; under 30 s on an idle core, once the kernels are compiled."""
-    recipe = str(FOLDER / "classify" / "debug.yaml")
-    options = ("--config", recipe, "--run_dir", str(tmp_path / "run"))
-    done = command("train", "classify", *options, timeout=400)
-    assert done.returncode == 0, done.stderr
-    assert "images/s" in done.stdout + done.stderr
-    assert max(float(row["val/top1"]) for row in history(tmp_path / "run")) > 60  # chance is 25
-
-
 @pytest.mark.parametrize(
     ("task", "options", "score", "least"),
     [
+        ("classify", [], "val/top1", 60),  # chance is 25
         ("classify", ["--variant=tiny20"], "val/top1", 80),  # chance is 50
         (  # of nothing but background: 19
             "segment", [f"--data.{name}=48" for name in ("generated_size", "height", "width")],
@@ -316,7 +296,7 @@ def test_debug_recipe_trains(tmp_path):
         ),
     ],
 )  # fmt: skip
-def test_other_debug_recipes_train(task, options, score, least, tmp_path):
+def test_debug_recipes_train(task, options, score, least, tmp_path):
     rows = train(task, FOLDER / task / "debug.yaml", tmp_path / "run", *options)
     assert max(float(row[score]) for row in rows if row[score]) > least
     assert (tmp_path / "run" / "best.safetensors").exists()

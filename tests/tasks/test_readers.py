@@ -4,6 +4,7 @@ import pytest
 
 from quadtree_attention.errors import CheckpointError, DataError
 from quadtree_attention.tasks.readers import class_names, match_classes, read_npz, summary
+from tests.support import raises
 from tests.support.commands import refusal
 
 
@@ -42,8 +43,7 @@ def test_classes_are_matched_by_name(ours, theirs, labels):
     ],
 )
 def test_classes_that_do_not_match(ours, theirs):
-    with pytest.raises(CheckpointError, match="use weights and data of the same classes"):
-        match_classes(theirs, ours)
+    raises(CheckpointError, "use weights and data of the same classes", match_classes, theirs, ours)
 
 
 @pytest.mark.parametrize("names", [["cat"], ["cat", "dog", "elk"], "cd"])

@@ -7,11 +7,8 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from tests.conftest import ROOT
 from tests.support import tiny
 
-CAMVID = ROOT.parent / "shared" / "data" / "camvid11"
-NO_CAMVID = "camvid11 is not at ../shared/data beside the checkout"
 CLASSES = ["sky", "road", "car"]
 IGNORED = 9
 KWARGS = {"num_classes": len(CLASSES), "channels": 8, "head_channels": 8, "topk": 4}

@@ -18,7 +18,7 @@ from quadtree_attention.tasks.segment.readers import (
 )
 from tests.support import raises
 from tests.support.commands import refusal
-from tests.tasks.segment.files import CAMVID, CLASSES, IGNORED, NO_CAMVID, label_map, write_set
+from tests.tasks.segment.files import CLASSES, IGNORED, label_map, write_set
 
 
 @pytest.fixture
@@ -73,18 +73,6 @@ def test_ade20k(tmp_path):
     (tmp_path / "objectInfo150.txt").write_text("\n".join(rows[:-1]))
     with pytest.raises(DataError, match="must name 150 classes, got 149"):
         open_source(tmp_path, split="train", layout="ade20k")
-
-
-@pytest.mark.skipif(not CAMVID.is_dir(), reason=NO_CAMVID)
-def test_camvid():
-    counts = {split: len(open_source(CAMVID, split=split)) for split in ("train", "val")}
-    assert counts == {"train": 367, "val": 101}
-    source = open_source(CAMVID, split="val")
-    assert source.classes[0] == "sky" and len(source.classes) == 11 and source.skipped == []
-    image, labels = read(source, 0)
-    assert image.size == (480, 360) and labels.min() == IGNORE and labels.max() <= 10
-    upper, lower = labels[:60], labels[-60:]
-    assert (upper == 3).sum() == 0 < (lower == 3).sum()  # the road is below
 
 
 def test_generated():

@@ -66,8 +66,3 @@ def test_label_maps_of_many_classes(tmp_path):
     (read,) = SegmentationCodec(classes=names).decode(tmp_path / "a.png").values()
     assert np.array_equal(read.labels, labels) and read.labels.dtype == np.uint16
     assert read.names == names
-
-
-def test_images_can_be_handed_in(found):
-    alone = Segmentation(labels=found.labels, names=found.names, palette=found.palette)
-    assert alone.draw(image=photo(30, 45)).size == found.draw().size

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs that are killed and go on, and runs on several processes: the same weights in the end."""
 
-import csv
 import subprocess
 import sys
 import time
@@ -12,38 +11,23 @@ import torch
 from quadtree_attention.tasks.training.run import run_command
 from tests.support import processes
 from tests.support.commands import environment
+from tests.support.training import history
+from tests.tasks.training.test_run import write_recipe
 
-# 3 epochs of 8 steps, with all that draws random numbers in training
-RECIPE = """
-seed_everything: 3
-save_every: 3
-model:
-  model: test_quadtree
-  options: {backend: reference}
-  lr: 0.05
-  warmup_epochs: 1
-  drop_path: 0.2
-  mixup: 0.5
-  cutmix: 0.5
-data:
-  source: generated
-  generated_count: 64
-  image_size: 32
-  stored_size: 32
-  batch_size: 8
-  workers: 2
-trainer:
-  max_epochs: 3
-  accelerator: cpu
-  enable_progress_bar: false
-"""
-PLAIN = ("--model.drop_path=0", "--model.mixup=0", "--model.cutmix=0", "--data.workers=0")
+RANDOM = (  # 3 epochs of 8 steps, with all that draws random numbers in training
+    "--seed_everything=3", "--save_every=3", "--trainer.max_epochs=3", "--data.generated_count=64",
+    "--data.augment=timm", "--data.workers=2", "--model.drop_path=0.2", "--model.mixup=0.5",
+    "--model.cutmix=0.5",
+)  # fmt: skip
+PLAIN = (
+    "--model.drop_path=0", "--model.mixup=0", "--model.cutmix=0", "--data.workers=0",
+    "--trainer.max_epochs=2",
+)  # fmt: skip
 
 
 def options_of(folder, *options):
-    recipe = folder.parent / "recipe.yaml"
-    recipe.write_text(RECIPE)
-    return ["--config", str(recipe), "--run_dir", str(folder), *options]
+    recipe = write_recipe(folder.parent)
+    return ["--config", str(recipe), "--run_dir", str(folder), *RANDOM, *options]
 
 
 def start(folder, *options):
@@ -74,8 +58,8 @@ def kill_after_step(folder, step):
     raise AssertionError(f"no checkpoint of step {step} in time")
 
 
-def assert_same_run(resumed, whole, atol=0.0):
-    assert resumed["global_step"] == whole["global_step"] == 24
+def assert_same_run(resumed, whole, steps=24, atol=0.0):
+    assert resumed["global_step"] == whole["global_step"] == steps
     for name, tensor in whole["state_dict"].items():
         torch.testing.assert_close(resumed["state_dict"][name], tensor, rtol=0, atol=atol)
 
@@ -95,8 +79,7 @@ def test_killed_run_goes_on_as_if_it_had_not_been(whole, tmp_path, step):
     resumed = run(folder, "--resume")
     assert_same_run(resumed, whole[0])
     assert any(not torch.equal(before[name], x) for name, x in resumed["state_dict"].items())
-    epochs = [row["epoch"] for row in csv.DictReader((folder / "history.csv").open())]
-    assert epochs == ["1", "2", "3"]
+    assert [row["epoch"] for row in history(folder)] == ["1", "2", "3"]
 
 
 def test_two_processes_train_like_one(tmp_path):
@@ -106,4 +89,4 @@ def test_two_processes_train_like_one(tmp_path):
     words = [sys.executable, "-m", "quadtree_attention.cli", "train", "classify", *options]
     subprocess.run(words, env=environment(OMP_NUM_THREADS="1"), check=True, timeout=300)
     two = torch.load(tmp_path / "two" / "last.ckpt", weights_only=True)
-    assert_same_run(two, one, atol=1e-5)
+    assert_same_run(two, one, steps=16, atol=1e-5)

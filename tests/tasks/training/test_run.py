@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from PIL import Image
 
 from quadtree_attention.errors import OptionError
 from quadtree_attention.models.registry import load
@@ -68,6 +69,13 @@ def test_files_of_a_run(finished):
     assert sorted(os.listdir(finished)) == [*names, "history.csv", "last.ckpt"]
     assert last(finished)["global_step"] == 8
     assert [row["epoch"] for row in rows(finished)] == ["1", "2"]
+    for row in rows(finished):
+        assert 0 < float(row["seconds"]) < 60
+        assert 0.3 < float(row["train/loss"]) < 3 and 0 < float(row["val/loss"]) < 5
+        assert 0 <= float(row["val/top1"]) <= float(row["val/top5"]) == 100
+    with Image.open(finished / "curves.png") as image:
+        assert image.format == "PNG" and image.width > 600 and image.height > 200
+        assert image.convert("L").entropy() > 0.3  # not blank
     best = torch.load(finished / "best.ckpt", weights_only=True)["state_dict"]
     for name, tensor in load(finished / "best.safetensors").state_dict().items():
         assert torch.equal(tensor, best[f"model.{name}"])
