@@ -103,15 +103,21 @@ def test_gradients_pass_masks_and_checkpointing(kind):
     model = tiny(kind, drop_path_rate=0.3).train()
     batch, mask = padded(images(), 7.0)
     batch.requires_grad_()
+    calls = []
+    for stage in model.stages:
+        for block in stage.blocks:
+            block.norm1.register_forward_pre_hook(lambda *_: calls.append(1))
 
     def gradients() -> list[Tensor]:
         torch.manual_seed(3)
         model.zero_grad()
         batch.grad = None
+        calls.clear()
         model.forward_features(batch, mask).square().sum().backward()
         return [p.grad.clone() for p in model.parameters()] + [batch.grad.clone()]
 
     plain = gradients()
+    assert len(calls) == 5
     assert all(gradient.isfinite().all() for gradient in plain)
     names = [*dict(model.named_parameters()), "image"]
     without = {name for name, gradient in zip(names, plain, strict=True) if not gradient.any()}
@@ -120,6 +126,10 @@ def test_gradients_pass_masks_and_checkpointing(kind):
     model.set_grad_checkpointing()
     for got, wanted in zip(gradients(), plain, strict=True):
         torch.testing.assert_close(got, wanted, rtol=0, atol=1e-12)
+    assert len(calls) == 10
+    model.set_grad_checkpointing(False)
+    gradients()
+    assert len(calls) == 5
 
 
 def test_cells_are_visible_if_a_pixel_is():

@@ -98,27 +98,27 @@ def test_thin_images(kind, size):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("attention", ["quadtree", "spatial_reduction", "window"])
+@pytest.mark.parametrize(
+    ("attention", "gain", "dtype", "box", "score"),
+    [
+        *(
+            (x, 1.5, torch.float64, 1e-9, 1e-10)
+            for x in ("quadtree", "spatial_reduction", "window")
+        ),
+        ("quadtree", 0.7, torch.float32, 1e-4, 1e-5),  # more would magnify rounding errors
+    ],
+)
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_image_gives_the_same_alone_and_in_a_batch(kind, attention):
-    model = tiny(kind, attention=attention).double()
-    batch = images()
-    together = model(batch)
-    for image, found in zip(batch, together, strict=True):
+def test_an_image_gives_the_same_alone_and_in_a_batch(kind, attention, gain, dtype, box, score):
+    model = tiny(kind, gain=gain, attention=attention).to(dtype)
+    batch = images(dtype)
+    for image, found in zip(batch, model(batch), strict=True):
         (alone,) = model([image])
-        check_same(found, alone, box=1e-9, score=1e-10)
-        assert len(alone["scores"].unique()) > 20 and set(alone["labels"].tolist()) == {1, 2, 3}
+        check_same(found, alone, box, score)
+        assert len(alone["scores"].unique()) > 20
+        assert set(alone["labels"].tolist()) == {1, 2, 3} or dtype == torch.float32
         # masks are pasted with corners rounded to pixels
         assert ("masks" in alone) == (kind == "mask_rcnn")
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_same_in_float32(kind):
-    model = tiny(kind, gain=0.7)  # more would magnify rounding errors
-    batch = images(torch.float32)
-    for image, found in zip(batch, model(batch), strict=True):
-        check_same(found, model([image])[0], box=1e-4, score=1e-5)
 
 
 @torch.no_grad()

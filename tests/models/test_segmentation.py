@@ -14,8 +14,6 @@ pytest.importorskip("torchvision", reason="the feature pyramid needs torchvision
 from quadtree_attention.errors import OptionError, ShapeError
 from quadtree_attention.models.registry import create
 from quadtree_attention.models.segmentation import SemanticFPN, sliding_window
-from quadtree_attention.nn import QuadtreeAttention
-from quadtree_attention.nn.baselines import WindowAttention
 from tests.support import raises
 
 pytestmark = pytest.mark.usefixtures("only_reference")
@@ -66,14 +64,6 @@ def test_official_options_are_the_default():
         assert all(branch.activation == "relu" for branch in attention.value_branches)
     other = attentions(tiny(topk=4, value_act="gelu"))[0]
     assert set(other.topk) == {4} and other.value_branches[0].activation == "gelu"
-
-
-def test_other_attentions():
-    with torch.device("meta"):
-        plain = create("semfpn_quadtree_a_b0", num_classes=3)
-    assert all(type(a) is QuadtreeAttention and a.variant == "A" for a in attentions(plain))
-    windows = tiny(attention="window", attention_options={"window_size": 4}, lepe=True)
-    assert all(type(attention) is WindowAttention for attention in attentions(windows))
 
 
 @pytest.mark.parametrize(

@@ -10,28 +10,20 @@ from quadtree_attention.nn.value_pyramid import norm_of_maps, plus_parents
 @pytest.mark.parametrize("grid", [(6, 8), (5, 8), (5, 7), (1, 1), (7,), (3, 4, 6)])
 @pytest.mark.parametrize("channels_first", [False, True])
 def test_cells_get_what_their_parents_have(grid, channels_first):
-    x = torch.randn(2, *grid, 3)
-    above = torch.randn(2, *(-(-size // 2) for size in grid), 3)
+    """And parents the gradients of their children."""
+    x = torch.randn(2, *grid, 3, dtype=torch.float64)
+    parents = [-(-size // 2) for size in grid]
+    above = torch.randn(2, *parents, 3, dtype=torch.float64, requires_grad=True)
     expected = above
     for axis, size in enumerate(grid, start=1):
         expected = expected.repeat_interleave(2, axis).narrow(axis, 0, size)
     expected = x + expected
     if channels_first:  # as a convolution may leave it in memory
         x = x.movedim(-1, 1).contiguous().movedim(1, -1)
-    assert torch.equal(plus_parents(x, above), expected)
-
-
-@pytest.mark.parametrize("grid", [(6, 8), (5, 7), (1, 1), (7,), (3, 4, 6)])
-def test_parents_get_the_gradients_of_their_children(grid):
-    parents = [-(-size // 2) for size in grid]
-    above = torch.zeros(2, *parents, 3, dtype=torch.float64, requires_grad=True)
-    dy = torch.randn(2, *grid, 3, dtype=torch.float64)
-    (got,) = torch.autograd.grad(plus_parents(torch.zeros_like(dy), above), above, dy)
-    padding = [side for size in reversed(grid) for side in (0, size % 2)]
-    cells = torch.nn.functional.pad(dy, [0, 0, *padding])
-    for axis, size in enumerate(parents, start=1):
-        cells = cells.unflatten(axis, (size, 2)).sum(axis + 1)
-    torch.testing.assert_close(got, cells)
+    got, dy = plus_parents(x, above), torch.randn_like(x)
+    assert torch.equal(got, expected)
+    gradients = (torch.autograd.grad(y, above, dy) for y in (got, expected))
+    torch.testing.assert_close(*gradients)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])

@@ -92,33 +92,6 @@ def test_no_map_comes_first_in_vit_blocks(attention):
 
 
 @pytest.mark.usefixtures("only_reference")
-def test_one_batch_or_two_calls():
-    model = build()
-    map0, map1, mask1 = draw(5, 6), draw(5, 6), torch.rand(2, 5, 6) > 0.3
-    stacked = model(map0, map1, None, mask1)
-    model.layers = nn.ModuleList(InHalves(layer) for layer in model.layers)
-    for i in range(2):
-        alone = model(map0[i : i + 1], map1[i : i + 1], None, mask1[i : i + 1])
-        for got, expected in zip(alone, stacked, strict=True):
-            torch.testing.assert_close(got[0], expected[i], rtol=0, atol=1e-10)
-
-
-class InHalves(nn.Module):
-    """A layer that takes its batch in two calls."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, x, context=None, *, mask=None, context_mask=None):
-        halves = []
-        for i in range(2):
-            some = [None if t is None else t.chunk(2)[i] for t in (x, context, mask, context_mask)]
-            halves.append(self.layer(some[0], some[1], mask=some[2], context_mask=some[3]))
-        return torch.cat(halves)
-
-
-@pytest.mark.usefixtures("only_reference")
 def test_vit_block_is_the_quadtree_block_of_the_original():
     attn = build_context_attention("quadtree_b", 16, 2, {"topk": 3}, dtype=torch.float64)
     mlp = ConvMlp(16, 64, extra_relu=True, dtype=torch.float64)
@@ -150,11 +123,11 @@ def test_unknown_block():
 @pytest.mark.parametrize("block", ["loftr", "vit"])
 def test_large_maps_go_one_by_one_on_a_cpu(block, monkeypatch):
     model = build(block=block, pairs=2)
-    maps = draw(9, 7), draw(9, 7)
+    given = draw(9, 7), draw(9, 7), None, torch.rand(2, 9, 7) > 0.3
     batches: list[int] = []
     model.layers[0].register_forward_pre_hook(lambda _, inputs: batches.append(len(inputs[0])))
-    together = model(*maps)
+    together = model(*given)
     monkeypatch.setattr("quadtree_attention.models.parts.match_transformer.CPU_NUMBERS", 1)
-    for one, expected in zip(model(*maps), together, strict=True):
+    for one, expected in zip(model(*given), together, strict=True):
         torch.testing.assert_close(one, expected)
     assert batches == [4, 2, 2]
