@@ -10,6 +10,7 @@ import sys
 import pytest
 import typer
 
+from benchmarks.__main__ import parse
 from quadtree_attention.cli.main import app
 from tests.conftest import ROOT
 
@@ -53,6 +54,25 @@ def test_commands_of_the_documents_exist():
     assert count > 60
     assert unknown("match a.jpg --colour 1 -x") == ["--colour", "-x"]
     assert unknown("mtach a.jpg") == ["mtach"]
+
+
+def test_benchmarks_of_the_documents_exist(capsys):
+    """Commands outside of provenance, which is indented, have options that there are."""
+    lines = [
+        line
+        for path in (*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "benchmarks" / "README.md")
+        for line in re.findall(r"(?<! {4})python -m benchmarks ([a-z][^`\n#|]*)", path.read_text())
+    ]
+    for line in {*lines, "speed ops --modes --colour", "speed colours", "training x --colour 1"}:
+        known = "colour" not in line
+        try:
+            parse(shlex.split(line))
+            refused = False
+        except SystemExit:  # also without a GPU or data, which options are checked against
+            message = capsys.readouterr().err
+            refused = bool(re.search("unrecognized arguments|invalid choice|expected", message))
+        assert refused != known, line
+    assert len(lines) > 60
 
 
 def test_worked_example_of_the_mathematics():
