@@ -4,6 +4,8 @@
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -11,12 +13,11 @@ import pytest
 import torch
 
 from tests.conftest import ROOT
-from tests.support import commands, processes
+from tests.support import commands
 from tests.support.commands import invoke
 
 pytest.importorskip("pytorch_lightning", reason="training needs the extra 'train'")
 
-from quadtree_attention.cli.main import run as main
 from quadtree_attention.files import Lock
 from quadtree_attention.tasks.classify.module import ClassifyModule
 from tests.tasks.training.test_checkpoints import files_of_at_most
@@ -183,24 +184,24 @@ def test_advice_after_a_full_disk_in_a_new_run_works():
     assert run(*options).exit_code == 0
 
 
-def test_interrupted_run_says_how_to_go_on(tmp_path):
+def test_interrupted_run_says_how_to_go_on():
     """By a signal, in a process of its own."""
-    words = ["classify", "--config", tmp_path / "tiny.yaml", "--run_dir", tmp_path / "run"]
-    output, checkpoint = tmp_path / "output.txt", tmp_path / "run" / "last.ckpt"
-    options = ["train", *map(str, words), "--trainer.max_epochs", "1000"]
-    process = processes.start(main, options, output=output)
+    line = [sys.executable, "-m", "quadtree_attention.cli", "train", *TINY]
+    process = subprocess.Popen(
+        [*line, "--trainer.max_epochs", "1000"], stderr=subprocess.PIPE, text=True
+    )
     deadline = time.monotonic() + 300
-    while not checkpoint.exists() and process.exitcode is None and time.monotonic() < deadline:
+    checkpoint = Path("runs/classify-tiny/last.ckpt")
+    while not checkpoint.exists() and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.02)
-    os.kill(process.pid, signal.SIGINT)
-    process.join(60)
-    told = output.read_text()
+    process.send_signal(signal.SIGINT)
+    _, told = process.communicate(timeout=60)
     last = told.splitlines()[-1]
-    assert "Traceback" not in told and process.exitcode == 130
+    assert "Traceback" not in told and process.returncode == 130
     assert last.startswith("quadtree: interrupted at step ")
-    assert last.endswith(f"; {checkpoint} is kept, go on with it by --resume")
+    assert last.endswith("; runs/classify-tiny/last.ckpt is kept, go on with it by --resume")
     more = torch.load(checkpoint, weights_only=True)["epoch"] + 2
-    resumed = run(*words, "--trainer.max_epochs", more, "--resume")
+    resumed = run(*TINY, "--trainer.max_epochs", more, "--resume")
     assert resumed.exit_code == 0, resumed.stderr
 
 

@@ -20,8 +20,8 @@ from tests.contract.toy import network
 LEVELS = (0, 64, 128, 192)
 RECIPE = """
 task: toy
-model: {model: toy_brightness, lr: 0.2}
-trainer: {max_epochs: 6, accelerator: cpu, devices: 1, enable_progress_bar: false}
+model: {model: toy_brightness}
+trainer: {max_epochs: 12, accelerator: cpu, devices: 1, enable_progress_bar: false}
 variants:
   plain: {}
   short: {trainer: {max_epochs: 1}}
