@@ -7,7 +7,7 @@ import tempfile
 from argparse import ArgumentParser, ArgumentTypeError, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
@@ -153,9 +153,9 @@ def at_least_one(text: str) -> int:
     return value
 
 
-def numbers(text: str) -> list[int]:
+def numbers(text: str, kind: type = int) -> list[Any]:
     try:
-        return list(dict.fromkeys(int(number) for number in text.split(",")))
+        return list(dict.fromkeys(kind(number) for number in text.split(",")))
     except ValueError:
         raise ArgumentTypeError(f"must be numbers with commas, got {text!r}") from None
 
@@ -163,7 +163,7 @@ def numbers(text: str) -> list[int]:
 TYPES: dict[str, Callable[[str], Any]] = {
     "int": at_least_one, "float": positive, "number": float, "str": str, "path": Path,
     "size": size, "sizes": sizes, "weights": named_weights, "numbers": numbers,
-    "words": shlex.split,
+    "floats": partial(numbers, kind=float), "words": shlex.split,
 }  # fmt: skip
 
 

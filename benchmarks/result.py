@@ -381,5 +381,5 @@ def version_of(name: str) -> str | None:
 
 
 def one_line_of(error: BaseException) -> str:
-    """Type and message of an error in one line."""
-    return f"{type(error).__name__}: {error}".splitlines()[0][:500]
+    """Type and message of an error in one line, without paths of this machine."""
+    return hide_paths(f"{type(error).__name__}: {error}".splitlines()[0][:500])

@@ -80,7 +80,7 @@ def set_up(parser: ArgumentParser, kind: str) -> None:
 
 def run(suite: ModuleType, kind: str, options: Namespace, argv: Sequence[str]) -> int:
     """Measures one list of works after the other, and writes what there is after each."""
-    use_threads(options.threads)
+    use_threads(options.threads, opencv="cv2" in sys.modules)  # as the suite imports it
     file = ResultFile(options.out, kind)
     with working_folder(getattr(options, "work", None)) as options.folder:
         planned = suite.plan(options)

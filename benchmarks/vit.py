@@ -60,7 +60,7 @@ def load_vit(path: Path) -> VisionTransformer:
 
 
 def read_images(root: Path, split: str, count: int | None = None) -> tuple[Tensor, Tensor]:
-    """The first images (N, 3, 64, 64) uint8 and labels (N,) of a split of the data set."""
+    """The first images (N, 3, H, W) uint8 and labels (N,) of a split of the data set."""
     source = open_source(root, split=split)
     labels = torch.tensor(source.labels[:count])
     images = [np.asarray(source.images(i)[0].convert("RGB")) for i in range(len(labels))]

@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.measure import use_threads
 from benchmarks.result import slug
 from benchmarks.suite import Work
 from quadtree_attention.files import file_sha256
@@ -48,7 +47,6 @@ def works(
     options: Namespace, known: Mapping[str, Any], sets: Iterable[tuple[dict[str, str], Source[Any]]]
 ) -> list[list[Work]]:
     """Every method on every set; the settings of methods become those of the result."""
-    use_threads(options.threads, opencv=True)
     methods = [method for name in options.methods for method in known[name](options)]
     options.methods = {method.name: method.settings for method in methods}
     return [

@@ -21,7 +21,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from benchmarks.measure import use_threads
 from benchmarks.quality import Method, check_folders, matching
 from benchmarks.result import ROOT
 from benchmarks.suite import Work
@@ -60,7 +59,6 @@ def check_options(parser: ArgumentParser, options: Namespace) -> None:
 
 def plan(options: Namespace) -> list[list[Work]]:
     """Dense attention first; what the others find is compared with it."""
-    use_threads(options.threads, opencv=True)
     ways: list[tuple[str, int | None]] = [("dense", None)]
     for attention in options.attentions:
         ways += [(attention, k) for k in ([None] if attention == "calibrated" else options.topk)]

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.measure import use_threads
 from benchmarks.suite import Work
 from quadtree_attention.errors import OptionError
 from quadtree_attention.inspect import Record, record
@@ -47,7 +46,6 @@ UNIFORM = ("any", "uniform")  # layer and level of equal scores for all cells, t
 
 def plan(options: Namespace) -> list[list[Work]]:
     """One row per weights, cross layer and level; all are measured by the first one."""
-    use_threads(options.threads)
     found = []
     for name, path in options.weights or [("quadtree", None)]:
         matcher = Matcher.from_pretrained(path, device="cpu")

@@ -11,18 +11,18 @@ import statistics
 from argparse import ArgumentParser, Namespace
 from functools import partial
 from itertools import islice, pairwise
-from math import prod
 from typing import Any
 
 import torch
 
-from benchmarks.measure import use_threads
 from benchmarks.quality import Method, check_folders, find_and_score, matching, without_truth
 from benchmarks.result import ROOT
 from benchmarks.suite import Work
 from quadtree_attention.images import images_inside
 from quadtree_attention.inspect import calibrate_topk, record
 from quadtree_attention.models.topk import quadtree_layers, set_topk
+from quadtree_attention.ops.attention.tree import Tree
+from quadtree_attention.ops.planning.flops import candidates_per_query
 from quadtree_attention.tasks.contract import get_task
 from quadtree_attention.tasks.stereo.readers import open_source
 
@@ -39,15 +39,10 @@ SCORED_ON = {"match": "matching", "stereo": "stereo/MIDDLEBURY_2001_2003"}
 def check_options(parser: ArgumentParser, options: Namespace) -> None:
     folders = [name[task] for name in (CALIBRATED_ON, SCORED_ON) for task in options.tasks]
     check_folders(parser, [options.data / folder for folder in folders])
-    try:
-        options.masses = [float(mass) for mass in options.masses.split(",")]
-    except ValueError:
-        parser.error(f"argument --masses: numbers with commas, got {options.masses!r}")
 
 
 def plan(options: Namespace) -> list[list[Work]]:
     """Fixed K, then every mass."""
-    use_threads(options.threads, opencv=True)
     options.calibrated_on = {task: CALIBRATED_ON[task] for task in options.tasks}
     options.calibrated_on["pairs"] = options.samples
     return [
@@ -74,11 +69,10 @@ def measure_row(work: Work, options: Namespace) -> dict[str, Any]:
     with torch.inference_mode(), record(predictor.network, layers=list(layers)) as seen:
         predictor.network(input_of(predictor, samples[0]))
     topk = {name: list(seen[name].topk) for name in layers}
-    cells = []
-    for name in layers:
-        one = seen[name][0]
-        first = prod(-(-n // 2 ** (one.num_levels - 1)) for n in one.key_grid)
-        cells.append(first + 2 ** len(one.grid) * sum(one.topk))
+    cells = [
+        sum(candidates_per_query(Tree(one.key_grid, one.num_levels), one.topk))
+        for one in (seen[name][0] for name in layers)
+    ]
     method = Method("network", partial(without_truth, predictor), {})
     name = f"{task}-{mass}"
     if task == "match":

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from benchmarks.measure import use_threads
 from benchmarks.result import RESULTS, read
 from benchmarks.suite import Work
 from quadtree_attention import models
@@ -31,7 +30,6 @@ def check_options(parser: ArgumentParser, options: Namespace) -> None:
 
 def plan(options: Namespace) -> list[list[Work]]:
     """All rows of a task are timed in turns."""
-    use_threads(options.threads)
     found: dict[str, list[Work]] = {}
     for row in options.found:
         more = {"topk": row["details"]["topk"]}

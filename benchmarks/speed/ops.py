@@ -16,7 +16,10 @@ from benchmarks.measure import Call, cpu_peak_mib, measure
 from benchmarks.suite import SkippedError, Work, cases
 from benchmarks.tables.table import number
 from quadtree_attention import available_backends, quadtree_attention
+from quadtree_attention.ops.attention.problem import check_topk
+from quadtree_attention.ops.attention.tree import Tree
 from quadtree_attention.ops.backends import BACKENDS
+from quadtree_attention.ops.planning.flops import attention_flops, dense_flops
 
 PASSES = ("forward", "forward+backward")
 SEED = 0
@@ -175,21 +178,11 @@ def estimate(work: Work) -> float:
 
 def flops(case: Case, implementation: str) -> int:
     """Floating-point operations of the two matrix products of one forward pass."""
-    pairs = math.prod(case.grid) ** 2 if implementation == "sdpa" else _quadtree_pairs(case)
-    return 4 * case.batch * case.heads * case.head_dim * pairs
-
-
-def _quadtree_pairs(case: Case) -> int:
-    """Pairs of a query and a candidate, summed over the levels."""
-    selecting = case.num_levels - 1
-    topk = (case.topk,) * selecting if isinstance(case.topk, int) else case.topk
-    cells = [
-        math.prod(math.ceil(side / 2 ** (selecting - level)) for side in case.grid)
-        for level in range(case.num_levels)
-    ]
-    candidates = cells[0]
-    pairs = cells[0] * candidates
-    for count, kept in zip(cells[1:], topk, strict=True):
-        candidates = 4 * min(kept, candidates)
-        pairs += count * candidates
-    return pairs
+    sizes = {"batch": case.batch, "heads": case.heads}
+    sizes |= {"dim": case.head_dim, "value_dim": case.head_dim}
+    if implementation == "sdpa":
+        tokens = math.prod(case.grid)
+        return dense_flops(queries=tokens, keys=tokens, **sizes)
+    tree = Tree(case.grid, num_levels=case.num_levels)
+    topk = check_topk(case.topk, case.num_levels)
+    return sum(attention_flops(query_tree=tree, key_tree=tree, topk=topk, **sizes))

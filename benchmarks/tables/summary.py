@@ -10,7 +10,7 @@ import yaml
 
 from benchmarks.result import found_at, stored, stored_rows
 from benchmarks.tables.table import number
-from benchmarks.tables.views import VALUES
+from benchmarks.tables.views import value_of
 
 FILE = Path(__file__).with_name("summary.yaml")
 HEAD = ("| measured | this package | instead | on |", "| --- | ---: | --- | --- |")
@@ -40,8 +40,5 @@ def _text(value: Any, entry: Mapping[str, Any]) -> str:
 
 def _found(entry: Mapping[str, Any], case: Mapping[str, Any]) -> Any:
     """The value of the row whose case has these entries; the mean of rows that differ in seed."""
-    rows, path = stored_rows(entry["file"], case, entry.get("kind")), entry["value"]
-    if path.startswith("="):
-        name, *arguments = path[1:].split()
-        return VALUES[name](*arguments, rows[0])
-    return fmean(found_at(path, row) for row in rows)
+    rows, value = stored_rows(entry["file"], case, entry.get("kind")), value_of(entry["value"])
+    return value(rows[0]) if callable(value) else fmean(found_at(value, row) for row in rows)

@@ -67,14 +67,14 @@ class View:
         columns: Columns from left to right, or a function of the rows that returns them.
         title: Title above the table.
         by: Keys of the case shared by the rows of a line; None: one line per row.
-        each: A key of the case and its values: a cell shows one number per value.
+        each: Values by a key of the case: a cell shows one number per value.
         rows: Function that computes the rows of the table from the rows of a result.
     """
 
     columns: Sequence[Column] | Callable[[Sequence[Row]], Sequence[Column]]
     title: str | None = None
     by: Sequence[str] | None = None
-    each: tuple[str, Sequence[str]] | None = None
+    each: Mapping[str, Sequence[str]] = field(default_factory=dict)
     rows: Callable[[Sequence[Row]], Sequence[Row]] = lambda rows: rows
 
     def markdown(self, rows: Sequence[Row]) -> list[str]:
@@ -108,10 +108,8 @@ class View:
         return [[self._cell(column, mine, rows) for column in columns] for mine in lines.values()]
 
     def _cell(self, column: Column, mine: Sequence[Row], rows: Sequence[Row]) -> str:
-        cases: list[dict[str, Any]] = [{}]
-        if self.each is not None:
-            cases = [{self.each[0]: value} for value in self.each[1]]
-        found = [find(mine, {**column.of, **case}) for case in cases]
+        cases = [{key: value} for key, values in self.each.items() for value in values]
+        found = [find(mine, {**column.of, **case}) for case in cases or [{}]]
         texts = [column.text(row, rows) for row in found if row is not None or not column.words]
         return " / ".join(dict.fromkeys(texts) if column.words else texts)
 

@@ -142,22 +142,15 @@ def stored_views() -> dict[str, list[View]]:
 def _view(
     columns: Sequence[Any],
     where: Mapping[str, Any] | None = None,
-    each: Mapping[str, Sequence[str]] | None = None,
     rows: str | None = None,
     **fields: Any,
 ) -> View:
-    chosen = (where or {}).items()
-
     def shown(found: Sequence[Row]) -> list[Row]:
         found = VALUES[rows](found) if rows else found
-        return [row for row in found if chosen <= (row["case"] | _scalars(row)).items()]
+        wanted = (where or {}).items()
+        return [r for r in found if wanted <= (r["case"] | r.get("values", {})).items()]
 
-    one = next(iter(each.items())) if each else None
-    return View(partial(_columns, columns), each=one, rows=shown, **fields)
-
-
-def _scalars(row: Row) -> dict[str, Any]:
-    return {key: value for key, value in row.get("values", {}).items() if isinstance(value, str)}
+    return View(partial(_columns, columns), rows=shown, **fields)
 
 
 def _columns(declared: Sequence[Any], rows: Sequence[Row]) -> list[Column]:
@@ -180,15 +173,16 @@ def column(
     heading: str, value: str, form: Any = "number", options: Mapping[str, Any] | None = None
 ) -> Column:
     """A column as in views.yaml."""
-    options = {key: _function(option) for key, option in (options or {}).items()}
+    options = {key: value_of(option) for key, option in (options or {}).items()}
     if isinstance(form, dict):  # words by value
         return Column(heading, value, lambda name: form.get(name, name), words=True, **options)
     text = str(form) in WORDS
     formats = WORDS if text else NUMBERS
-    return Column(heading, _function(value), formats[str(form)], words=text, **options)
+    return Column(heading, value_of(value), formats[str(form)], words=text, **options)
 
 
-def _function(value: Any) -> Any:
+def value_of(value: Any) -> Any:
+    """A path as it is; the function of a row that "=NAME WORDS" calls."""
     if not isinstance(value, str) or not value.startswith("="):
         return value
     name, *arguments = value[1:].split()

@@ -245,10 +245,8 @@ class Trainer:
             scores, history = outcome(run, self.comparison)
             row["values"] = {"seconds": seconds, "beside": run.beside, **scores}
             row["details"] = {"history": history, **self.keep(job, run.folder)}
-            name, score = (
-                self.comparison.scores[self.comparison.score],
-                short(self.comparison.score),
-            )
+            metric = self.comparison.score
+            name, score = self.comparison.scores[metric], short(metric)
             final, best = scores["final"], scores["best"]
             told = f"{name} {final[score]:.1f} (best {best[score]:.1f} in epoch {best['epoch']}), "
             tell(f"{progress} {job}: {told}{number(seconds)} s with {run.beside} beside it")

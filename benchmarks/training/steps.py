@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Speed and memory of the training steps of a comparison, one variant after the other."""
 
+import sys
 import warnings
 from argparse import Namespace
 from collections.abc import Callable, Sequence
@@ -9,7 +10,8 @@ from typing import Any
 import torch
 
 from benchmarks.measure import Call, cuda_peak_mib, measure, release_memory, use_threads
-from benchmarks.result import ResultFile, ResultFileError, Row, describe, hide_paths, one_line_of
+from benchmarks.result import ResultFile, ResultFileError, Row, describe
+from benchmarks.suite import Work, measured
 from benchmarks.tables.table import number
 from benchmarks.training.comparison import Comparison, samples_per_second, steps_of
 from benchmarks.training.runs import Recipe, tell
@@ -32,7 +34,9 @@ def measure_all(options: Namespace, argv: Sequence[str]) -> int:
     results.begin(describe(argv, options, libraries=LIBRARIES, **settings))
     failed = False
     for i, recipe in enumerate(options.recipes, start=1):
-        row = measure_row(recipe, options, kind)
+        work = Work({"recipe": recipe.name}, options.device, {"recipe": recipe})
+        (row,) = measured(sys.modules[__name__], [work], options)
+        row["kind"] = kind
         release_memory(options.device)
         results.change(lambda rows, row=row: [*(r for r in rows if not _replaced(r, row)), row])
         tell(f"[{i}/{len(names)}] {one_line(results.read(), recipe.name)}")
@@ -58,21 +62,17 @@ def _replaced(row: Row, new: Row) -> bool:
     return row["kind"] in kinds and row["case"] == new["case"]
 
 
-def measure_row(recipe: Recipe, options: Namespace, kind: str) -> Row:
-    """A row about a training step; one that fails says so instead."""
-    row: Row = {"kind": kind, "case": {"recipe": recipe.name}}
+def measure_row(work: Work, options: Namespace) -> dict[str, Any]:
+    """Speed and memory of a training step, or memory alone."""
     cuda = options.device == "cuda"
-    try:
-        before = torch.cuda.memory_allocated() if cuda else 0
-        step, record, counts = training_step(recipe, options)
-        peak = cuda_peak_mib(step, before) if cuda else None
-        if kind == "memory":
-            return row | {"values": {"peak_mib": peak}}
-        record()
-        (timing,) = measure(step, device=options.device, seconds=options.seconds_per_row)
-        return row | {"values": counts | timing | {"peak_mib": peak}}
-    except Exception as error:  # whatever happens to one row, the others are still wanted
-        return row | {"error": hide_paths(one_line_of(error))}
+    before = torch.cuda.memory_allocated() if cuda else 0
+    step, record, counts = training_step(work.more["recipe"], options)
+    peak = {"peak_mib": cuda_peak_mib(step, before) if cuda else None}
+    if options.memory_only:
+        return peak
+    record()
+    (timing,) = measure(step, device=options.device, seconds=options.seconds_per_row)
+    return counts | timing | peak
 
 
 def training_step(

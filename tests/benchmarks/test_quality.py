@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Networks beside SIFT and SGBM: real runs, weights of one's own, and mistakes."""
 
-import io
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -166,7 +166,7 @@ def test_calibrated_networks_are_scored_and_timed(tmp_path, capsys, monkeypatch)
     [
         ("attention --textures nowhere", "--textures: there is no folder nowhere"),
         ("calibration --data nowhere", "--data: there is no folder nowhere/free_multiview"),
-        ("calibration --masses 0.9,x", "--masses: numbers with commas, got '0.9,x'"),
+        ("calibration --masses 0.9,x", "--masses: must be numbers with commas, got '0.9,x'"),
         ("matching --data nowhere", "--data: there is no folder nowhere/scannet_sample"),
         ("matching --sets mars", "unknown 'mars'; known: scannet, graf"),
         ("matching --methods orb", "unknown 'orb'; known: matcher, guided, sift"),
@@ -195,18 +195,10 @@ def test_a_folder_without_pairs(tmp_path, capsys):
     assert not list(tmp_path.iterdir())
 
 
-def write_classes(folder):
-    """Three images of as many classes, as the data set of 20 classes has them."""
-    for split in ("train", "val"):
-        files = [io.BytesIO() for _ in range(3)]
-        for i, file in enumerate(files):
-            tiny.picture(i, (64, 64)).save(file, "JPEG")
-        data = [np.frombuffer(file.getvalue(), np.uint8) for file in files]
-        offsets = np.cumsum([0, *map(len, data)])
-        np.savez(
-            folder / f"{split}.npz", data=np.concatenate(data), offsets=offsets,
-            labels=np.arange(3),
-        )  # fmt: skip
+def write_classes(root):
+    """Three images of two classes, to train on and to validate with."""
+    tiny.write_data("classify", root)
+    shutil.copytree(root / "val", root / "train")
 
 
 def test_training_of_the_vision_transformer(tmp_path, monkeypatch):
