@@ -67,18 +67,14 @@ def test_a_file_is_right_at_other_sizes_and_batches(classifier_file):
 
 
 def test_a_file_says_what_it_needs(classifier_file):
-    _, _, path, exported = classifier_file
+    network, predictor, path, exported = classifier_file
     about = onnxruntime.InferenceSession(path).get_modelmeta().custom_metadata_map
     assert (about["task"], about["model"]) == ("classify", "test_quadtree")
     assert json.loads(about["classes"]) == ["cat", "dog"]
     how = json.loads(about["preprocessing"])
     assert (how["size"], how["channels"], how["range"]) == (64, "RGB", [0, 1])
     assert json.loads(about["inputs"]) == exported.inputs == {"image": "(B, 3, H, W)"}
-
-
-def test_a_network_is_as_before_its_export(classifier_file):
-    network, predictor, _, _ = classifier_file
-    assert not network.training
+    assert not network.training  # it is as before
     assert len(predictor(np.zeros((70, 45, 3), np.uint8)).names) == 2
 
 

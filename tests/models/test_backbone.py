@@ -304,13 +304,6 @@ def test_no_weight_decay_and_group_matcher():
     assert coarse["stages.2.blocks.1.mlp.fc1.weight"] == coarse["stages.2.norm.weight"] == 3
 
 
-def test_in_chans_dtype_and_device():
-    model = tiny(in_chans=1, dtype=torch.bfloat16)
-    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
-    out = model(image(66, 47, dtype=torch.bfloat16, channels=1))
-    assert out.dtype == torch.bfloat16 and out.isfinite().all()
-
-
 @pytest.mark.parametrize("attention", ["quadtree", *BASELINES])
 @pytest.mark.parametrize("layout", ["pvt", "swin"])
 def test_built_on_the_meta_device(attention, layout):

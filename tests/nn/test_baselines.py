@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from quadtree_attention import OptionError, ShapeError
-from quadtree_attention.nn.baselines import BASELINES, FocalAttention, MapAttention, make_attention
+from quadtree_attention.nn.baselines import BASELINES, MapAttention, make_attention
 from tests.support import raises
 
 DIM, HEADS = 12, 3
@@ -170,13 +170,6 @@ def test_focal_sees_far_cells_only_pooled():
     with torch.no_grad():
         module.pool.weight.view(3, 3)[2, 2] = 0  # what (5, 5) gives to its pooled window
     assert torch.equal(touched(module, x, (5, 5)), near)
-
-
-def test_focal_pools_by_the_mean_at_first():
-    module = FocalAttention(DIM, HEADS, window_size=3, dtype=torch.float64)
-    cells = torch.randn(2, 9, DIM, dtype=torch.float64)
-    whole = torch.ones(2, 1, dtype=torch.float64)
-    torch.testing.assert_close(module._pooled(cells, whole), cells.mean(dim=1))
 
 
 def test_linear_equals_the_quadratic_formula():

@@ -21,16 +21,6 @@ def test_padding_does_not_reach_the_map():
     torch.testing.assert_close(out, block(x), rtol=0, atol=1e-10)
 
 
-def test_cross_attention_between_unlike_maps():
-    block = QuadtreeBlock(16, 2, **OPTIONS)
-    x = torch.randn(2, 5, 6, 16, dtype=torch.float64)
-    context = torch.randn(2, 9, 3, 16, dtype=torch.float64, requires_grad=True)
-    out = block(x, context)
-    assert out.shape == x.shape
-    out.sum().backward()
-    assert context.grad.any()
-
-
 @pytest.mark.parametrize(("ndim", "grid"), [(1, (13,)), (2, (5, 6)), (3, (3, 4, 5))])
 def test_every_parameter_gets_a_gradient(ndim, grid):
     options = {"value_pyramid": "conv", "lepe": True, "extra_relu": True}
