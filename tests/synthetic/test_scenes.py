@@ -2,7 +2,6 @@
 """Pairs of views of scenes, and whether the truth about them is true."""
 
 import dataclasses
-import time
 
 import pytest
 import torch
@@ -180,17 +179,6 @@ def test_an_empty_room(textures):
 def test_bad_size(textures, size):
     message = r"size must be .height, width., each at least 8"
     raises(OptionError, message, scene_pairs, textures, [0], size=size)
-
-
-def test_speed(textures):
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    start = time.perf_counter()
-    scene_pairs(textures, range(4), size=(240, 320))
-    seconds = time.perf_counter() - start
-    torch.set_num_threads(threads)
-    print(f"4 pairs of 320 x 240 in {seconds:.2f} s on one thread")
-    assert seconds < 30  # about 1: only a slip that multiplies the work shall fail
 
 
 @pytest.mark.gpu

@@ -34,12 +34,6 @@ def test_between_texels_as_torch_does_it(bank):
     assert torch.allclose(sample(bank, 2, u, v), expected, atol=1e-4)
 
 
-def test_mirrored_beyond_the_edge(bank):
-    inside = sample(bank, 0, [5.3, 30.2], [2.0, 9.0])
-    beyond = sample(bank, 0, [-5.3, 64 - 30.2], [-2.0, 64 * 3 - 9.0])
-    assert torch.allclose(inside, beyond, atol=1e-4)
-
-
 def test_coarse_levels_are_means(bank):
     assert bank.sizes == level_sizes(32) == [32, 16, 8]
     image = bank.images()[1].float() / 255
