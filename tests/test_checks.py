@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 import math
 
+import numpy as np
 import pytest
 
 from quadtree_attention import checks
@@ -18,6 +19,9 @@ from tests.support import raises
         (lambda: checks.between(0, 1, flip=1.01), r"flip must be in \[0, 1\], got 1.01"),
         (lambda: checks.between(0, 1, flip=math.nan), r"flip must be in \[0, 1\], got nan"),
         (lambda: checks.at_least(1, size="big"), "size must be a number at least 1, got 'big'"),
+        (lambda: checks.count(1, top=0), "top must be at least 1, got 0; pass a larger"),
+        (lambda: checks.count(1, top=1.0), "top must be an integer, got 1.0; pass 1 or more"),
+        (lambda: checks.count(1, top=True), "top must be an integer, got True; pass 1 or more"),
         (lambda: checks.one_of(("a", "b"), kind="c"), "kind must be one of a, b, got 'c'; pass"),
         (lambda: checks.known("loftt", ("loftr", "sttr"), "model"), "did you mean loftr"),
     ],
@@ -28,6 +32,7 @@ def test_a_bad_value_is_named(check, message):
 
 def test_limits_and_none_pass():
     checks.at_least(1, batch=1, other=None)
+    checks.count(1, batch=np.int64(1), other=None)
     checks.above(0, focal=1e-9, other=None)
     checks.between(0, 1, low=0, high=1, other=None)
     checks.one_of(("a",), kind="a", other=None)

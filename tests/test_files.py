@@ -21,6 +21,24 @@ def test_a_failed_write_keeps_what_was_there(tmp_path):
     assert os.listdir(tmp_path) == ["a.txt"]
 
 
+def test_links_and_modes_stay(tmp_path):
+    path, link = tmp_path / "a.txt", tmp_path / "link.txt"
+    path.write_bytes(b"old")
+    path.chmod(0o640)
+    link.symlink_to(path)
+    files.write_whole(link, b"new")
+    assert link.is_symlink() and path.read_bytes() == b"new"
+    assert path.stat().st_mode & 0o777 == 0o640
+
+
+@pytest.mark.parametrize("write", [files.check_writable, lambda path: files.write_whole(path, b"")])
+def test_what_is_no_file_is_not_replaced(tmp_path, write):
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    raises(OptionError, "is a device or a pipe; write to another name", write, path)
+    assert path.is_fifo()
+
+
 def test_several_files_are_replaced_together_or_not_at_all(tmp_path):
     first, second = tmp_path / "a", tmp_path / "none" / "b"
     first.write_bytes(b"old")

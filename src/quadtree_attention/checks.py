@@ -4,6 +4,7 @@
 import difflib
 import inspect
 import math
+import numbers
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -14,6 +15,16 @@ from quadtree_attention.errors import MissingDependencyError, OptionError
 def at_least(least: float, /, **values: float | None) -> None:
     """Raises `OptionError` for a value below `least`, or NaN."""
     _check(values, lambda x: x >= least, f"at least {least:g}", "a larger one")
+
+
+def count(least: int, /, **values: int | None) -> None:
+    """Raises `OptionError` for what is not an integer, or below `least`."""
+    for name, value in values.items():
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+            raise OptionError(f"{name} must be an integer, got {value!r}; pass {least} or more")
+        at_least(least, **{name: int(value)})
 
 
 def above(limit: float, /, **values: float | None) -> None:

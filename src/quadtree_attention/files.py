@@ -5,6 +5,7 @@ import contextlib
 import hashlib
 import os
 import secrets
+import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,18 +20,31 @@ StrPath = str | os.PathLike[str]
 def replacing(path: StrPath) -> Iterator[BinaryIO]:
     """Opens a temporary file that replaces `path` when it is complete, and is removed on error.
 
-    A reader sees the complete new file or the previous one.
+    A reader sees the complete new file or the previous one. A link stays a link, to the new file,
+    and the new file has the mode of the previous one.
+
+    Raises:
+        OptionError: It exists and is no regular file: a device, a pipe.
     """
-    target = Path(path)
+    _check_regular(path)
+    target = Path(os.path.realpath(path))
     unfinished = target.with_name(f".quadtree-{secrets.token_hex(4)}.unfinished")
     try:
         with unfinished.open("xb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
+        if target.exists():
+            unfinished.chmod(stat.S_IMODE(target.stat().st_mode))
         unfinished.replace(target)
     finally:  # also when interrupted
         unfinished.unlink(missing_ok=True)
+
+
+def _check_regular(path: StrPath) -> None:
+    if os.path.exists(path) and not os.path.isfile(path):
+        kind = "a directory" if os.path.isdir(path) else "a device or a pipe"
+        raise OptionError(f"{os.fspath(path)!r} is {kind}; write to another name")
 
 
 def write_all(contents: Mapping[Path, bytes]) -> None:
@@ -87,8 +101,7 @@ def check_writable(path: StrPath, *inputs: StrPath) -> None:
         raise OptionError(
             f"there is no directory {str(target.parent)!r} to write to; make it first"
         )
-    if os.path.isdir(target):
-        raise OptionError(f"{str(target)!r} is a directory; write to another name")
+    _check_regular(target)
     if not os.access(target.parent, os.W_OK):
         raise OptionError(f"{str(target.parent)!r} may not be written to; write elsewhere")
     for source in inputs:

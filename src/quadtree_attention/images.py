@@ -118,8 +118,8 @@ def _failures_named(name: str) -> Iterator[None]:
     """Turns errors of a decoder into a `DataError` with the name of the image."""
     try:
         yield
-    except QuadtreeAttentionError:
-        raise
+    except QuadtreeAttentionError as error:
+        raise type(error)(f"{name}: {error}") from error
     except UnidentifiedImageError as error:
         raise DataError(
             f"cannot decode {name}: it is not an image, or its format is not supported by Pillow; "
@@ -162,6 +162,7 @@ def _pixels(values: Array, accepted: str, shape: Iterable[int]) -> Array:
         raise ShapeError(f"an image must be {accepted}, got {tuple(shape)}; move its axes")
     if values.ndim == 3 and values.shape[2] == 1:
         values = values[..., 0]
+    values = values.astype(values.dtype.newbyteorder("="), copy=False)
     if values.dtype == np.uint8:
         return np.ascontiguousarray(values)
     if values.dtype == np.uint16:

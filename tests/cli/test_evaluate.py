@@ -79,6 +79,7 @@ def _pairs():
     save_wall(Path("out"), away=(3.0, 4.0))
     Path("pairs.txt").write_text(f"{pose_line()}\n{pose_line('gone')}\n{homography_line()}\n")
     Path("empty").mkdir()
+    Path("out/x.json").write_text("{}")
     Path("bad.txt").write_text(f"{pose_line()}\none.png\n")
     Path("untrue.txt").write_text("a0.png a1.png\n")
 
@@ -120,7 +121,8 @@ def test_match():
         (["--images", "out", "--epipolar", "nan"], "epipolar must be above 0, got nan"),
         (["--images", "out", "--report", "no/s.json"], "there is no directory 'no' to write to"),
         (["--images", "out", "--report", "empty"], "'empty' is a directory; write to another"),
-        (["--images", "out", "--report", "pairs.txt"], "'pairs.txt' is an input, it must not be"),
+        (["--images", "out", "--report", "pairs.txt"], "'pairs.txt' exists and is no report;"),
+        (["--images", "out", "--report", "out/x.json"], "exists and is no report; write"),
     ],
 )
 @pytest.mark.usefixtures("_pairs")

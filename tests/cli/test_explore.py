@@ -152,11 +152,14 @@ def test_bad_input(all_weights):
         ("attention", "a.png", "b.png", "--at", "5,2", "--head", "9"): "head must be",
         ("calibrate", "--images", "missing"): "missing",
         ("calibrate", "--images", ".", "--mass", "2"): "mass must be",
+        ("calibrate", "--images", ".", "--out", "a.png"): "'a.png' is an input",
         ("calibrate", "--images", ".", "--save", "a.pt"): "written as .safetensors",
     }
     for options, words in cases.items():
         assert words in refused(*options, *ours), options
-    assert "one image" in refused("explore", "a.png", "b.png", *weights(all_weights, "classify"))
+    backbone = weights(all_weights, "classify")
+    assert "size must be at least 1" in refused("explore", "a.png", "--size", "0", *backbone)
+    assert "one image" in refused("explore", "a.png", "b.png", *backbone)
     assert "two images" not in refused("explore", "a.png", *weights(all_weights, "stereo"))
     full = tiny.NETWORKS["match"][1] | {"attention": "full"}
     tiny.write_weights("match", Path("full.safetensors"), kwargs=full)

@@ -42,6 +42,18 @@ def test_standard_output_that_is_full(options):
     assert said.startswith("quadtree: ") and said.count("\n") == 1 and "No space" in said
 
 
+def test_streams_that_the_caller_closed(weights):
+    def closed(which, *options):
+        code = f"import os; os.close({which}); os.execv({sys.executable!r}, {[*options]!r})"
+        return command(code=code, QUADTREE_BACKEND="reference")
+
+    run = [sys.executable, "-c", START, "match", "a.png", "b.png", "--weights", str(weights)]
+    assert closed(1, *run).returncode == 0
+    assert Path("matches.png").exists()
+    done = closed(0, sys.executable, "-c", START, "classify", "-", "--weights", str(weights))
+    assert done.returncode and "Traceback" not in done.stderr
+
+
 def test_whoever_reads_may_stop():
     with start("info") as process:
         process.stdout.close()

@@ -84,7 +84,7 @@ def test_a_bad_sample_is_named_or_returned(task, predictor, tmp_path):
     assert_same(outcomes[0], outcomes[2])
     with pytest.raises(DataError):
         list(predictor.many(items))
-    raises(OptionError, rf"takes {len(images)} image", predictor, *images, images[0])
+    raises(DataError, rf"takes {len(images)} image", predictor, *images, images[0])
 
 
 def test_weights_of_another_task(task, all_weights, tmp_path):
@@ -134,11 +134,16 @@ def test_options_that_are_refused(task, weights, predictor):
         assert f"there is no device '{device}' on this machine" in said and len(said) < 250
     raises(OptionError, "one of float32, bfloat16, float16", load, weights, dtype="float8")
     raises(OptionError, "size must be at least", load, weights, size=0)
-    raises(OptionError, "must be a number at least .*, got 'big'", load, weights, size="big")
+    raises(OptionError, "size must be an integer, got 'big'", load, weights, size="big")
     raises(OptionError, r"one of size, .*, got 'sise'; did you mean size", load, weights, sise=64)
-    raises(OptionError, "takes a list of .*, got one file", list, predictor.many("a.png"))
+    raises(OptionError, "size must be an integer, got True", load, weights, size=True)
+    raises(OptionError, "batch must be an integer", list, predictor.many([], batch=1.5))
+    for none in ("a.png", None, Image.new("RGB", (8, 8))):
+        raises(OptionError, "takes a list of .*, got .*; pass", list, predictor.many(none))
     if len(task.images) > 1:
-        raises(OptionError, "takes 2 image.*, got 1;", list, predictor.many(["a.png"]))
+        raises(DataError, "takes 2 image.*, got 1;", list, predictor.many(["a.png"]))
+        (error,) = predictor.many(["a.png"], errors="return")
+        assert isinstance(error, DataError)
 
 
 def test_half_precision_is_close(task, weights, predictor):

@@ -64,9 +64,10 @@ def run(context: typer.Context) -> None:
         raise OptionError(f"--mass must be in (0, 1], got {o['mass']}; 0.95 is usual")
     if o["save"] is not None:
         check_target(o["save"], overwrite=o["force"])
-    check_targets([o["out"]], [o["save"]], [])
+    images = images_inside(o["images"])
+    check_targets([o["out"]], [o["save"]], images)
     task = task_of(o["weights"], o["task"])
-    groups = _grouped(task, images_inside(o["images"]), o["images"])[: o["samples"]]
+    groups = _grouped(task, images, o["images"])[: o["samples"]]
     load = get_task(task).load("predictor").from_pretrained
     predictor = load(o["weights"], device=o["device"], size=o["size"])
     imported()

@@ -4,6 +4,7 @@
 import json as jsonlib
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import typer
@@ -151,13 +152,13 @@ def _evaluate(task: str, context: typer.Context) -> None:
         raise OptionError(
             f"evaluation needs data, got no --data ROOT; see quadtree evaluate {task} --help"
         )
-    from quadtree_attention.files import check_writable, write_whole
+    from quadtree_attention.files import write_whole
     from quadtree_attention.tasks.evaluation import evaluate
     from quadtree_attention.tasks.readers import summary
 
     imported()
     if o["report"] is not None:
-        check_writable(o["report"], *(path for path in (data, o["predictions"]) if path))
+        _check_report(o["report"])
     scores = evaluate(
         task,
         data=data,
@@ -179,6 +180,19 @@ def _evaluate(task: str, context: typer.Context) -> None:
         say_json(found)
     else:
         say(scores.to_text())
+
+
+def _check_report(path: Path) -> None:
+    """Raises `OptionError` if it cannot be written, or would replace anything but a report."""
+    from quadtree_attention.files import check_writable
+
+    check_writable(path)
+    try:
+        old = jsonlib.loads(path.read_bytes()) if path.exists() else {"task": None, "mean": None}
+    except ValueError:
+        old = None
+    if not (isinstance(old, dict) and {"task", "mean"} <= old.keys()):
+        raise OptionError(f"{str(path)!r} exists and is no report; write to another name")
 
 
 def register(app: typer.Typer) -> None:

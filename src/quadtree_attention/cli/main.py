@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """All commands. Their implementation is imported when they run: `--help` imports no torch."""
 
+import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -49,6 +50,9 @@ def _quadtree(
 
 def run(args: Sequence[str]) -> None:
     """Runs a command line; ends the process."""
+    for stream in ("stdout", "stderr"):
+        if getattr(sys, stream) is None:  # closed by the caller
+            setattr(sys, stream, open(os.devnull, "w"))  # noqa: SIM115
     if args and args[0] != "train":  # its options are defined by the recipe
         for word in args:
             flag = word.split("=")[0]

@@ -230,7 +230,11 @@ def expand(images: Sequence[str]) -> tuple[list[str], bool]:
 
 
 def read_image(path: str) -> Any:
-    return sys.stdin.buffer.read() if path == STDIN else path
+    if path != STDIN:
+        return path
+    if sys.stdin is None:
+        raise DataError("there is no standard input to read; pass a file")
+    return sys.stdin.buffer.read()
 
 
 def names_of(paths: Sequence[str]) -> list[str]:

@@ -82,6 +82,7 @@ def look(o: Mapping[str, Any], inputs: Sequence[str], at: tuple[float, float] | 
     records: dict[str, Record] = {}
     found: dict[str, Any] = {}
     for number, path in enumerate(weights):
+        checks.count(1, size=o["size"])
         run = _run_backbone if tasks[0] not in TASKS else _run_pair
         network, seen, result = run(tasks[0], path, images, o["size"], o["device"])
         if number == 0:

@@ -47,8 +47,8 @@ def predict(
         cluster: Where the network runs; None: here. Actors read their images themselves, and
             results come without images, in the order of completion.
     """
-    checks.at_least(1, batch=batch)
-    checks.at_least(0, workers=workers)
+    checks.count(1, batch=batch)
+    checks.count(0, workers=workers)
     left = [i for i in range(len(source)) if store is None or not store.has(source.name(i))]
     step = batch or predictor.batch
     if cluster is None:
@@ -148,8 +148,8 @@ def evaluate(
             codec = chosen.load("codec")
             save = f"{task}-predictions{codec.suffixes[0] if codec.together else ''}"
         how: dict[str, Any] = {"batch": batch, "workers": workers, "cluster": connected}
-        checks.at_least(1, batch=batch)  # before anything is written
-        checks.at_least(0, workers=workers)
+        checks.count(1, batch=batch)  # before anything is written
+        checks.count(0, workers=workers)
         store = make_store(predictor, source, save, force=force, cluster=connected)
         outcomes = predict(predictor, source, store=store, **how)
         unread = [refuse_if(strict, found) for _, found in outcomes if isinstance(found, Exception)]

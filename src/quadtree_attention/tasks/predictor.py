@@ -100,7 +100,7 @@ class Predictor(ABC, Generic[ResultT]):
         """
         from quadtree_attention.models import registry
 
-        checks.at_least(1, size=size)
+        checks.count(1, size=size)
         path = registry.weights_path(name_or_path, cls.task.name)
         card, network = registry.load_with_card(path, task=cls.task.name)
         return cls(
@@ -142,10 +142,11 @@ class Predictor(ABC, Generic[ResultT]):
         """
         from tqdm import tqdm
 
-        checks.at_least(1, batch=batch)
+        checks.count(1, batch=batch)
         checks.one_of(("raise", "return"), errors=errors)
-        if isinstance(items, str | bytes | os.PathLike):
-            raise OptionError(f"many() takes a list of {self.task.item}s, got one file; pass [...]")
+        if isinstance(items, str | bytes | os.PathLike) or not isinstance(items, Iterable):
+            kind = type(items).__name__
+            raise OptionError(f"many() takes a list of {self.task.item}s, got {kind}; pass [...]")
         total = len(items) if isinstance(items, Sized) else None
         remaining, hidden = iter(items), None if progress else True
         with tqdm(total=total, unit=self.task.item, leave=False, disable=hidden) as bar:
@@ -215,7 +216,7 @@ class Predictor(ABC, Generic[ResultT]):
     def _checked(self, images: Sequence[Any]) -> Sequence[Any]:
         if len(images) != len(self.task.images):
             wanted = ", ".join(self.task.images)
-            raise OptionError(
+            raise DataError(
                 f"{type(self).__name__} takes {len(self.task.images)} image(s) ({wanted}), got "
                 f"{len(images)}; use many() for several {self.task.item}s"
             )

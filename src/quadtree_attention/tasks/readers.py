@@ -108,6 +108,8 @@ def reading(path: StrPath, advice: str) -> Iterator[None]:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         reason = f"there is no {reason}" if isinstance(error, KeyError) else reason
         reason = getattr(error, "strerror", None) or reason
+        if "allow_pickle" in reason:
+            reason = "it is damaged, or holds Python objects"
         raise DataError(f"cannot read {path}: {reason}; {advice}") from error
 
 

@@ -82,7 +82,7 @@ class Classifier(Predictor[Classification]):
         top: int = 5,
         **common: Any,
     ) -> None:
-        checks.at_least(1, size=size, top=top)
+        checks.count(1, size=size, top=top)
         super().__init__(network, card, size=size, top=top, **common)
         if (count := int(cast(Any, network).num_classes)) < 1:
             raise CheckpointError(

@@ -65,7 +65,7 @@ class Detector(Predictor[Detections]):
         shorter_side: int | None = None,
         **common: Any,
     ) -> None:
-        checks.at_least(1, size=size, shorter_side=shorter_side)
+        checks.count(1, size=size, shorter_side=shorter_side)
         checks.between(0, 1, threshold=threshold)
         common |= {"size": size, "threshold": threshold, "shorter_side": shorter_side}
         super().__init__(network, card, **common)

@@ -86,9 +86,10 @@ class Matcher(Predictor[Matches]):
         guided: Guided = "auto",
         **common: Any,
     ) -> None:
-        checks.at_least(SMALLEST, size=size)
-        checks.at_least(1, top=top)
-        if threshold is not None and not 0 <= threshold < 1:
+        checks.count(SMALLEST, size=size)
+        checks.count(1, top=top)
+        checks.at_least(0, threshold=threshold)
+        if threshold is not None and threshold >= 1:
             raise OptionError(f"threshold must be in [0, 1), got {threshold}")
         checks.one_of(GUIDED, guided=guided)
         own: dict[str, Any] = {"threshold": threshold, "top": top, "guided": guided}

@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torchvision.transforms.v2.functional import pil_to_tensor
 
-from quadtree_attention.checks import at_least
+from quadtree_attention.checks import count
 from quadtree_attention.errors import CheckpointError, OptionError
 from quadtree_attention.images import ImageLike, to_image
 from quadtree_attention.models.segmentation import SemanticFPN, sliding_window
@@ -86,7 +86,7 @@ class Segmenter(Predictor[Segmentation]):
         stride: int | None = None,
         **common: Any,
     ) -> None:
-        at_least(1, size=size, shorter_side=shorter_side, window=window, stride=stride)
+        count(1, size=size, shorter_side=shorter_side, window=window, stride=stride)
         if stride is not None and (window is None or stride > window):
             raise OptionError(
                 f"stride must be from 1 to the window, got stride {stride} and window {window}; "

@@ -87,7 +87,7 @@ class StereoMatcher(Predictor[Disparity]):
         max_disparity: float | None = None,
         **common: Any,
     ) -> None:
-        checks.at_least(LEAST_SIDE, size=size)
+        checks.count(LEAST_SIDE, size=size)
         checks.above(0, max_disparity=max_disparity)
         super().__init__(network, card, size=size, max_disparity=max_disparity, **common)
         self.preprocess = Preprocess(SIZE if size is None else size, max_disparity)
