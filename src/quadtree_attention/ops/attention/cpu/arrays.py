@@ -16,7 +16,11 @@ def flat(x: Tensor | None, dtype: torch.dtype) -> Array:
     """A flat array; empty for None."""
     if x is None:
         return np.empty(0, numpy_dtype(dtype))
-    return x.detach().to(dtype).contiguous().view(-1).numpy()
+    if x.requires_grad:
+        x = x.detach()
+    if x.dtype != dtype:
+        x = x.to(dtype)
+    return x.contiguous().numpy().reshape(-1)
 
 
 def flat_rows(x: Tensor | None, dtype: torch.dtype, cells: int, width: int) -> Array:
@@ -26,9 +30,11 @@ def flat_rows(x: Tensor | None, dtype: torch.dtype, cells: int, width: int) -> A
     return flat(x, dtype)
 
 
-def crop(x: Tensor, width: int, dtype: torch.dtype) -> Tensor:
-    """The first columns of (..., D)."""
-    return x[..., :width].to(dtype).contiguous()
+def crop(x: Tensor, cells: int, width: int, dtype: torch.dtype) -> Tensor:
+    """The first cells and columns of (B, N, T, D)."""
+    if x.shape[2:] != (cells, width):
+        x = x[:, :, :cells, :width]
+    return x.to(dtype).contiguous()
 
 
 def number(x: Tensor | float | None, dtype: torch.dtype) -> Any:

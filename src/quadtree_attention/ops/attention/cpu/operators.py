@@ -204,9 +204,11 @@ def _attend(
         flat_rows(inherited, level.dtype, level.shape.families, level.shape.value_width),
         *(x.view(-1).numpy() for x in outputs),
     )  # fmt: skip
-    total, *others = (x[:, :, : q.shape[2]] if x.ndim > 1 else x for x in outputs)
-    total = crop(total, v.shape[3], _result_dtype(q, topk))
-    return (total, *(x.contiguous() for x in others))  # type: ignore[return-value]
+    total, *others = outputs
+    if cells != q.shape[2]:
+        others = [x[:, :, : q.shape[2]].contiguous() if x.ndim > 1 else x for x in others]
+    total = crop(total, q.shape[2], v.shape[3], _result_dtype(q, topk))
+    return (total, *others)  # type: ignore[return-value]
 
 
 # ---- backward ------------------------------------------------------------------------------------
@@ -268,12 +270,12 @@ def _attend_backward(
         *(x.view(-1).numpy() for x in (dq, dk, dv, shares, dscores, dinherited)),
     )  # fmt: skip
     return (
-        crop(dq[:, :, : q.shape[2]], q.shape[3], q.dtype),
+        crop(dq, *q.shape[2:], q.dtype),
         _sum_of_parts(dk, k, visible),
         _sum_of_parts(dv, v, visible),
         shares.new_empty(0) if weight is None else shares.sum().to(weight.dtype),
         dscores,
-        dinherited if parents is None else crop(dinherited, v.shape[3], dtype),
+        dinherited if parents is None else crop(dinherited, shape.families, v.shape[3], dtype),
     )
 
 
@@ -288,10 +290,8 @@ def _parts(level: _Inputs) -> int:
 
 def _sum_of_parts(x: Tensor, like: Tensor, visible: Tensor | None) -> Tensor:
     """(B, N, P, S, D) -> (B, N, S, D); a hidden row is 0 even where gradients are not finite."""
-    x = x[..., : like.shape[2], : like.shape[3]]
-    x = x.sum(dim=2) if x.shape[2] > 1 else x[:, :, 0]
-    x = x if visible is None else torch.where(visible[:, None, :, None], x, 0)
-    return x.to(like.dtype).contiguous()
+    x = crop(x.sum(dim=2) if x.shape[2] > 1 else x[:, :, 0], *like.shape[2:], like.dtype)
+    return x if visible is None else torch.where(visible[:, None, :, None], x, 0)
 
 
 def _pad_cells(x: Tensor | None, cells: int, value: int) -> Tensor | None:

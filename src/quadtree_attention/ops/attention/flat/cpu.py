@@ -216,7 +216,7 @@ def _level(
     out, lse, *kept = outputs
     if with_message:
         count = q.shape[2] * shape.group
-        out, lse = crop(out[:, :, :count], v.shape[3], dtype), lse[:, :, :count].contiguous()
+        out, lse = crop(out, count, v.shape[3], dtype), lse[:, :, :count].contiguous()
     return out, lse, *(x[:, :, : q.shape[2]].contiguous() if x.ndim > 1 else x for x in kept)  # type: ignore[return-value]
 
 
@@ -287,10 +287,10 @@ def _level_backward(
     )  # fmt: skip
     empty = rows.new_empty(0, dtype=dtype)
     return (
-        crop(dq[:, :, :count], rows.shape[3], rows.dtype),
-        crop(dk[:, :, : k.shape[2]], k.shape[3], k.dtype),
-        crop(dv[:, :, : v.shape[2]], v.shape[3], v.dtype),
-        empty if inherited is None else crop(dinherited, v.shape[3], dtype),
+        crop(dq, count, rows.shape[3], rows.dtype),
+        crop(dk, *k.shape[2:], k.dtype),
+        crop(dv, *v.shape[2:], v.dtype),
+        empty if inherited is None else crop(dinherited, dinherited.shape[2], v.shape[3], dtype),
         empty if inherited_lse is None else dinherited_lse,
     )
 
