@@ -311,7 +311,7 @@ def effective_topk(topk: tuple[int, ...], key_tree: Tree) -> tuple[int, ...]:
 def check_scale(scale: float | None, head_dim: int) -> float:
     if scale is None:
         return head_dim**-0.5
-    if not isinstance(scale, Real) or not isfinite(scale):
+    if isinstance(scale, bool) or not isinstance(scale, Real) or not isfinite(scale):
         raise OptionError(
             f"scale must be a finite number, got {scale=}; None means head_dim ** -0.5"
         )

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from math import log2, prod
+from numbers import Integral
 from typing import Any, NamedTuple
 
 import torch
@@ -83,7 +84,7 @@ def attend_map(
     from quadtree_attention.ops.attention.functional import _best_first
 
     _check_options(variant, num_levels, exact_queries or lookahead or prefix.is_given)
-    if variant == "C":
+    if variant == "C" and _are_maps(q, k, v):
         k, v = share_heads(q, k, v, axis=-2)
     problem = make_problem(
         q, k, v,
@@ -124,9 +125,14 @@ def _check_options(variant: str, num_levels: int, only_c: bool) -> None:
 
 
 def _share_prefix(prefix: Prefix, q: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    if prefix.keys is None or prefix.values is None or prefix.keys.ndim != 4:
+    if prefix.keys is None or prefix.values is None or not _are_maps(prefix.keys, prefix.values):
         return prefix.keys, prefix.values
     return share_heads(q, prefix.keys, prefix.values, axis=-2)
+
+
+def _are_maps(*tensors: Any) -> bool:
+    """Return True for tensors with heads; others are refused by checks that follow."""
+    return all(isinstance(x, Tensor) and x.ndim >= 4 for x in tensors)
 
 
 def flat_problem(
@@ -393,8 +399,9 @@ def default_levels(
     grids: Sequence[Grid], key_grids: Sequence[Grid], topk: int | Sequence[int]
 ) -> int:
     """The fewest levels whose coarsest level is cheap beside the finest one."""
-    if not isinstance(topk, int):
+    if isinstance(topk, Sequence):
         return len(topk) + 1
+    (topk,) = check_topk(topk, 2)
     ndim = len(grids[0])
     queries, keys = (sum(prod(grid) for grid in sizes) for sizes in (grids, key_grids))
     for levels in range(1, 16):
@@ -411,15 +418,20 @@ def _grids(name: str, grid: Grid | Sequence[Grid]) -> list[tuple[int, ...]]:
     sizes: list[tuple[int, ...]] = []
     with suppress(TypeError):
         entries: list[Any] = list(grid)
-        nested = bool(entries) and not isinstance(entries[0], int)
-        sizes = [tuple(int(s) for s in one) for one in (entries if nested else [entries])]
+        nested = bool(entries) and not isinstance(entries[0], Integral)
+        sizes = [tuple(one) for one in (entries if nested else [entries])]
     same = bool(sizes) and all(len(one) == len(sizes[0]) for one in sizes)
-    if not same or not 1 <= len(sizes[0]) <= 3 or min(s for one in sizes for s in one) < 1:
+    sides = [side for one in sizes for side in one]
+    if not same or not 1 <= len(sizes[0]) <= 3 or not all(map(_is_size, sides)):
         raise OptionError(
             f"{name} must be the size of a grid with 1, 2 or 3 axes, such as (32, 48), or a list "
             f"of sizes with the same number of axes, got {grid!r}"
         )
-    return sizes
+    return [tuple(int(side) for side in one) for one in sizes]
+
+
+def _is_size(side: Any) -> bool:
+    return isinstance(side, Integral) and not isinstance(side, bool) and side >= 1  # type: ignore[operator]
 
 
 def _check_sequences(
@@ -430,7 +442,7 @@ def _check_sequences(
     grids: list[tuple[int, ...]],
     key_grids: list[tuple[int, ...]],
 ) -> None:
-    if not isinstance(prefix, int) or prefix < 0:
+    if not isinstance(prefix, int) or isinstance(prefix, bool) or prefix < 0:
         raise OptionError(f"prefix must be a number of tokens, 0 or more, got {prefix=}")
     if len(grids[0]) != len(key_grids[0]):
         raise OptionError(

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from quadtree_attention.errors import ShapeError
+from quadtree_attention.errors import DTypeError, ShapeError
 from quadtree_attention.ops.attention.tree import accumulation_dtype
 
 
@@ -25,6 +25,7 @@ def merge_attentions(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Te
 
     Raises:
         ShapeError: There is no part, or the parts do not fit.
+        DTypeError: A part is not a floating-point tensor.
 
     Example:
         >>> import torch
@@ -43,6 +44,13 @@ def merge_attentions(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Te
             f"{len(outs)} results and {len(lses)} log-sum-exps; pass both of every part"
         )
     for i, (out, lse) in enumerate(zip(outs, lses, strict=True)):
+        for name, x in (("outs", out), ("lses", lse)):
+            if not isinstance(x, Tensor) or not x.is_floating_point():
+                got = x.dtype if isinstance(x, Tensor) else type(x).__name__
+                raise DTypeError(
+                    f"{name}[{i}] must be a floating-point tensor, got {got}; convert it first, "
+                    "for example with Tensor.float"
+                )
         if out.shape != outs[0].shape or lse.shape != outs[0].shape[:-1]:
             raise ShapeError(
                 f"parts must have one shape, results (..., Dv) and log-sum-exps (...), got "
@@ -59,7 +67,10 @@ def merge_attentions(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Te
     total = total.masked_fill(nothing, 1)
     shares = weights / total
     out = sum(
-        (share[..., None] * part.to(dtype) for share, part in zip(shares, outs, strict=True)),
+        (
+            share * part.to(dtype).masked_fill(share == 0, 0)  # a part that saw no key may be NaN
+            for share, part in zip(shares[..., None], outs, strict=True)
+        ),
         start=torch.zeros((), dtype=dtype, device=outs[0].device),
     )
     lse = (shift + total.log()).masked_fill(nothing, -torch.inf)
