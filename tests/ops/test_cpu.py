@@ -20,6 +20,7 @@ from quadtree_attention.ops.attention.problem import make_problem
 from quadtree_attention.ops.attention.tree import Tree
 from tests.ops.cases import CASES, Case, check, every_case
 from tests.support import raises
+from tests.support.against_reference import rms
 from tests.support.commands import python
 
 pytest.importorskip("numba", reason="the cpu backend needs numba")
@@ -474,3 +475,20 @@ def test_one_term_with_all_the_weight_gives_no_gradient_in_variant_c():
     out = quadtree_attention(q, k, v, num_levels=1, topk=1, variant="C", backend="cpu")
     for x in torch.autograd.grad(out, (q, k), torch.randn_like(out)):
         assert torch.equal(x, torch.zeros_like(x))
+
+
+def test_gradients_of_variant_c_are_as_exact_as_those_of_the_reference():
+    """Large logits: the rounding of their log-sum-exp must not enter the mean of the gradients."""
+    torch.manual_seed(0)
+    q, k, v, cotangent = (torch.randn(1, 16, 15, 2, 16) for _ in range(4))
+
+    def gradients(backend, dtype):
+        leaves = [x.detach().to(dtype).requires_grad_() for x in (q, k, v)]
+        options = {"num_levels": 3, "topk": 4, "variant": "C", "scale": 8.0, "backend": backend}
+        out = quadtree_attention(*leaves, **options)
+        return torch.autograd.grad(out, leaves, cotangent.to(dtype))
+
+    exact = gradients("reference", torch.float64)
+    ours, plain = (gradients(backend, torch.float32) for backend in ("cpu", "reference"))
+    for truth, found, other in zip(exact[:2], ours, plain, strict=False):
+        assert rms(found - truth) <= 1.5 * rms(other - truth)

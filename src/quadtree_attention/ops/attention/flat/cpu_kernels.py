@@ -318,8 +318,9 @@ def flat_backward_rows(
 
     Args:
         dots: Output, for each row the product of result and gradient, less the gradient of `lse`.
-            It is summed over the terms of the softmax, not taken from the result: where one term
-            has all the weight, it equals that term, and the gradient of the logit is exactly 0.
+            It is the mean over the terms of the softmax, not taken from the result: where one term
+            has all the weight, it equals that term, and the gradient of the logit is 0. Division by
+            the sum of the weights removes the rounding of `lse`, which grows with the logits.
     """
     children, topk, value_width = shape.children, shape.topk, shape.value_width
     stride = padded(shape.kept * children)
@@ -353,12 +354,15 @@ def flat_backward_rows(
                     _add_bias(logits, start, count, biases)
                 if topk > 0:
                     _exclude(logits, start, positions, (row + i) // shape.group * topk, topk)
-                exponentials(logits, start, count, lse[row + i] - number)
+                sums = exponentials(logits, start, count, lse[row + i] - number)
                 dot = _dot(logits, slopes, start, count)
                 if inherited.size > 0:
                     above = (row + i) // shape.shared
                     share = rows.dtype.type(math.exp(inherited_lse[above] - lse[row + i]))
+                    sums += share
                     dot += share * _dot_of_rows(grad, row + i, inherited, above, value_width)
+                if sums != 0:
+                    dot /= sums
                 if grad_lse.size > 0:
                     dot -= grad_lse[row + i]
                 dots[row + i] = dot
