@@ -157,6 +157,8 @@ def test_mass_is_the_share_of_full_attention():
     assert seen[""].mass(1000) == pytest.approx((1.0, 1.0), abs=1e-5)
     assert seen[""].mass((1000, 1))[0] == pytest.approx(1.0, abs=1e-5)
     assert seen[""].mass((1000, 1))[1] < 0.9
+    best, children = seen[""].mass((1, 1000))  # all children of the best cell, and no other cell
+    assert children == pytest.approx(best, abs=1e-5) and best < 0.9
 
 
 @pytest.mark.parametrize("kind", [QuadtreeAttention, FullAttention, LinearAttention])
