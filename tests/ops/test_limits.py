@@ -84,7 +84,7 @@ def check_places(grid):
 
 @pytest.mark.parametrize("grid", WHOLE_GRIDS, ids=str)
 def test_places_of_whole_grids(grid, interpreter):
-    interpreter(check_places, grid, notices_overflow=True)
+    interpreter(check_places, grid)
 
 
 def test_most_grids_share_the_bits_of_their_axes():
@@ -177,9 +177,7 @@ def check_attention(grid, key_grid, levels, topk, variant, deterministic):
 @pytest.mark.parametrize("variant", ["A", "B"])
 @pytest.mark.parametrize("case", SMALL_GRIDS, ids=str)
 def test_attention_at_the_limits(case, variant, interpreter):
-    deterministic = variant == "A"
-    arguments = with_few_bits, check_attention, *case, variant, deterministic
-    interpreter(*arguments, notices_overflow=True)
+    interpreter(with_few_bits, check_attention, *case, variant, variant == "A")
 
 
 @pytest.mark.parametrize("grid", ONE_ABOVE, ids=str)
@@ -198,8 +196,7 @@ def test_one_above_is_a_reason(grid):
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", ["A", "B"])
 def test_a_long_map(variant, interpreter):
-    grids = (1, 1, 1030), (1, 1, 1040)
-    interpreter(check_attention, *grids, 3, 1, variant, False, notices_overflow=True)
+    interpreter(check_attention, (1, 1, 1030), (1, 1, 1040), 3, 1, variant, False)
 
 
 # ---- launches on maps of true size ---------------------------------------------------------------
