@@ -36,6 +36,7 @@ from quadtree_attention.sfm.reconstruct import (
     transforms,
     verified,
 )
+from quadtree_attention.sfm.refine import refine_tracks
 from quadtree_attention.sfm.tracks import build
 from quadtree_attention.tasks.cluster import Cluster
 from quadtree_attention.tasks.contract import Items, table
@@ -202,10 +203,9 @@ def _model(
     views, view_of = cameras(used, sharing=chosen.sharing, focal=chosen.focal, matrix=chosen.camera)
     size: int = matcher.preprocess.size  # type: ignore[attr-defined]
     scales = [max(photo.size) / max(seen_size(photo.size, size)) for photo in used]
-    tracks = build(
-        verified(_matches(listed, used, store, progress), scales),
-        [SPACING * scale for scale in scales],
-    )
+    pairs = list(verified(_matches(listed, used, store, progress), scales))
+    tracks = build(pairs, [SPACING * scale for scale in scales])
+    tracks = refine_tracks(tracks, pairs, [photo.path for photo in used], scales)
     clock.stop("tracks")
     work = out / ".unfinished"
     work.mkdir()

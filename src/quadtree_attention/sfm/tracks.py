@@ -51,12 +51,14 @@ class Tracks:
         images: (P,), the image of each point.
         points: (P, 2), pixels.
         indices: (P,), the index of each point among the points of its image.
+        anchors: (T,), the point of each track that the others were measured from.
     """
 
     starts: Array
     images: Array
     points: Array
     indices: Array
+    anchors: Array
 
     def __len__(self) -> int:
         return len(self.starts) - 1
@@ -94,7 +96,7 @@ def build(pairs: Iterable[PairPoints], spacing: Sequence[float]) -> Tracks:
     parts = [part for pair in pairs for part in _proposals(pair)]
     if not parts:
         none = np.zeros(0, int)
-        return Tracks(np.zeros(1, int), none, np.zeros((0, 2)), none)
+        return Tracks(np.zeros(1, int), none, np.zeros((0, 2)), none, none)
     keys, images, points, confidence = (np.concatenate(x) for x in zip(*parts, strict=True))
     order = np.lexsort((images, keys))
     keys, images, points, confidence = (x[order] for x in (keys, images, points, confidence))
@@ -143,23 +145,25 @@ def _select(
     ends = np.append(starts[1:], len(images))
     total = np.add.reduceat(confidence, starts)
     order = np.lexsort((-total, starts - ends))
-    scale = 1 / np.asarray(spacing)
-    places = np.rint(points * scale[images, None]).astype(np.int64)
-    anchor_places = np.rint(anchors * scale[references, None]).astype(np.int64)
+    of_points = _places(images, points, spacing).tolist()
+    of_anchors = _places(references, anchors, spacing).tolist()
+    ranges = zip(order.tolist(), starts[order].tolist(), ends[order].tolist(), strict=True)
+    return _unclaimed((i, [of_anchors[i], *of_points[begin:end]]) for i, begin, end in ranges)
 
-    def packed(image: Array, place: Array) -> Array:
-        return (image.astype(np.int64) << 2 * _BITS) | (place[:, 0] << _BITS) | place[:, 1]
 
-    of_points, of_anchors = packed(images, places).tolist(), None
-    of_anchors = packed(references, anchor_places).tolist()
+def _places(images: Array, points: Array, spacing: Sequence[float]) -> Array:
+    """A number (N,) for the image and the place of each point, in steps of `spacing`."""
+    place = np.rint(points / np.asarray(spacing)[images, None]).astype(np.int64)
+    return (images.astype(np.int64) << 2 * _BITS) | (place[:, 0] << _BITS) | place[:, 1]
+
+
+def _unclaimed(proposals: Iterable[tuple[int, Sequence[int]]]) -> list[int]:
+    """Proposals, in order, at least half of whose places no kept one has."""
     taken: set[int] = set()
     kept = []
-    for proposal, begin, end in zip(
-        order.tolist(), starts[order].tolist(), ends[order].tolist(), strict=True
-    ):
-        cells = [of_anchors[proposal], *of_points[begin:end]]
-        new = [cell for cell in cells if cell not in taken]
-        if 2 * len(new) >= len(cells):
+    for proposal, places in proposals:
+        new = [place for place in places if place not in taken]
+        if 2 * len(new) >= len(places):
             taken.update(new)
             kept.append(proposal)
     return kept
@@ -188,8 +192,47 @@ def _collected(
     track = np.repeat(np.arange(len(chosen)), lengths)
     order = np.lexsort((of, track))
     of, at = of[order], at[order]
-    by_image = np.argsort(of, kind="stable")
-    counts = np.bincount(of, minlength=count)
-    indices = np.empty(len(of), int)
-    indices[by_image] = np.arange(len(of)) - np.repeat(np.cumsum(counts) - counts, counts)
-    return Tracks(first, of.astype(int), at.astype(float), indices)
+    anchored = np.flatnonzero(is_anchor[order])
+    return Tracks(first, of.astype(int), at.astype(float), _indices(of, count), anchored)
+
+
+def _indices(images: Array, count: int) -> Array:
+    """The index (P,) of each point among the points of its image."""
+    by_image = np.argsort(images, kind="stable")
+    counts = np.bincount(images, minlength=count)
+    indices = np.empty(len(images), int)
+    indices[by_image] = np.arange(len(images)) - np.repeat(np.cumsum(counts) - counts, counts)
+    return indices
+
+
+def assembled(
+    track: Array, images: Array, points: Array, confidence: Array, spacing: Sequence[float]
+) -> Tracks:
+    """Tracks of points; the longest are kept where several lie at the same places.
+
+    Args:
+        track: (P,), the number of the track of each point; its first one is the anchor.
+        images: (P,), at most one point of an image to a track.
+        points: (P, 2), pixels.
+        confidence: (P,); of two tracks of the same length the one with the larger sum is kept.
+        spacing: Of each image, pixels within which a point counts as there already.
+    """
+    first = np.zeros(len(track), bool)
+    first[np.unique(track, return_index=True)[1]] = True
+    order = np.lexsort((images, track))
+    track, images, points, confidence, first = (
+        x[order] for x in (track, images, points, confidence, first)
+    )
+    starts = np.flatnonzero(np.diff(track, prepend=-1))
+    lengths = np.diff(np.append(starts, len(track)))
+    total = np.add.reduceat(confidence, starts) if len(starts) else confidence
+    longest = np.lexsort((-total, -lengths))
+    longest = longest[lengths[longest] > 1]
+    places = _places(images, points, spacing).tolist()
+    ranges = zip(longest.tolist(), starts[longest].tolist(), lengths[longest].tolist(), strict=True)
+    kept = np.sort(_unclaimed((i, places[begin : begin + n]) for i, begin, n in ranges)).astype(int)
+    rows = np.flatnonzero(np.isin(np.repeat(np.arange(len(starts)), lengths), kept))
+    ends = np.concatenate([[0], np.cumsum(lengths[kept])])
+    of = images[rows].astype(int)
+    anchored = np.flatnonzero(first[rows])
+    return Tracks(ends, of, points[rows].astype(float), _indices(of, len(spacing)), anchored)
