@@ -5,6 +5,7 @@ import copy
 import io
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 import timm
 import torch
@@ -210,7 +211,8 @@ def test_report_says_how_calls_ran():
     model(x)
     assert "dense: K is None" in accelerated.to_text()
     accelerated.restore()
-    with accelerate(model, topk={"blocks.1.attn": (5, 3)}, min_tokens=1, use_plan=False) as found:
+    topk = {"blocks.1.attn": tuple(np.array((5, 3)))}
+    with accelerate(model, topk, min_tokens=1, num_levels=np.int64(3), use_plan=False) as found:
         model(x)
     assert "dense: K is None" in found["blocks.0.attn"].calls
     assert "quadtree: 10x16 + 1, 3 levels, K (5, 3)" in found["blocks.1.attn"].calls
@@ -261,6 +263,33 @@ def test_multihead_attention_with_and_without_weights():
     assert "need_weights=True" in accelerated.to_text()
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors_of_an_encoder_stay_dense():
+    layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
+    model = nn.TransformerEncoder(layer, 1).eval()
+    x, padding = torch.randn(2, 35, 32), torch.arange(35).expand(2, 35) > 30
+    with torch.no_grad():
+        dense = model(x, src_key_padding_mask=padding)
+        with accelerate(model, **FEW, grid=(5, 7)) as accelerated:
+            assert torch.equal(model(x, src_key_padding_mask=padding), dense)
+    assert list(accelerated["layers.0.self_attn"].calls) == ["dense: nested tensors"]
+
+
+@torch.no_grad()
+def test_a_given_grid_that_takes_patches_for_prefix_tokens_stays_dense():
+    model, x = vit(reg_tokens=4, no_embed_class=True), torch.randn(1, 3, 96, 128)
+    dense = model(x)
+    for grid, prefix, text in (
+        ((5, 8), None, "dense: 5x8 leaves 13 prefix tokens, 6x8 of the patch embedding 5"),
+        ((5, 8), 13, "quadtree: 5x8 + 13"),
+        ((6, 8), None, "quadtree: 6x8 + 5"),
+        ([(3, 8), (3, 8)], None, "quadtree: 2 x 3x8 + 5"),
+    ):
+        with accelerate(model, **FEW, grid=grid, prefix=prefix) as accelerated:
+            assert torch.equal(model(x), dense) == text.startswith("dense")
+        assert text in accelerated.to_text()
+
+
 def test_grid_from_the_arguments_of_the_model():
     class Model(nn.Module):
         def __init__(self):
@@ -277,6 +306,8 @@ def test_grid_from_the_arguments_of_the_model():
     with accelerate(model, **FEW) as accelerated:
         model(torch.randn(1, 35, 8), size=None)
     assert "no grid is known" in accelerated.to_text()
+    with accelerate(model, **FEW, grid=lambda x, size: None):
+        raises(OptionError, "grid must be the size", model, torch.randn(1, 35, 8), size=None)
 
 
 def test_gradients_reach_the_weights():
@@ -292,23 +323,31 @@ def test_gradients_reach_the_weights():
     ("make", "options", "match"),
     [
         (lambda: nn.Linear(3, 3), {}, "no attention that can be accelerated"),
+        (lambda: None, {}, "takes a network"),
         (vit, {"topk": 0}, "topk must be at least 1"),
         (vit, {"topk": {"blocks.7.attn": 3}}, "an attention layer must be one of"),
         (vit, {"skip": "nothing"}, "no attention layer is called 'nothing'"),
         (vit, {"skip": "*"}, "no attention that can be accelerated"),
+        (vit, {"skip": 3}, "skip must be names of layers"),
         (vit, {"grid": (3, -1)}, "grid must be the size"),
-        (vit, {"min_tokens": -1}, "min_tokens must be at least 0"),
+        (vit, {"grid": 48}, "grid must be the size"),
+        (vit, {"min_tokens": -1}, "min_tokens must be an integer of at least 0"),
+        (vit, {"min_tokens": None}, "min_tokens must be an integer of at least 0"),
+        (vit, {"prefix": 1.5}, "prefix must be an integer of at least 0"),
+        (vit, {"prefix": True}, "prefix must be an integer of at least 0"),
+        (vit, {"num_levels": 2.5}, "num_levels must be an integer of at least 1"),
         (vit, {"topk": float("nan")}, "topk must be at least 1"),
         (vit, {"topk": (8, 4), "num_levels": 2}, "1 for num_levels=2"),
         (vit, {"topk": {"blocks.0.attn": (8,)}, "num_levels": 3}, "2 for num_levels=3"),
         (vit, {"backend": "cuda"}, "backend must be one of auto"),
+        (vit, {"backend": None}, "backend must be one of auto"),
         (lambda: torch.compile(vit()), {}, "torch.compile"),
     ],
 )
 def test_mistakes_leave_the_model_unchanged(make, options, match):
     model = make()
     raises(OptionError, match, accelerate, model, **options)
-    for module in model.modules():
+    for module in () if model is None else model.modules():
         assert "forward" not in vars(module) or hasattr(module, "_orig_mod")
         assert not module._forward_hooks and not module._forward_pre_hooks
 

@@ -30,6 +30,7 @@ def test_all_or_none_are_set():
         ({first: 1, "stages.0.blocks.1.attn": 1}, "a quadtree layer must be one of .*did you mean"),
         ({last: 1, first: [1, 2]}, rf"{first}: topk must have one entry per level"),
         ({first: 0}, "topk must be at least 1"),
+        (8, "topk must be a mapping by layer name, got 8"),
     ):
         raises(OptionError, message, set_topk, model, wrong)
         assert layers[first].topk == (8, 4, 2)

@@ -2,7 +2,7 @@
 """Variant C in networks trained with dense attention, in place and reversible."""
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
 from math import isqrt
@@ -33,6 +33,7 @@ from quadtree_attention.models.parts.dense_layers import (
 from quadtree_attention.models.parts.points import SortedPoints
 from quadtree_attention.models.parts.row_attention import RowAttention
 from quadtree_attention.nn.baselines import FullAttention
+from quadtree_attention.ops.attention.flat.functional import as_grids, is_whole
 from quadtree_attention.ops.backends import BACKENDS
 
 MIN_TOKENS = 1024
@@ -180,9 +181,13 @@ def accelerate(
         blocks.0.attn   K 8: quadtree: 20x30 + 1, 3 levels, K 8
         >>> accelerated.restore()
     """
-    checks.at_least(0, min_tokens=min_tokens, prefix=prefix)
-    checks.at_least(1, num_levels=num_levels)
-    checks.one_of(["auto", *(one.name for one in BACKENDS)], backend=backend)
+    min_tokens = _whole("min_tokens", min_tokens, 0)
+    prefix = None if prefix is None else _whole("prefix", prefix, 0)
+    num_levels = None if num_levels is None else _whole("num_levels", num_levels, 1)
+    checks.known(backend, ["auto", *(one.name for one in BACKENDS)], "backend")
+    patterns = list(skip) if isinstance(skip, Iterable) and not isinstance(skip, str) else [skip]
+    if not all(isinstance(pattern, str) for pattern in patterns):
+        raise OptionError(f"skip must be names of layers, got {skip!r}; pass one or a list")
     _refuse(model)
     options = {
         "num_levels": num_levels, "exact_queries": exact_queries, "lookahead": lookahead,
@@ -190,9 +195,8 @@ def accelerate(
     }  # fmt: skip
     places = GridOfImages(prefix)
     if grid is not None and not callable(grid):
-        places.given = _grids(grid)
+        places.given = tuple(as_grids("grid", grid))
     make = partial(DenseLayer, min_tokens=min_tokens, by_plan=use_plan, options=options)
-    patterns = [skip] if isinstance(skip, str) else list(skip)
     found, skipped = _attention_layers(model)
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in found):
@@ -231,7 +235,17 @@ def accelerated_layers(model: nn.Module) -> dict[str, DenseLayer]:
     }
 
 
+def _whole(name: str, value: Any, least: int) -> int:
+    if not is_whole(value, least):
+        raise OptionError(f"{name} must be an integer of at least {least}, got {value!r}; pass one")
+    return int(value)
+
+
 def _refuse(model: nn.Module) -> None:
+    if not isinstance(model, nn.Module):
+        raise OptionError(
+            f"accelerate takes a network (nn.Module), got {type(model).__name__}; pass the network"
+        )
     for module in model.modules():
         if hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None:
             raise OptionError(
@@ -347,19 +361,19 @@ def checked_topk(topk: Any, num_levels: int | None) -> int | tuple[int, ...] | N
     if topk is None:
         return None
     values = list(topk) if isinstance(topk, Sequence) else [topk]
-    if not values or any(isinstance(k, bool) or not isinstance(k, int) or k < 1 for k in values):
+    if not values or not all(map(is_whole, values)):
         raise OptionError(
             f"topk must be at least 1, one number or one per level that selects, got {topk!r}; "
             "16 is usual"
         )
-    if isinstance(topk, int):
-        return topk
+    if not isinstance(topk, Sequence):
+        return int(topk)
     if num_levels not in (None, len(values) + 1):
         raise OptionError(
             f"topk must be one number or one per level that selects, {num_levels - 1} for "
             f"{num_levels=}, got {topk!r}"
         )
-    return tuple(values)
+    return tuple(map(int, values))
 
 
 def _install(
@@ -373,7 +387,7 @@ def _install(
     if callable(grid):
         see = partial(_see_arguments, places, grid)
         undo.append(model.register_forward_pre_hook(see, with_kwargs=True).remove)
-    elif grid is None:
+    else:
         for module in _patch_embeddings(model, found):
             undo.append(module.register_forward_hook(places.see_patches).remove)
     for name, (module, kind) in found.items():
@@ -412,7 +426,7 @@ def _see_arguments(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> None:
-    places.see(_grids(grid(*args, **kwargs)))
+    places.see(tuple(as_grids("grid", grid(*args, **kwargs))))
 
 
 def _patch_embeddings(model: nn.Module, found: Mapping[str, _Found]) -> Iterator[nn.Module]:
@@ -426,18 +440,6 @@ def _patch_embeddings(model: nn.Module, found: Mapping[str, _Found]) -> Iterator
             and not name.startswith(inside)
         ):
             yield module
-
-
-def _grids(grid: Any) -> tuple[tuple[int, ...], ...]:
-    """Return one or several grids as tuples, checked."""
-    sizes = [tuple(one) for one in grid] if grid and not isinstance(grid[0], int) else [tuple(grid)]
-    if not sizes or not all(
-        1 <= len(one) <= 3 and all(isinstance(x, int) and x > 0 for x in one) for one in sizes
-    ):
-        raise OptionError(
-            f"grid must be the size of a grid such as (32, 48), or a list of sizes, got {grid!r}"
-        )
-    return tuple(sizes)
 
 
 # ---- transformers --------------------------------------------------------------------------------

@@ -34,7 +34,7 @@ def set_topk(model: nn.Module, topk: Mapping[str, int | Sequence[int] | None]) -
             None keeps a layer of an accelerated network dense.
 
     Raises:
-        OptionError: A layer does not exist, or a number is not accepted.
+        OptionError: `topk` is no mapping, a layer does not exist, or a number is not accepted.
 
     Example:
         >>> from quadtree_attention import models
@@ -43,6 +43,11 @@ def set_topk(model: nn.Module, topk: Mapping[str, int | Sequence[int] | None]) -
         >>> model.stages[0].blocks[0].attn.topk
         (8, 4, 2)
     """
+    if not isinstance(topk, Mapping):
+        raise OptionError(
+            f"topk must be a mapping by layer name, got {topk!r}; for one K in every layer pass "
+            "dict.fromkeys(layers, K)"
+        )
     layers: dict[str, Any] = {**quadtree_layers(model), **accelerated_layers(model)}
     checked: dict[str, Any] = {}
     for name, value in topk.items():

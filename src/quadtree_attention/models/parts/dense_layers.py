@@ -240,6 +240,8 @@ class InterceptedMultihead(Intercepted):
             self.layer.calls["dense: the caller wants the weights (need_weights=True)"] += 1
         elif attn_mask is not None or is_causal:
             self.layer.calls["dense: a mask that is not one of keys"] += 1
+        elif query.is_nested:
+            self.layer.calls["dense: nested tensors"] += 1
         elif query.ndim != 3 or m.bias_k is not None or m.add_zero_attn:
             self.layer.calls["dense: tokens without a batch, bias_kv or add_zero_attn"] += 1
         else:
@@ -366,15 +368,32 @@ class GridOfImages:
             return "no grid is known; pass grid=(height, width)"
         if tokens != call.key_shape[2]:
             return f"{tokens} queries of other tokens than the {call.key_shape[2]} keys"
-        cells = sum(prod(grid) for grid in grids)
+        places = self._fit(tokens, grids, call.device)
+        if places is None:
+            return f"{tokens} tokens do not fit {_shown(grids)}; pass grid and prefix"
+        patches = self._seen.get()
+        left = tokens - _cells(patches)
+        if self.prefix is None and patches and 0 <= left < places.prefix:
+            return (
+                f"{_shown(grids)} leaves {places.prefix} prefix tokens, {_shown(patches)} of the "
+                f"patch embedding {left}; pass prefix too"
+            )
+        return places
+
+    def _fit(self, tokens: int, grids: Grids, device: torch.device) -> Places | None:
+        cells = _cells(grids)
         most = MOST_PREFIX if self.prefix is None else self.prefix
         if 0 <= tokens - cells <= most and self.prefix in (None, tokens - cells):
             return Places(grids, grids, tokens - cells)
         if len(grids) == 1:  # several frames, each with its own prefix
             for prefix in range(most + 1) if self.prefix is None else [self.prefix]:
                 if tokens % (cells + prefix) == 0:
-                    return _frames(grids[0], prefix, tokens // (cells + prefix), call.device)
-        return f"{tokens} tokens do not fit {_shown(grids)}; pass grid and prefix"
+                    return _frames(grids[0], prefix, tokens // (cells + prefix), device)
+        return None
+
+
+def _cells(grids: Grids) -> int:
+    return sum(prod(grid) for grid in grids)
 
 
 def _frames(grid: tuple[int, ...], prefix: int, count: int, device: torch.device) -> Places:
@@ -419,7 +438,7 @@ def _as_one(grids: Grids) -> tuple[int, ...]:
     if len(grids) == 1:
         return grids[0]
     width = prod(grids[0][1:])
-    return (sum(prod(grid) for grid in grids) // width, *grids[0][1:])
+    return (_cells(grids) // width, *grids[0][1:])
 
 
 @lru_cache(maxsize=4096)

@@ -343,8 +343,8 @@ def quadtree_sdpa(
     from quadtree_attention.ops.attention.functional import _cast_for_autocast
 
     q, k, v = _cast_for_autocast(q, k, v)
-    grids = _grids("grid", grid)
-    key_grids = grids if key_grid is None else _grids("key_grid", key_grid)
+    grids = as_grids("grid", grid)
+    key_grids = grids if key_grid is None else as_grids("key_grid", key_grid)
     _check_sequences(q, k, v, prefix, grids, key_grids)
     levels = default_levels(grids, key_grids, topk) if num_levels is None else num_levels
     check_levels(levels)
@@ -413,8 +413,12 @@ def default_levels(
     return max(1, min(levels, int(log2(longest)) + 1))
 
 
-def _grids(name: str, grid: Grid | Sequence[Grid]) -> list[tuple[int, ...]]:
-    """One or several grids as a list of tuples."""
+def as_grids(name: str, grid: Grid | Sequence[Grid]) -> list[tuple[int, ...]]:
+    """One or several grids as a list of tuples.
+
+    Raises:
+        OptionError: They are not sizes of 1 to 3 axes each.
+    """
     sizes: list[tuple[int, ...]] = []
     with suppress(TypeError):
         entries: list[Any] = list(grid)
@@ -422,7 +426,7 @@ def _grids(name: str, grid: Grid | Sequence[Grid]) -> list[tuple[int, ...]]:
         sizes = [tuple(one) for one in (entries if nested else [entries])]
     same = bool(sizes) and all(len(one) == len(sizes[0]) for one in sizes)
     sides = [side for one in sizes for side in one]
-    if not same or not 1 <= len(sizes[0]) <= 3 or not all(map(_is_size, sides)):
+    if not same or not 1 <= len(sizes[0]) <= 3 or not all(map(is_whole, sides)):
         raise OptionError(
             f"{name} must be the size of a grid with 1, 2 or 3 axes, such as (32, 48), or a list "
             f"of sizes with the same number of axes, got {grid!r}"
@@ -430,8 +434,9 @@ def _grids(name: str, grid: Grid | Sequence[Grid]) -> list[tuple[int, ...]]:
     return [tuple(int(side) for side in one) for one in sizes]
 
 
-def _is_size(side: Any) -> bool:
-    return isinstance(side, Integral) and not isinstance(side, bool) and side >= 1  # type: ignore[operator]
+def is_whole(value: Any, least: int = 1) -> bool:
+    """Return True for an integer, also of NumPy, of at least `least`."""
+    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= least
 
 
 def _check_sequences(
@@ -442,7 +447,7 @@ def _check_sequences(
     grids: list[tuple[int, ...]],
     key_grids: list[tuple[int, ...]],
 ) -> None:
-    if not isinstance(prefix, int) or isinstance(prefix, bool) or prefix < 0:
+    if not is_whole(prefix, 0):
         raise OptionError(f"prefix must be a number of tokens, 0 or more, got {prefix=}")
     if len(grids[0]) != len(key_grids[0]):
         raise OptionError(
