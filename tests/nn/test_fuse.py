@@ -2,6 +2,8 @@
 """Models changed for inference: the same results, weights that change are seen, and back again."""
 
 import copy
+import os
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -154,6 +156,37 @@ def check_kernels():
 
 def test_kernels_in_the_interpreter(interpreter):
     interpreter(check_kernels)
+
+
+def step(model, x):
+    """Result and gradients of a training step, and its matrix products of linear layers."""
+    inputs = [x, *(p for p in model.parameters() if p.requires_grad)]
+    with torch.profiler.profile() as events:
+        out = model(x)
+        grads = torch.autograd.grad(out.square().sum(), inputs)
+    return [out, *grads], sum(e.count for e in events.key_averages() if e.key == "aten::linear")
+
+
+def check_training(options):
+    """One product for queries, keys and values, but not of layers with hooks or frozen ones."""
+    model, x, seen = block(options), torch.randn(X, requires_grad=True), []
+    key = model.attn.k_proj
+    expected, _ = step(model, x)
+    with patch.dict(os.environ, QUADTREE_FUSED="1"):
+        got, count = step(model, x)
+        handle = key.register_full_backward_hook(lambda *_: seen.append(1))
+        observed, by_one = step(model, x)
+        handle.remove()
+        key.weight.requires_grad_(False)
+        assert step(model, x)[1] == by_one == count + 2
+    assert seen == [1]
+    for results in (got, observed):
+        torch.testing.assert_close(results, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_training_in_the_interpreter(options, interpreter):
+    interpreter(check_training, options)
 
 
 # ---- graphs, with a stand-in for the capture ---------------------------------------------------

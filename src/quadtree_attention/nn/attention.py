@@ -7,8 +7,8 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from quadtree_attention.errors import OptionError, ShapeError
-from quadtree_attention.nn.merged import MergedLinear
+from quadtree_attention.errors import DTypeError, OptionError, ShapeError
+from quadtree_attention.nn.merged import MergedLinear, as_one, can_merge
 from quadtree_attention.nn.position import DepthwiseConv
 from quadtree_attention.nn.value_pyramid import (
     Activation,
@@ -30,7 +30,7 @@ from quadtree_attention.ops.attention.problem import (
     effective_topk,
 )
 from quadtree_attention.ops.attention.tree import Tree, grid_of, hide
-from quadtree_attention.ops.backends import Backend, choose
+from quadtree_attention.ops.backends import Backend, choose, fuses, fuses_more
 from quadtree_attention.ops.depthwise.cpu import add_levels, can_add
 from quadtree_attention.ops.depthwise.functional import add_positions, can_fuse
 
@@ -208,7 +208,11 @@ class QuadtreeAttention(nn.Module):
         """Queries of x (B, *grid, C), keys and values of the context."""
         layers = [self.q_proj, self.k_proj, self.v_proj]
         if self.merged is None or not self.merged.stands_for(layers):
-            return self.q_proj(x), self.k_proj(context), self.v_proj(context)
+            fused = fuses_more() and fuses(x, self.backend)
+            if not (fused and x is context and can_merge(layers)):
+                return self.q_proj(x), self.k_proj(context), self.v_proj(context)
+            q, k, v = as_one(layers, x)
+            return q, k, v.contiguous()  # its pyramid and position encoding read dense maps
         if x is not context:
             (q,), (k, v) = self.merged(x, 0, 1), self.merged(context, 1, 3)
         elif self.value_branches:  # their norms read dense maps
@@ -303,6 +307,11 @@ class QuadtreeAttention(nn.Module):
             )
 
     def _check_map(self, name: str, x: Tensor) -> None:
+        if not isinstance(x, Tensor):
+            raise DTypeError(
+                f"{name} must be a torch.Tensor, got {type(x).__name__}; convert it first, "
+                "for example with torch.as_tensor"
+            )
         if x.ndim != self.ndim + 2 or x.shape[-1] != self.dim or 0 in x.shape[1:]:
             raise ShapeError(
                 f"{name} must be (batch, {', '.join('*' * self.ndim)}, {self.dim}), channels last, "

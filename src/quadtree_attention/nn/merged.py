@@ -51,6 +51,13 @@ class MergedLinear:
                     parameter.data = parameter.data.clone()
 
 
+def as_one(layers: Sequence[nn.Linear], x: Tensor) -> tuple[Tensor, ...]:
+    """Results (..., C) of layers that `can_merge`, from one matrix product with gradients."""
+    weight = torch.cat([layer.weight for layer in layers])
+    bias = None if layers[0].bias is None else torch.cat([layer.bias for layer in layers])
+    return F.linear(x, weight, bias).split(layers[0].out_features, dim=-1)
+
+
 def is_plain(layer: nn.Module) -> bool:
     """Whether calling a layer does what its weight and bias say, and nothing else."""
     hooks: Any = layer
@@ -58,6 +65,7 @@ def is_plain(layer: nn.Module) -> bool:
         type(layer) is nn.Linear
         and "forward" not in layer.__dict__
         and not (hooks._forward_hooks or hooks._forward_pre_hooks)
+        and not (hooks._backward_hooks or hooks._backward_pre_hooks)
     )
 
 
@@ -66,7 +74,7 @@ def can_merge(layers: Sequence[nn.Module]) -> bool:
         return False
     weights: list[Any] = [layer.weight for layer in layers]
     biases: list[Any] = [layer.bias for layer in layers]
-    looks = {(x.shape, x.dtype, x.device) for x in weights}
+    looks = {(x.shape, x.dtype, x.device, x.requires_grad) for x in weights}
     return len(looks) == 1 and len({x is None for x in biases}) == 1
 
 

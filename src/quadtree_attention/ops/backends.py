@@ -105,7 +105,7 @@ def fuses(x: Tensor, name: str) -> bool:
 
 
 def fuses_more() -> bool:
-    """Whether `QUADTREE_FUSED=1` asks for fused convolutions and value branches."""
+    """Whether `QUADTREE_FUSED=1` asks for fused convolutions, value branches and projections."""
     return os.environ.get("QUADTREE_FUSED", "0") == "1"
 
 

@@ -270,7 +270,7 @@ def _attend_backward(
         *(x.view(-1).numpy() for x in (dq, dk, dv, shares, dscores, dinherited)),
     )  # fmt: skip
     return (
-        crop(dq, *q.shape[2:], q.dtype),
+        crop(dq, q.shape[2], q.shape[3], q.dtype),
         _sum_of_parts(dk, k, visible),
         _sum_of_parts(dv, v, visible),
         shares.new_empty(0) if weight is None else shares.sum().to(weight.dtype),
@@ -290,7 +290,8 @@ def _parts(level: _Inputs) -> int:
 
 def _sum_of_parts(x: Tensor, like: Tensor, visible: Tensor | None) -> Tensor:
     """(B, N, P, S, D) -> (B, N, S, D); a hidden row is 0 even where gradients are not finite."""
-    x = crop(x.sum(dim=2) if x.shape[2] > 1 else x[:, :, 0], *like.shape[2:], like.dtype)
+    x = x.sum(dim=2) if x.shape[2] > 1 else x[:, :, 0]
+    x = crop(x, like.shape[2], like.shape[3], like.dtype)
     return x if visible is None else torch.where(visible[:, None, :, None], x, 0)
 
 

@@ -288,8 +288,8 @@ def _level_backward(
     empty = rows.new_empty(0, dtype=dtype)
     return (
         crop(dq, count, rows.shape[3], rows.dtype),
-        crop(dk, *k.shape[2:], k.dtype),
-        crop(dv, *v.shape[2:], v.dtype),
+        crop(dk, k.shape[2], k.shape[3], k.dtype),
+        crop(dv, v.shape[2], v.shape[3], v.dtype),
         empty if inherited is None else crop(dinherited, dinherited.shape[2], v.shape[3], dtype),
         empty if inherited_lse is None else dinherited_lse,
     )
