@@ -1,5 +1,7 @@
 """K by attention mass: large enough, not larger, and kept by files."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -97,5 +99,13 @@ def test_bad_arguments(model, images):
     ):
         raises(OptionError, message, calibrate_topk, model, images, **options)
     raises(OptionError, "at least one image", calibrate_topk, model, [], mass=0.9)
+    for wrong in (torch.rand(1, 1, 64, 80), Path("a.jpg"), images[0], None):
+        raises(OptionError, "images must be a list", calibrate_topk, model, wrong, mass=0.9)
+    pixels = np.zeros((64, 80))
+    for wrong in ("a.jpg", Path("a.jpg"), pixels, {"image0": pixels}, (torch.rand(1, 3), 1), {}):
+        text = rf"images\[0\] must be an input .*got {type(wrong).__name__}"
+        raises(OptionError, text, calibrate_topk, model, [wrong], mass=0.9)
+    byte = torch.zeros(1, 3, 64, 80, dtype=torch.uint8)
+    raises(OptionError, "got torch.uint8", calibrate_topk, model, [byte], mass=0.9)
     raises(OptionError, "no quadtree layers", calibrate_topk, linear, images, mass=0.9)
     raises(OptionError, "eager", calibrate_topk, compiled, images, mass=0.9)

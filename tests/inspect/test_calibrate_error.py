@@ -135,4 +135,6 @@ def test_mistakes(model):
     with accelerate(model):
         raises(OptionError, "error must be above 0", calibrate_topk, model, images(1), error=0.0)
         raises(OptionError, "at least one image", calibrate_topk, model, [], error=0.1)
+        items = [*images(1), torch.full((1, 3, 192, 256), torch.nan)]
+        raises(OptionError, r"images\[1\] has NaN", calibrate_topk, model, items, error=0.1)
         raises(OptionError, "topk must be at least 1", set_topk, model, {"blocks.0.attn": 0})

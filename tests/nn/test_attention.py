@@ -7,7 +7,13 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from quadtree_attention import OptionError, QuadtreeAttention, ShapeError, quadtree_attention
+from quadtree_attention import (
+    DTypeError,
+    OptionError,
+    QuadtreeAttention,
+    ShapeError,
+    quadtree_attention,
+)
 from tests.support import raises
 
 KINDS = {
@@ -134,6 +140,8 @@ def test_bad_inputs():
     mask = torch.ones(2, 5, 6, dtype=torch.bool)
     text = "x must be (batch, *, *, 16), channels last, with at least one cell, got x.shape=(2, 16"
     raises(ShapeError, re.escape(text), module, x.permute(0, 3, 1, 2))
+    raises(DTypeError, "x must be a torch.Tensor, got NoneType", module, None)
+    raises(DTypeError, "context must be a torch.Tensor, got list", module, x, x.tolist())
     raises(ShapeError, "x and context must have the same batch size", module, x, x[:1])
     raises(OptionError, "needs a context, got context=None", module, x, context_mask=mask)
     raises(ShapeError, r"mask must be \(batch, \*grid\) of x, that", module, x, mask=mask[:, :4])

@@ -2,11 +2,13 @@
 """K by attention mass: the smallest K per layer and level whose kept cells contain a share."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from os import PathLike
 from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 from tqdm import tqdm
 
 from quadtree_attention import checks
@@ -125,7 +127,8 @@ def calibrate_topk(
 
     Args:
         model: A model with quadtree attention, in evaluation mode.
-        images: Inputs of the model; `model(item)` is called once per item and level.
+        images: Inputs of the model: floating-point tensors, or lists or dicts of tensors;
+            `model(item)` is called once per item and level.
         mass: Share of the probability of full attention, in (0, 1].
         error: For models of `accelerate`: largest relative error of the output, above 0. The effect
             of each layer on the output is measured, with one pass per layer and image and a few
@@ -148,9 +151,7 @@ def calibrate_topk(
         raise OptionError(
             f"calibrate_topk takes exactly one of mass and error, got {mass=}, {error=}; pass one"
         )
-    items = list(images)
-    if not items:
-        raise OptionError("calibrate_topk needs at least one image, got none; pass some")
+    items = _checked_items(images)
     if error is not None:
         checks.above(0, error=error)
         if not accelerated_layers(model):
@@ -189,6 +190,31 @@ def calibrate_topk(
     bar.close()
     topk = {name: tuple(values) for name, values in chosen.items()}
     return Calibration(topk, mass, len(items), curves)
+
+
+def _checked_items(images: Any) -> list[Any]:
+    """Return the inputs of the model as a list; refuse what no model takes."""
+    if isinstance(images, Tensor | Mapping | str | PathLike | None):
+        raise OptionError(
+            f"images must be a list of inputs of the model, got {type(images).__name__}; pass a "
+            "list of tensors (1, 3, H, W), for example"
+        )
+    items = list(images)
+    if not items:
+        raise OptionError("calibrate_topk needs at least one image, got none; pass some")
+    for i, item in enumerate(items):
+        leaves = tree_leaves(item)
+        has_tensors = any(hasattr(x, "to") for x in leaves)  # or objects that can be moved as well
+        is_bytes = isinstance(item, Tensor) and not item.is_floating_point()
+        if is_bytes or isinstance(item, tuple) or not has_tensors:
+            raise OptionError(
+                f"images[{i}] must be an input of the model, a floating-point tensor, or a list or "
+                f"dict of tensors, got {item.dtype if is_bytes else type(item).__name__}; convert "
+                "it first"
+            )
+        if any(isinstance(x, Tensor) and x.isnan().any() for x in leaves):
+            raise OptionError(f"images[{i}] has NaN; pass images without")
+    return items
 
 
 def _curves(
