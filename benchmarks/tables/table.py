@@ -10,6 +10,8 @@ from benchmarks.result import OUT_OF_MEMORY, Row
 
 Value = str | Callable[[Row], Any]
 
+LONGEST = 12  # lines of a table that is never folded
+
 
 def number(value: float | None) -> str:
     """A number with about three digits, without an exponent."""
@@ -69,6 +71,9 @@ class View:
         by: Keys of the case shared by the rows of a line; None: one line per row.
         each: Values by a key of the case: a cell shows one number per value.
         rows: Function that computes the rows of the table from the rows of a result.
+        short: Entries of the case of some rows, one mapping per kind of row: a page shows the
+            lines of these rows, and the whole table folded if it has more than LONGEST lines.
+            None: the whole table.
     """
 
     columns: Sequence[Column] | Callable[[Sequence[Row]], Sequence[Column]]
@@ -76,6 +81,7 @@ class View:
     by: Sequence[str] | None = None
     each: Mapping[str, Sequence[str]] = field(default_factory=dict)
     rows: Callable[[Sequence[Row]], Sequence[Row]] = lambda rows: rows
+    short: Sequence[Mapping[str, Any]] | None = None
 
     def markdown(self, rows: Sequence[Row]) -> list[str]:
         """Lines of a Markdown table; empty without rows."""
@@ -84,9 +90,13 @@ class View:
             return []
         columns = self._columns(rows)
         lines = [f"#### {self.title}", ""] if self.title else []
-        lines += [_line([column.heading for column in columns])]
-        lines += [_line(["---" if column.words else "---:" for column in columns])]
-        return lines + [_line(cells) for cells in self._cells(columns, rows)]
+        head = [_line([column.heading for column in columns])]
+        head += [_line(["---" if column.words else "---:" for column in columns])]
+        every = [_line(cells) for cells in self._cells(columns, rows)]
+        some = [_line(cells) for cells in self._cells(columns, rows, self.short)]
+        if len(every) <= LONGEST or not 0 < len(some) < len(every):
+            return [*lines, *head, *every]
+        return [*lines, *head, *some, "", *fold(f"All {len(every)} rows", [*head, *every])]
 
     def text(self, rows: Sequence[Row]) -> str:
         """Lines of a table aligned for a terminal."""
@@ -100,9 +110,16 @@ class View:
     def _columns(self, rows: Sequence[Row]) -> Sequence[Column]:
         return self.columns(rows) if callable(self.columns) else self.columns
 
-    def _cells(self, columns: Sequence[Column], rows: Sequence[Row]) -> list[list[str]]:
+    def _cells(
+        self,
+        columns: Sequence[Column],
+        rows: Sequence[Row],
+        shown: Sequence[Mapping[str, Any]] | None = None,
+    ) -> list[list[str]]:
         lines: dict[Any, list[Row]] = {}
         for i, row in enumerate(rows):
+            if shown and not any(case.items() <= row["case"].items() for case in shown):
+                continue
             key = i if self.by is None else str([row["case"][name] for name in self.by])
             lines.setdefault(key, []).append(row)
         return [[self._cell(column, mine, rows) for column in columns] for mine in lines.values()]

@@ -85,6 +85,8 @@ def _table(comparison: Comparison, result: Result, runs: Runs) -> View:
         return text
 
     shown = [Column(title, cell(source, form), str) for title, source, form in columns]
+    lines = [{"case": {"recipe": name}} for name in runs]
+    shown = [c for c in shown if any(c.value(line) != NOT_YET for line in lines)] or shown
     return View([Column("attention", "case.recipe", comparison.label, words=True), *shown])
 
 

@@ -204,7 +204,12 @@ def section(name: str, result: Result) -> str:
     """Section of a result file: heading, tables, missing rows and, folded, provenance."""
     rows = _rows(result)
     lines = [heading(name, result["runs"][0])]
-    limits = [about for run in result["runs"] for about in _limits(run["settings"])]
+    calibrated = {row["run"] for row in rows if row["case"].get("attention") == "calibrated"}
+    limits = [
+        about
+        for i, run in enumerate(result["runs"])
+        for about in _limits(run["settings"], i in calibrated)
+    ]
     lines += [line for about in dict.fromkeys(limits) for line in ("", about)]
     for view in stored_views().get(result["kind"], []):
         if table := view.markdown(rows):
@@ -272,14 +277,13 @@ def circumstances(run: Result) -> str:
     )
 
 
-def _limits(settings: Mapping[str, Any]) -> list[str]:
+def _limits(settings: Mapping[str, Any], calibrated: bool) -> list[str]:
     """Settings that change what the tables mean, one paragraph each."""
     limits = [f"Variant {settings['variant']}."] if settings.get("variant") else []
     if (limit := settings.get("memory_gib")) is not None:
         limits.append(f"PyTorch was given {number(limit)} GiB of the GPU.")
-    if (points := settings.get("points")) is not None:
-        calibrated = f"K is calibrated for an error of {settings['error']:g}"
-        limits.append(f"{calibrated}; LightGlue has at most {points} points an image.")
+    if calibrated:
+        limits.append(f'"calibrated" is K for an error of {settings["error"]:g}.')
     return limits
 
 

@@ -3,7 +3,7 @@
 
 from benchmarks import result as files
 from benchmarks.result import ResultFileError, dumps
-from benchmarks.tables import summary, views, write
+from benchmarks.tables import summary, table, views, write
 from benchmarks.tables.table import number
 from tests.benchmarks.conftest import command, result_of, run_of, stored, times
 from tests.support import raises
@@ -40,6 +40,32 @@ def test_attention_shows_losses_and_gaps():
     assert "CPU Y, 8 cores, 1 used, load 0.50" in text
     assert "- tiny, sdpa, float32, forward+backward, eager: skipped: estimated 99 s" in text
     assert "2030-01-02, commit 0123456789ab." in text
+
+
+def test_long_tables_show_some_rows_and_fold_all():
+    """`short` selects them; a number relative to a row that is not shown stays."""
+    names = ["a", "b", *(f"c{i}" for i in range(table.LONGEST - 1))]
+    rows = [{"case": {"name": n}, "values": {"x": 3.0 if n == "a" else 2.0}} for n in names]
+    columns = [
+        table.Column("name", "case.name", str, words=True),
+        table.Column("of a", "values.x", relative={"name": "a"}),
+    ]
+    lines = table.View(columns, short=[{"name": "b"}, {"name": "z"}]).markdown(rows)
+    some, every = lines[: lines.index("")], lines[lines.index("") :]
+    assert some == ["| name | of a |", "| --- | ---: |", "| b | 0.67 |"]
+    assert f"<summary>All {len(rows)} rows</summary>" in every[1]
+    assert sum(line.startswith("| ") for line in every) == 2 + len(rows)
+    for few, short in ((rows[1:], [{"name": "b"}]), (rows, [{"name": "z"}]), (rows, None)):
+        whole = table.View(columns, short=short).markdown(few)
+        assert len(whole) == 2 + len(few)
+
+
+def test_error_of_calibration_is_that_of_the_runs_that_calibrated():
+    result = stored("quality/accelerate")
+    rows = [{**row, "run": int(row["case"]["attention"] != "calibrated")} for row in result["rows"]]
+    text = section(result | {"runs": [run_of(error=0.1), run_of(error=0.2)], "rows": rows})
+    assert '"calibrated" is K for an error of 0.1.' in text
+    assert "error of 0.2" not in text
 
 
 def test_failures_have_cells_and_lines_of_their_own():
