@@ -17,7 +17,6 @@ from quadtree_attention.nn.value_pyramid import (
     plus_parents,
     visible_levels,
 )
-from quadtree_attention.ops.attention.attend import attend
 from quadtree_attention.ops.attention.problem import (
     Problem,
     Variant,
@@ -30,6 +29,7 @@ from quadtree_attention.ops.attention.problem import (
     effective_topk,
 )
 from quadtree_attention.ops.attention.tree import Tree, grid_of, hide
+from quadtree_attention.ops.autocast import without_autocast
 from quadtree_attention.ops.backends import Backend, choose, fuses, fuses_more
 from quadtree_attention.ops.depthwise.cpu import add_levels, can_add
 from quadtree_attention.ops.depthwise.functional import add_positions, can_fuse
@@ -184,17 +184,12 @@ class QuadtreeAttention(nn.Module):
             problem: Sizes and options of the call.
             backend: The backend that was chosen for it.
         """
-        out, _ = attend(
-            backend,
-            problem,
-            [q],
-            [k],
-            v,
-            query_mask=mask,
-            key_mask=context_mask,
-            level_weights=self.level_logits,
-            with_selection=False,
-        )
+        with without_autocast(problem.device.type):
+            out, _ = backend.attend(
+                problem, [q], [k], v,
+                query_mask=mask, key_mask=context_mask, level_weights=self.level_logits,
+                with_selection=False,
+            )  # fmt: skip
         return out
 
     def extra_repr(self) -> str:

@@ -99,7 +99,7 @@ class Kept(NamedTuple):
 
 
 class Attend(Protocol):
-    """The whole attention.
+    """The whole attention; called without autocast.
 
     q, k and v are lists of maps (B, *grid, N, D): one, to be averaged into levels, or one per
     level, coarse -> fine. Masks are (B, *grid) of the finest maps, level_weights are logits (L,).

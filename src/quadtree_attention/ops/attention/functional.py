@@ -7,7 +7,6 @@ from typing import Any, Literal, NamedTuple, Required, TypedDict, Unpack, overlo
 import torch
 from torch import Tensor
 
-from quadtree_attention.ops.attention.attend import attend
 from quadtree_attention.ops.attention.flat.functional import (
     ONLY_C,
     Prefix,
@@ -21,7 +20,7 @@ from quadtree_attention.ops.attention.problem import (
     check_pyramids,
     make_problem,
 )
-from quadtree_attention.ops.autocast import autocast_dtype
+from quadtree_attention.ops.autocast import autocast_dtype, without_autocast
 from quadtree_attention.ops.backends import Kept, choose, explain_backends
 
 
@@ -187,17 +186,12 @@ def quadtree_attention(
         num_levels=num_levels, topk=topk, variant=variant, level_weights=level_weights,
         scale=scale, query_mask=query_mask, key_mask=key_mask,
     )  # fmt: skip
-    out, kept = attend(
-        choose(backend, problem),
-        problem,
-        [q],
-        [k],
-        [v],
-        query_mask=query_mask,
-        key_mask=key_mask,
-        level_weights=level_weights,
-        with_selection=return_selection,
-    )
+    with without_autocast(problem.device.type):
+        out, kept = choose(backend, problem).attend(
+            problem, [q], [k], [v],
+            query_mask=query_mask, key_mask=key_mask, level_weights=level_weights,
+            with_selection=return_selection,
+        )  # fmt: skip
     return (out, _best_first(kept)) if return_selection else out
 
 
@@ -272,17 +266,12 @@ def quadtree_attention_pyramid(
             prefix=Prefix(), query_mask=None, key_mask=key_mask, with_selection=return_selection,
         )  # fmt: skip
         return (out, _best_first(kept)) if return_selection else out
-    out, kept = attend(
-        choose(backend, problem),
-        problem,
-        qs,
-        ks,
-        vs,
-        query_mask=None,
-        key_mask=key_mask,
-        level_weights=level_weights,
-        with_selection=return_selection,
-    )
+    with without_autocast(problem.device.type):
+        out, kept = choose(backend, problem).attend(
+            problem, qs, ks, vs,
+            query_mask=None, key_mask=key_mask, level_weights=level_weights,
+            with_selection=return_selection,
+        )  # fmt: skip
     return (out, _best_first(kept)) if return_selection else out
 
 
