@@ -19,7 +19,7 @@ from quadtree_attention.tasks.detect.rle import (
     run_lengths,
 )
 from tests.support import raises
-from tests.tasks.detect.files import entry, with_mask, write_split
+from tests.tasks.detect.files import SHARED, entry, with_mask, write_split
 
 SQUARE = [[4, 3, 12, 3, 12, 9, 4, 9]]  # a polygon
 
@@ -237,3 +237,25 @@ def test_names_are_unique_and_identities_follow_the_file(tmp_path):
     content["categories"][0]["id"] = 8  # results have these ids
     path.write_text(json.dumps(content))
     assert CocoFile(path).identity(0) != coco.identity(0)
+
+
+@pytest.mark.parametrize(
+    ("name", "objects", "classes", "crowds"),
+    [("bccd", 1137, 3, 0), ("nuclei", 1468, 1, 0), ("coco_mini", 624, 80, None)],
+)
+def test_real_files(name, objects, classes, crowds):
+    if not (SHARED / name).is_dir():
+        pytest.skip(f"there is no ../shared/data/{name} beside the checkout")
+    coco = open_source(SHARED / name, split="val", masks=name != "bccd", strict=True)
+    found = [a for image in coco.truths for a in image.annotations]
+    assert (len(found), len(coco.classes)) == (objects, classes)
+    assert any(a.crowd for a in found) == (crowds is None)
+    (image,), target = coco.images(3), coco.truth(3).target(masks=name != "bccd")
+    assert len(target["boxes"]) == len(coco.truths[3].annotations) > 0
+    if name != "bccd":  # masks lie in their boxes, and cover most of their area
+        for mask, (x0, y0, x1, y1) in zip(target["masks"], target["boxes"].tolist(), strict=True):
+            rows, columns = np.nonzero(mask.numpy())
+            assert columns.min() >= x0 - 1 and columns.max() <= x1 + 1
+            assert rows.min() >= y0 - 1 and rows.max() <= y1 + 1
+        assert np.isclose(target["masks"].sum((1, 2)), target["area"], rtol=0.2, atol=8).all()
+    assert image.mode == "RGB"

@@ -1,9 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The matcher that comes with the package, on images it was not trained on."""
 
+import json
+
 import numpy as np
 import pytest
 
+from benchmarks.__main__ import main
+from benchmarks.quality import DEFAULT
+from benchmarks.quality.matching import DATA
 from quadtree_attention.tasks import Matcher
 from tests.conftest import ROOT
 
@@ -49,3 +54,15 @@ def test_black_images_match_nothing(matcher):
     black = np.zeros((64, 64), np.uint8)
     (raw,) = matcher.forward([matcher.preprocess(black, black)])
     assert len(raw["confidence"]) > 5 and len(matcher(black, black)) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not DATA.is_dir(), reason="no pairs at ../shared/data/matching")
+def test_ahead_of_sift_on_indoor_pairs_far_apart(tmp_path):
+    out = tmp_path / "scores.json"
+    assert main(["quality", "matching", "--sets", "scannet", "--out", str(out)]) == 0
+    rows = {row["case"]["method"]: row["values"] for row in json.loads(out.read_text())["rows"]}
+    for estimator in ("opencv", "poselib"):
+        ours, sift = (rows[name]["estimators"][estimator] for name in (DEFAULT, "SIFT"))
+        assert ours["auc"]["20"] > 25
+        assert ours["auc"]["20"] > 2 * sift["auc"]["20"]

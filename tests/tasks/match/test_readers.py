@@ -3,11 +3,13 @@
 
 import pickle
 
+import numpy as np
 import pytest
 from PIL import Image
 
 from quadtree_attention.errors import DataError, OptionError
 from quadtree_attention.tasks.match.readers import PairLine, open_source, read_pairs
+from tests.conftest import ROOT
 from tests.support import raises
 
 CAMERA = "500 0 320 0 510. 240 0 0 1"
@@ -137,3 +139,14 @@ def test_files_that_are_wrong(read, tmp_path):
     raises(DataError, r"cannot read .*: Is a directory", read_pairs, tmp_path)
     (tmp_path / "photo.txt").write_bytes(b"\xff\xd8\xff\xe0")
     raises(DataError, "pass a file of pairs, text in UTF-8", read_pairs, tmp_path / "photo.txt")
+
+
+SCANNET = ROOT.parent / "shared/data/matching/scannet_sample/pairs_with_gt.txt"
+
+
+@pytest.mark.skipif(not SCANNET.is_file(), reason="../shared/data is not beside the checkout")
+def test_pairs_of_scannet():
+    pairs = read_pairs(SCANNET)
+    assert len(pairs) == 15 and all(p.T_0to1 is not None for p in pairs)
+    assert pairs[0].name == "scene0711_00_frame-001680__scene0711_00_frame-001995"
+    assert np.allclose(pairs[0].K0[0], [1163.45, 0, 653.626])

@@ -16,6 +16,7 @@ from quadtree_attention.tasks.segment.readers import (
     read_classes,
     read_label_map,
 )
+from tests.conftest import ROOT
 from tests.support import raises
 from tests.support.commands import refusal
 from tests.tasks.segment.files import CLASSES, IGNORED, label_map, write_set
@@ -224,3 +225,19 @@ def test_what_cannot_be_opened(tmp_path):
         open_source(tmp_path, split="train")
     with pytest.raises(OptionError, match="source must be one of auto, folder"):
         open_source(tmp_path, split="train", layout="npz")
+
+
+CAMVID = ROOT.parent / "shared/data/camvid11"
+NO_CAMVID = "camvid11 is not at ../shared/data beside the checkout"
+
+
+@pytest.mark.skipif(not CAMVID.is_dir(), reason=NO_CAMVID)
+def test_camvid():
+    counts = {split: len(open_source(CAMVID, split=split)) for split in ("train", "val")}
+    assert counts == {"train": 367, "val": 101}
+    source = open_source(CAMVID, split="val")
+    assert source.classes[0] == "sky" and len(source.classes) == 11 and source.skipped == []
+    image, labels = read(source, 0)
+    assert image.size == (480, 360) and labels.min() == IGNORE and labels.max() <= 10
+    upper, lower = labels[:60], labels[-60:]
+    assert (upper == 3).sum() == 0 < (lower == 3).sum()  # the road is below

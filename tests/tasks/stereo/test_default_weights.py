@@ -1,8 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The stereo network that comes with the package, on pairs it was not trained on."""
 
+import json
+
+import pytest
 import torch
 
+from benchmarks.__main__ import main
+from benchmarks.quality.stereo import DATA
 from quadtree_attention.synthetic import ProceduralTextures, StereoOptions, stereo_pairs
 from quadtree_attention.tasks.stereo.metrics import scores
 from quadtree_attention.tasks.stereo.predictor import StereoMatcher
@@ -33,3 +38,15 @@ def test_swapped_views_are_told():
     matcher = StereoMatcher.from_pretrained(size=256)
     found = matcher(IMAGES / "stereo_right.jpg", IMAGES / "stereo_left.jpg")
     assert any("swapped" in said for said in found.warnings)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not DATA.is_dir(), reason="no pairs at ../shared/data/stereo")
+def test_less_wrong_than_semi_global_matching(tmp_path):
+    out = tmp_path / "scores.json"
+    assert main(["quality", "stereo", "--out", str(out)]) == 0
+    rows = json.loads(out.read_text())["rows"]
+    means = {row["case"]["method"]: row["values"]["mean"] for row in rows}
+    ours, theirs = means["quadtree"], means["SGBM"]
+    for score in ("epe_all", "d1_all", "bad3_all"):
+        assert ours[score] < theirs[score], score

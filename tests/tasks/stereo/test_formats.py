@@ -12,6 +12,7 @@ from PIL import Image
 from quadtree_attention.errors import DataError, OptionError
 from quadtree_attention.tasks.stereo.formats import read_disparity
 from quadtree_attention.tasks.stereo.result import Disparity
+from tests.conftest import ROOT
 from tests.support.commands import refusal as refused
 
 VALUES = np.array([[1.5, 2.25, 0.75], [8.0, 100.0, 3.5]], np.float32)
@@ -181,3 +182,17 @@ def test_other_arrays_are_refused(tmp_path, array):
     assert "d.npy" in refused(DataError, read_disparity, tmp_path / "d.npy")
     told = refused(DataError, read_disparity, tmp_path / "d.pfm")
     assert told == f"cannot read {tmp_path / 'd.pfm'}: No such file or directory; check the path"
+
+
+MOTORCYCLE = ROOT.parent / "shared/data/stereo/MIDDLEBURY_2014/trainingQ/Motorcycle/disp0GT.pfm"
+
+
+def test_a_real_pfm_as_another_reader_reads_it():
+    if not MOTORCYCLE.exists():
+        pytest.skip("the stereo pairs are not at ../shared/data/stereo beside the checkout")
+    found, other = read_disparity(MOTORCYCLE), cv2.imread(str(MOTORCYCLE), cv2.IMREAD_UNCHANGED)
+    assert np.array_equal(found.known, np.isfinite(other)) and not found.known.all()
+    # OpenCV divides by the scale of the header, which calib.txt contradicts: vmax is 65 there
+    there = other[found.known] * np.float32(0.003922)
+    assert found.values.max() < 65 and np.allclose(found.values[found.known], there, rtol=1e-6)
+    assert (found.values[~found.known] == 0).all()
