@@ -7,7 +7,7 @@ import sys
 
 
 def main() -> None:
-    """Runs the command; without typer, prints what to install."""
+    """Run the command; without typer, print what to install."""
     signal.signal(signal.SIGINT, _stop)  # until a command has imported what it needs
     try:
         import typer  # noqa: F401

@@ -110,7 +110,7 @@ def _grouped(task: str, paths: list[str], folder: Path) -> list[tuple[str, ...]]
 
 
 def _input(predictor: "Predictor[Any]", task: str, images: tuple[str, ...]) -> Any:
-    """Returns the input of the network."""
+    """Return the input of the network."""
     prepared = predictor.preprocess(*images)
     tensors = predictor.stack([prepared])
     if len(tensors) == 2:

@@ -90,7 +90,7 @@ def run(context: typer.Context) -> None:
 
 
 def convert(state: "Mapping[str, Tensor]", o: Options) -> Converted:
-    """Converts the official tensors and checks all of them against our model."""
+    """Convert the official tensors and check all of them against our model."""
     from quadtree_attention.models import convert as converter
     from quadtree_attention.models.matcher_convert import is_official_matcher
     from quadtree_attention.models.stereo_convert import is_official_stereo
@@ -164,7 +164,7 @@ def _checked_parameters(name: str, options: Options, tensors: "Mapping[str, Tens
 
 
 def _check_without(o: Options, found: str, **owners: str) -> None:
-    """Raises `OptionError` for options of other checkpoints than the one `found`."""
+    """Raise `OptionError` for options of other checkpoints than the one `found`."""
     for name, of in owners.items():
         if o[name] != OWN[name][1]:
             raise OptionError(

@@ -183,7 +183,7 @@ def _evaluate(task: str, context: typer.Context) -> None:
 
 
 def _check_report(path: Path) -> None:
-    """Raises `OptionError` if it cannot be written, or would replace anything but a report."""
+    """Raise `OptionError` if it cannot be written, or would replace anything but a report."""
     from quadtree_attention.files import check_writable
 
     check_writable(path)

@@ -57,7 +57,7 @@ def run(context: typer.Context) -> None:
 
 
 def make_report(o: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns all printed facts, in the order of the JSON; options are checked by `plan`."""
+    """Return all printed facts, in the order of the JSON; options are checked by `plan`."""
     import torch
 
     from quadtree_attention.ops.attention.problem import DTYPES

@@ -49,7 +49,7 @@ def _quadtree(
 
 
 def run(args: Sequence[str]) -> None:
-    """Runs a command line; ends the process."""
+    """Run a command line; end the process."""
     for stream in ("stdout", "stderr"):
         if getattr(sys, stream) is None:  # closed by the caller
             setattr(sys, stream, open(os.devnull, "w"))  # noqa: SIM115

@@ -32,7 +32,7 @@ def command(
     own: Mapping[str, Option] | None = None,
     **settings: Any,
 ) -> None:
-    """Adds a command that reports errors on one line.
+    """Add a command that reports errors on one line.
 
     Args:
         app: The application.
@@ -62,7 +62,7 @@ def command(
 
 @contextmanager
 def errors_on_one_line(*, debug: bool = False) -> Iterator[None]:
-    """Turns expected errors into one line and an exit code."""
+    """Turn expected errors into one line and an exit code."""
     try:
         yield
         sys.stdout.flush()
@@ -90,13 +90,13 @@ def errors_on_one_line(*, debug: bool = False) -> Iterator[None]:
 
 
 def imported() -> None:
-    """Restores KeyboardInterrupt; called after a command has imported its dependencies."""
+    """Restore KeyboardInterrupt; called after a command has imported its dependencies."""
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def exclusive(context: typer.Context, option: str, *others: str) -> None:
-    """Raises `OptionError` if `option` and one of the others were given on the command line."""
+    """Raise `OptionError` if `option` and one of the others were given on the command line."""
     if is_given(context, option) and (given := [o for o in others if is_given(context, o)]):
         raise OptionError(
             f"{_flag(context, option)} excludes {', '.join(_flag(context, o) for o in given)}; "
@@ -117,14 +117,14 @@ def _flag(context: typer.Context, option: str) -> str:
 
 
 def tell(message: str) -> None:
-    """Writes one line to standard error."""
+    """Write one line to standard error."""
     from tqdm import tqdm
 
     tqdm.write(f"quadtree: {' '.join(message.split())}", file=sys.stderr)
 
 
 def say(text: str) -> None:
-    """Writes text to standard output, with ? for unsupported characters."""
+    """Write text to standard output, with ? for unsupported characters."""
     from tqdm import tqdm
 
     tqdm.write(printable(text), file=sys.stdout)
@@ -132,7 +132,7 @@ def say(text: str) -> None:
 
 
 def printable(text: str) -> str:
-    """Replaces bars by # and other characters unsupported by standard output by ?."""
+    """Replace bars by # and other characters unsupported by standard output by ?."""
     from quadtree_attention.tasks.contract import BLOCKS
 
     encoding = sys.stdout.encoding or "ascii"

@@ -45,7 +45,7 @@ class Job:
 def make_predictor(
     context: typer.Context, task: str, own: Sequence[str], kind: Any = None
 ) -> Predictor[Any]:
-    """Creates the predictor of a task, or of a class, from the options of a command."""
+    """Create the predictor of a task, or of a class, from the options of a command."""
     given, made = context.params, kind or get_task(task).load("predictor")
     chosen = {name: given[name] for name in (*COMMON, *own) if name in given}
     if given.get("cluster") is not None:
@@ -59,7 +59,7 @@ def make_predictor(
 
 
 def join_cluster(context: typer.Context) -> Cluster | None:
-    """Connects to the cluster of a command, if it was given one."""
+    """Connect to the cluster of a command, if it was given one."""
     given = context.params
     if given["cluster"] is None:
         return None
@@ -69,7 +69,7 @@ def join_cluster(context: typer.Context) -> Cluster | None:
 
 
 def make_pair_matcher(context: typer.Context) -> "PairMatcher":
-    """Creates the matcher of reconstructions from the options of a command."""
+    """Create the matcher of reconstructions from the options of a command."""
     from quadtree_attention.sfm.matching import PairMatcher
 
     return cast(PairMatcher, make_predictor(context, "match", ("threshold", "guided"), PairMatcher))
@@ -82,7 +82,7 @@ def predict_images(
     own: Sequence[str] = (),
     picture: str | None = None,
 ) -> None:
-    """Runs a predictor on images, writes the requested files, and prints the results.
+    """Run a predictor on images, write the requested files, and print the results.
 
     Args:
         context: Context with the options of the command.
@@ -158,7 +158,7 @@ def predict_pairs(
     after: Callable[[int, Any], None] | None = None,
     note: str | None = None,
 ) -> None:
-    """Runs a predictor on many pairs into a store, and prints a summary.
+    """Run a predictor on many pairs into a store, and print a summary.
 
     The exit code is 1 if some pairs failed or are missing.
 
@@ -216,7 +216,7 @@ def _there(count: int) -> str:
 
 
 def expand(images: Sequence[str]) -> tuple[list[str], bool]:
-    """Returns the images, with folders expanded; True if a folder has none."""
+    """Return the images, with folders expanded; True if a folder has none."""
     paths: list[str] = []
     failed = False
     for image in images:
@@ -238,7 +238,7 @@ def read_image(path: str) -> Any:
 
 
 def names_of(paths: Sequence[str]) -> list[str]:
-    """Returns unique names of results from the names of the images.
+    """Return unique names of results from the names of the images.
 
     Raises:
         OptionError: Two images have the same name.
@@ -257,7 +257,7 @@ def names_of(paths: Sequence[str]) -> list[str]:
 def plan_jobs(
     paths: Sequence[str], out: Path | None, save: Path | None, *, many: bool
 ) -> list[Job]:
-    """Returns the output files of every image, checked before the network runs.
+    """Return the output files of every image, checked before the network runs.
 
     Raises:
         OptionError: One cannot be written, would replace an image, or is used twice.
@@ -288,7 +288,7 @@ def _no_folder(option: str, given: Path, paths: Sequence[str]) -> OptionError:
 def check_targets(
     pictures: Iterable[Path | None], others: Iterable[Path | None], inputs: Sequence[str]
 ) -> None:
-    """Raises `OptionError` for files that cannot be written, are inputs, or are used twice."""
+    """Raise `OptionError` for files that cannot be written, are inputs, or are used twice."""
     drawn = [path for path in pictures if path is not None]
     for path in drawn:
         picture_format(path)

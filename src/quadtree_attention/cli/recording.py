@@ -40,7 +40,7 @@ class Seen:
 
 
 def task_of(weights: Path | None, task: str | None) -> str:
-    """Returns the task of weights, or the requested one.
+    """Return the task of weights, or the requested one.
 
     Raises:
         OptionError: Both are given and differ, or there are no packaged weights of the task.
@@ -56,7 +56,7 @@ def task_of(weights: Path | None, task: str | None) -> str:
 
 
 def look(o: Mapping[str, Any], inputs: Sequence[str], at: tuple[float, float] | None) -> Seen:
-    """Runs the networks of the options of a command on one image or two, and records them.
+    """Run the networks of the options of a command on one image or two, and record them.
 
     Raises:
         OptionError: The networks are of several tasks, or take another number of images, or the

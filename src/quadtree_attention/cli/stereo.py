@@ -209,7 +209,7 @@ def _find_many(context: typer.Context) -> None:
 def pair_up(
     left: Sequence[str], right: Sequence[str]
 ) -> tuple[dict[str, tuple[str, str]], list[str]]:
-    """Returns pairs by the name of the left image, and images without a partner.
+    """Return pairs by the name of the left image, and images without a partner.
 
     Partners have the same stem. If there are none, the stems of partners differ in one
     place only: left and right, l and r, 0 and 1 or 2 and 3; both lists may then be of one folder.
@@ -239,7 +239,7 @@ _SIDES = (
 
 
 def _partners(stem: str) -> Iterator[str]:
-    """Yields candidate names of the right image, the most likely first."""
+    """Yield candidate names of the right image, the most likely first."""
     for pattern, other in _SIDES:
         for match in re.finditer(pattern, stem, re.IGNORECASE):
             word = match[0]
