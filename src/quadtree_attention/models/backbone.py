@@ -230,7 +230,7 @@ class PyramidTransformer(nn.Module):
         intermediates_only: bool = False,
         mask: Tensor | None = None,
     ) -> list[Tensor] | tuple[Tensor, list[Tensor]]:
-        """Returns the feature maps of stages, and the last feature map.
+        """Return the feature maps of stages, and the last feature map.
 
         Args:
             x: Image (B, in_chans, H, W).
@@ -260,7 +260,7 @@ class PyramidTransformer(nn.Module):
     def prune_intermediate_layers(
         self, indices: int | Sequence[int] = 1, prune_norm: bool = False, prune_head: bool = True
     ) -> list[int]:
-        """Removes the stages after the last of `indices` and the classifier; returns indices."""
+        """Remove the stages after the last of `indices` and the classifier; return indices."""
         take = self._take(indices)
         self.stages = self.stages[: max(take) + 1]
         if prune_head:
@@ -271,7 +271,7 @@ class PyramidTransformer(nn.Module):
         return self.head
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
-        """Replaces the classifier by a new one for `num_classes`; 0 removes it."""
+        """Replace the classifier by a new one for `num_classes`; 0 removes it."""
         if global_pool is not None:
             _check_pool(global_pool)
             self.global_pool = global_pool
@@ -282,17 +282,17 @@ class PyramidTransformer(nn.Module):
         _init(self.head)
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
-        """Enables gradient checkpointing of blocks."""
+        """Enable gradient checkpointing of blocks."""
         for stage in self.stages:
             assert isinstance(stage, Stage)
             stage.grad_checkpointing = enable
 
     def no_weight_decay(self) -> set[str]:
-        """Returns the names of parameters without weight decay: the level weights."""
+        """Return the names of parameters without weight decay: the level weights."""
         return {name for name, _ in self.named_parameters() if name.endswith(".level_logits")}
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
-        """Returns patterns for layer-wise learning rates, by stage or by block."""
+        """Return patterns for layer-wise learning rates, by stage or by block."""
         by_block = [
             (r"^stages\.(\d+)\.downsample", (0,)),  # together with the first block
             (r"^stages\.(\d+)\.blocks\.(\d+)", None),
@@ -301,7 +301,7 @@ class PyramidTransformer(nn.Module):
         return {"stem": r"^patch_embed", "blocks": r"^stages\.(\d+)" if coarse else by_block}
 
     def _embed(self, x: Tensor, mask: Tensor | None) -> tuple[Tensor, list[Tensor | None]]:
-        """Returns the first map, and the masks of the maps of all stages."""
+        """Return the first map, and the masks of the maps of all stages."""
         check_mask("mask", mask, "x", (x.shape[0], *x.shape[2:]), x.device)
         # The first map is at 1/4, the third of the levels
         return self.patch_embed(hide_map(x, mask)), masks_of_maps(mask, len(self.stages) + 2)[2:]
@@ -325,7 +325,7 @@ class PyramidTransformer(nn.Module):
 
 
 def _mlp_maker(layout: Layout, attention: str, **options: Any) -> Callable[[int, int], nn.Module]:
-    """Returns a factory of MLPs by channels and hidden channels."""
+    """Return a factory of MLPs by channels and hidden channels."""
     if layout == "swin":
         return lambda dim, hidden: Mlp(dim, hidden, **options)
     relu = attention == "linear_spatial_reduction"  # PVTv2-li combines both
@@ -333,14 +333,14 @@ def _mlp_maker(layout: Layout, attention: str, **options: Any) -> Callable[[int,
 
 
 def _downsample(layout: Layout, dim: int, dim_out: int, **dd: Any) -> nn.Module:
-    """Returns the downsampling layer before a stage."""
+    """Return the downsampling layer before a stage."""
     if layout == "swin":
         return PatchMerging(dim, dim_out, **dd)
     return PatchEmbed(dim, dim_out, stride=2, kernel_size=3, **dd)
 
 
 def _init(module: nn.Module) -> None:
-    """Initialises as the original, whose truncation at 100 standard deviations has no effect."""
+    """Initialise as the original, whose truncation at 100 standard deviations has no effect."""
     if isinstance(module, nn.Linear):
         _normal(module.weight, 0.02)
     elif isinstance(module, nn.Conv2d):
@@ -414,7 +414,7 @@ default_cfgs = generate_default_cfgs({name: _cfg(**_DIFFERENT.get(name, {})) for
 
 
 def _registered(name: str) -> Callable[..., nn.Module]:
-    """Returns the entry point that timm calls for the backbone of this name."""
+    """Return the entry point that timm calls for the backbone of this name."""
 
     def build(pretrained: bool = False, **kwargs: Any) -> nn.Module:
         options = preset(name, kwargs)

@@ -68,7 +68,7 @@ def is_official_backbone(state: Mapping[str, Tensor]) -> bool:
 
 
 def split_backbone(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
-    """Returns the tensors of the backbone, and the names of all other tensors.
+    """Return the tensors of the backbone, and the names of all other tensors.
 
     Full detectors and segmenters have their backbone under `backbone.`; without this prefix, all
     tensors are assumed to be the backbone's.
@@ -84,7 +84,7 @@ def split_backbone(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list
 
 
 def convert_backbone(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Converts an official classification, detection or segmentation backbone.
+    """Convert an official classification, detection or segmentation backbone.
 
     If names start with `backbone.`, as in full detectors and segmenters, only these are converted.
 
@@ -112,7 +112,7 @@ def convert_parts(
     convert_inside: Callable[[Mapping[str, Tensor]], tuple[dict[str, Tensor], list[str]]],
     convert_around: Callable[[str], str | None],
 ) -> dict[str, Tensor]:
-    """Converts an official network to our tensor names.
+    """Convert an official network to our tensor names.
 
     Args:
         state: Official state dict.
@@ -206,7 +206,7 @@ def infer_options(state: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 def check_fit(model: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Raises `CheckpointError` with the first tensors of `state` that do not fit `model`."""
+    """Raise `CheckpointError` with the first tensors of `state` that do not fit `model`."""
     expected, state = model.state_dict(), with_new_names(model, state)
     problems = {
         "missing": [name for name in expected if name not in state],
@@ -241,7 +241,7 @@ def _around_blocks(name: str) -> str | None:
 
 
 def convert_block(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
-    """Converts one official attention module or block; also returns unknown names.
+    """Convert one official attention module or block; also return unknown names.
 
     A block has its attention under `attn.`.
     """

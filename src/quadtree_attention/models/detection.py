@@ -66,11 +66,11 @@ class _Detector:
     training: bool
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
-        """Enables gradient checkpointing of the backbone."""
+        """Enable gradient checkpointing of the backbone."""
         self.backbone.body.set_grad_checkpointing(enable)
 
     def no_weight_decay(self) -> set[str]:
-        """Returns the names of parameters without weight decay: the level weights."""
+        """Return the names of parameters without weight decay: the level weights."""
         return {f"backbone.body.{name}" for name in self.backbone.body.no_weight_decay()}
 
     def _prepared(
@@ -81,7 +81,7 @@ class _Detector:
         *,
         with_masks: bool = False,
     ) -> tuple[ThinTransform, Any, Any]:
-        """Runs the transform, with other sizes if given; returns it with batch and targets."""
+        """Run the transform, with other sizes if given; return it with batch and targets."""
         check_images(images)
         truth = None
         if self.training:
@@ -166,7 +166,7 @@ class RetinaNet(_Detector, detection.RetinaNet):
         score_threshold: float | None = None,
         sides: tuple[int, int] | None = None,
     ) -> dict[str, Tensor] | list[dict[str, Tensor]]:
-        """Returns detections, or losses in training.
+        """Return detections, or losses in training.
 
         Args:
             images: (3, H, W) each, in [0, 1].
@@ -284,7 +284,7 @@ class MaskRCNN(_Detector, detection.MaskRCNN):
         score_threshold: float | None = None,
         sides: tuple[int, int] | None = None,
     ) -> dict[str, Tensor] | list[dict[str, Tensor]]:
-        """Returns detections, or losses in training.
+        """Return detections, or losses in training.
 
         Args:
             images: (3, H, W) each, in [0, 1].
@@ -309,7 +309,7 @@ class MaskRCNN(_Detector, detection.MaskRCNN):
 
 
 def check_images(images: Sequence[Tensor]) -> None:
-    """Raises an error for the first invalid image."""
+    """Raise an error for the first invalid image."""
     if isinstance(images, Tensor) or not images:
         got = f"a tensor {tuple(images.shape)}" if isinstance(images, Tensor) else "nothing"
         raise ShapeError(f"images must be a list of (3, y, x), one or more, got {got}; list them")
@@ -325,7 +325,7 @@ def check_images(images: Sequence[Tensor]) -> None:
 def check_targets(
     images: Sequence[Tensor], targets: Targets | None, num_classes: int, *, with_masks: bool = False
 ) -> list[dict[str, Tensor]]:
-    """Returns the targets of these images; raises an error for the first invalid one."""
+    """Return the targets of these images; raise an error for the first invalid one."""
     if targets is None or len(targets) != len(images):
         got = "none" if targets is None else f"{len(targets)}"
         raise ShapeError(
@@ -373,7 +373,7 @@ def _check_values(which: str, boxes: Tensor, labels: Tensor, num_classes: int) -
 
 
 def _selecting(heads: Any, score: float | None) -> Any:
-    """Sets a higher score threshold of the module for one call."""
+    """Set a higher score threshold of the module for one call."""
     if score is None:
         return heads
     below = float(

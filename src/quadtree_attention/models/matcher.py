@@ -85,7 +85,7 @@ class Features:
     mask1: Tensor | None
 
     def swapped(self) -> "Features":
-        """Returns the features with the images swapped."""
+        """Return the features with the images swapped."""
         return Features(self.coarse1, self.coarse0, self.fine1, self.fine0, self.mask1, self.mask0)
 
 
@@ -219,7 +219,7 @@ class LoFTR(nn.Module):
     def forward(
         self, data: Mapping[str, Tensor], *, threshold: float | None = None
     ) -> dict[str, Tensor]:
-        """Matches two images, or a batch of pairs.
+        """Match two images, or a batch of pairs.
 
         Args:
             data: `image0` (B, 1, H0, W0) and `image1` (B, 1, H1, W1), grey in [0, 1]; for padded
@@ -234,7 +234,7 @@ class LoFTR(nn.Module):
         return self.match(self.encode(data), threshold)
 
     def encode(self, data: Mapping[str, Tensor]) -> Features:
-        """Returns the features of both images; `data` as in `forward`."""
+        """Return the features of both images; `data` as in `forward`."""
         image0, image1 = pair_of(data, channels=1)
         mask0, mask1 = data.get("mask0"), data.get("mask1")
         check_same("batch size", image0.shape[0], image1.shape[0])
@@ -256,7 +256,7 @@ class LoFTR(nn.Module):
         )
 
     def maps(self, image: Tensor, mask: Tensor | None = None) -> Maps:
-        """Returns the maps of one image or a batch, the input of `pair`.
+        """Return the maps of one image or a batch, the input of `pair`.
 
         Args:
             image: (B, 1, H, W), grey in [0, 1].
@@ -270,7 +270,7 @@ class LoFTR(nn.Module):
         return Maps(coarse, fine, pyramid[3])
 
     def attend(self, maps: Maps) -> Maps:
-        """Returns maps with `attended`, for images that are matched with many others."""
+        """Return maps with `attended`, for images that are matched with many others."""
         mask = maps.mask if self.masks_in_attention else None
         coarse = self.coarse_transformer.begin(self._with_position(maps.coarse), mask)
         return replace(maps, attended=coarse)
@@ -278,7 +278,7 @@ class LoFTR(nn.Module):
     def pair(
         self, maps0: Maps, maps1: Maps, *, threshold: float | None = None
     ) -> dict[str, Tensor]:
-        """Returns the result of `forward` (up to rounding) from maps computed by `maps`."""
+        """Return the result of `forward` (up to rounding) from maps computed by `maps`."""
         check_same("batch size", len(maps0.coarse), len(maps1.coarse))
         return self.match(self._transformed(maps0, maps1), threshold)
 
@@ -313,7 +313,7 @@ class LoFTR(nn.Module):
         }
 
     def match(self, features: Features, threshold: float | None = None) -> dict[str, Tensor]:
-        """Returns the result of `forward` from features."""
+        """Return the result of `forward` from features."""
         matches = self.coarse_matching(
             features.coarse0, features.coarse1, features.mask0, features.mask1, threshold
         )
@@ -334,20 +334,20 @@ class LoFTR(nn.Module):
         }
 
     def confidence(self, features: Features) -> Tensor:
-        """Returns the confidence of all pairs of coarse cells (B, H0*W0, H1*W1), with gradients."""
+        """Return the confidence of all pairs of coarse cells (B, H0*W0, H1*W1), with gradients."""
         return self.coarse_matching.confidence(
             features.coarse0, features.coarse1, features.mask0, features.mask1
         )
 
     def select(self, features: Features, confidence: Tensor) -> CoarseMatches:
-        """Returns the coarse matches in a matrix of `confidence`."""
+        """Return the coarse matches in a matrix of `confidence`."""
         (_, *grid0, _), (_, *grid1, _) = features.coarse0.shape, features.coarse1.shape
         return self.coarse_matching.select(
             confidence, (grid0[0], grid0[1]), (grid1[0], grid1[1]), features.mask0, features.mask1
         )
 
     def fine(self, features: Features, matches: CoarseMatches) -> FineMatches:
-        """Refines coarse matches, either predicted or ground truth."""
+        """Refine coarse matches, either predicted or ground truth."""
         windows = self.fine_transformer(*self._windows(features, matches))
         return self._refined(features, matches, *windows)
 
@@ -378,7 +378,7 @@ class LoFTR(nn.Module):
         return FineMatches(points0, points1 + offset * self.window_radius, offset, std)
 
     def _points(self, features: Features, matches: CoarseMatches) -> tuple[Tensor, Tensor]:
-        """Returns the points of coarse matches in image 0 and in image 1."""
+        """Return the points of coarse matches in image 0 and in image 1."""
         if not self.symmetric:
             there = self.fine(features, matches)
             return there.keypoints0, there.keypoints1
@@ -389,7 +389,7 @@ class LoFTR(nn.Module):
         return points0 / 2, points1 / 2
 
     def _transformed(self, maps0: Maps, maps1: Maps) -> Features:
-        """Applies the transformer to the coarse maps; returns them with the fine maps."""
+        """Apply the transformer to the coarse maps; return them with the fine maps."""
         acting = (maps0.mask, maps1.mask) if self.masks_in_attention else (None, None)
         if maps0.attended is not None and maps1.attended is not None:
             coarse0, coarse1 = self.coarse_transformer.go_on(

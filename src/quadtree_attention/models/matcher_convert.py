@@ -50,7 +50,7 @@ def is_official_matcher(state: Mapping[str, Tensor]) -> bool:
 
 
 def convert_matcher(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Converts the tensors of an official matcher to our names and shapes.
+    """Convert the tensors of an official matcher to our names and shapes.
 
     Args:
         state: Official state dict, with or without the prefix `matcher.`.
@@ -69,7 +69,7 @@ def convert_matcher(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def convert_match_block(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
-    """Converts one block of the transformers; also returns unknown names."""
+    """Convert one block of the transformers; also return unknown names."""
     if not any(name.startswith("merge.") for name in state):
         return convert_block(state)
     names = {name: _renamed(name, _LOFTR_BLOCK) for name in state}

@@ -138,7 +138,7 @@ SPECS = {
 
 
 def names(task: str | None = None, *, pretrained: bool = False) -> list[str]:
-    """Returns the names of the networks that `create` builds, of one task or of all.
+    """Return the names of the networks that `create` builds, of one task or of all.
 
     Args:
         task: "classify", "detect", "segment", "match" or "stereo".

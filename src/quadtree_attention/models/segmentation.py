@@ -100,11 +100,11 @@ class SemanticFPN(nn.Module):
         return total
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
-        """Enables gradient checkpointing of the backbone."""
+        """Enable gradient checkpointing of the backbone."""
         self.backbone.set_grad_checkpointing(enable)
 
     def no_weight_decay(self) -> set[str]:
-        """Returns the names of parameters without weight decay: the level weights."""
+        """Return the names of parameters without weight decay: the level weights."""
         return {f"backbone.{name}" for name in self.backbone.no_weight_decay()}
 
 

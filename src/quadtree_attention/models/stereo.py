@@ -227,13 +227,13 @@ class STTR(nn.Module):
         return of_pixels[:, self.offset :: self.stride, self.offset :: self.stride]
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
-        """Enables gradient checkpointing of the transformer."""
+        """Enable gradient checkpointing of the transformer."""
         self.transformer.grad_checkpointing = enable
 
     def _assigned(
         self, left: Tensor, right: Tensor, truth: Tensor | None, most: float | None
     ) -> Read:
-        """Returns the assignment of normalised views; truth and limit are in cells."""
+        """Return the assignment of normalised views; truth and limit are in cells."""
         x = self._cells(left, right).movedim(1, -1).contiguous()
         if isinstance(self.transformer, RelativeTransformer):
             return self.assignment.of_scores(self.transformer(x), truth, most)
@@ -241,7 +241,7 @@ class STTR(nn.Module):
         return self.assignment(*both.unflatten(0, (2, -1)).unbind(), truth, most)
 
     def _cells(self, left: Tensor, right: Tensor) -> Tensor:
-        """Returns features (2B, C, h, w) of both views, left first."""
+        """Return features (2B, C, h, w) of both views, left first."""
         if self.layout == "hourglass" or self.training or left.shape[0] == 1:
             x = self.features(torch.cat([left, right]))
         else:  # batch norms use the statistics of one pair, as in STTR's evaluation
@@ -257,7 +257,7 @@ class STTR(nn.Module):
         return x
 
     def _normalised(self, images: Tensor) -> Tensor:
-        """Normalises images in [0, 1] to zero mean and unit variance, approximately."""
+        """Normalise images in [0, 1] to zero mean and unit variance, approximately."""
         if self.layout == "hourglass":
             images = (images - 0.45) / 0.25
         else:

@@ -88,7 +88,7 @@ def is_official_stereo(state: Mapping[str, Tensor]) -> bool:
 
 
 def convert_stereo(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
-    """Converts an official STTR to our names; also returns the names of unused tensors.
+    """Convert an official STTR to our names; also return the names of unused tensors.
 
     Args:
         state: Official state dict, with or without the prefix `module.`.

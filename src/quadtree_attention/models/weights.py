@@ -59,7 +59,7 @@ _INSIDE = (*_FROM_INSIDE, "classes", "palette", "image_size", "eval_crop", "base
 
 
 def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Tensor]:
-    """Reads the tensors of a checkpoint, on the CPU; code in a pickle is never executed.
+    """Read the tensors of a checkpoint, on the CPU; code in a pickle is never executed.
 
     Reads files with the suffix `.safetensors`, and files of `torch.save`: a state dict, alone or as
     the entry `state_dict` or `model` of a larger file. Prefixes of wrappers around the whole model
@@ -82,7 +82,7 @@ def save_weights(
     *,
     overwrite: bool = False,
 ) -> dict[str, Any]:
-    """Writes weights and their card atomically.
+    """Write weights and their card atomically.
 
     Args:
         path: File to write, `.safetensors`; the card has the same name with `.json`.
@@ -126,7 +126,7 @@ def save_weights(
 
 
 def check_target(path: str | os.PathLike[str], *, overwrite: bool = False) -> Path:
-    """Returns the path; raises `OptionError` if weights and card cannot be written there."""
+    """Return the path; raise `OptionError` if weights and card cannot be written there."""
     path = Path(path)
     if path.suffix != ".safetensors":
         raise OptionError(f"weights are written as .safetensors, got {str(path)!r}; name it so")
@@ -141,7 +141,7 @@ def check_target(path: str | os.PathLike[str], *, overwrite: bool = False) -> Pa
 
 
 def card_path(path: str | os.PathLike[str]) -> Path:
-    """Returns the path of the card of weights."""
+    """Return the path of the card of weights."""
     return Path(path).with_suffix(".json")
 
 
@@ -180,7 +180,7 @@ def read_card(path: str | os.PathLike[str]) -> dict[str, Any]:
 def fill(
     model: nn.Module, path: str | os.PathLike[str], tensors: Mapping[str, Tensor] | None = None
 ) -> None:
-    """Loads weights, which may be stored in half precision, into a float32 model.
+    """Load weights, which may be stored in half precision, into a float32 model.
 
     Args:
         model: The network.
@@ -202,7 +202,7 @@ def fill(
 
 
 def fill_backbone(backbone: nn.Module, path: str | os.PathLike[str]) -> None:
-    """Loads weights of a classifier or backbone; only classifier tensors may be unused.
+    """Load weights of a classifier or backbone; only classifier tensors may be unused.
 
     Raises:
         CheckpointError: The file cannot be read, does not fit, or is not finite.
@@ -258,7 +258,7 @@ def _load(path: Path) -> object:
 
 
 def _check_unpacked(path: Path) -> None:
-    """Raises for a file with an implausible compression ratio, before it is unpacked."""
+    """Raise for a file with an implausible compression ratio, before it is unpacked."""
     try:
         with zipfile.ZipFile(path) as archive:
             unpacked = sum(entry.file_size for entry in archive.infolist())
@@ -302,7 +302,7 @@ def _is_tensor(name: object, value: object) -> bool:
 
 
 def _inside(path: Path) -> dict[str, Any]:
-    """Returns the card inside the weights."""
+    """Return the card inside the weights."""
     try:
         with safe_open(path, framework="pt") as file:
             text = (file.metadata() or {}).get("card", "no card")

@@ -74,7 +74,7 @@ class RowAssignment(nn.Module):
         truth: Tensor | None = None,
         max_disparity: float | None = None,
     ) -> Read:
-        """Computes the assignment of every row.
+        """Compute the assignment of every row.
 
         Args:
             features0: Left (B, H, W, C).

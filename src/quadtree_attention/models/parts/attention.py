@@ -57,7 +57,7 @@ def options_by_stage(
 def build_attention(
     name: str, dim: int, num_heads: int, options: Mapping[str, Any], *, block: int, **dd: Any
 ) -> nn.Module:
-    """Returns the attention of the block with this index in its stage."""
+    """Return the attention of the block with this index in its stage."""
     if name == "quadtree":
         return QuadtreeAttention(dim, num_heads, **options, **dd)
     options = dict(options)

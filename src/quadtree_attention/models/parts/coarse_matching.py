@@ -37,12 +37,12 @@ class CoarseMatches:
         return len(self.cells0)
 
     def __getitem__(self, index: Any) -> "CoarseMatches":
-        """Selects pairs by a slice or a tensor."""
+        """Select pairs by a slice or a tensor."""
         fields = (self.batch_indexes, self.cells0, self.cells1, self.confidence)
         return CoarseMatches(*(field[index] for field in fields))
 
     def swapped(self) -> "CoarseMatches":
-        """Returns the pairs with the maps swapped."""
+        """Return the pairs with the maps swapped."""
         return CoarseMatches(self.batch_indexes, self.cells1, self.cells0, self.confidence)
 
 
@@ -97,7 +97,7 @@ class CoarseMatching(nn.Module):
     def confidence(
         self, map0: Tensor, map1: Tensor, mask0: Tensor | None, mask1: Tensor | None
     ) -> Tensor:
-        """Returns the confidence of all pairs of cells, with gradients.
+        """Return the confidence of all pairs of cells, with gradients.
 
         Args:
             map0: (B, H0, W0, C)
@@ -123,7 +123,7 @@ class CoarseMatching(nn.Module):
         mask0: Tensor | None,
         mask1: Tensor | None,
     ) -> CoarseMatches:
-        """Selects matches in a matrix of `confidence`, sorted by sample and cell of map 0."""
+        """Select matches in a matrix of `confidence`, sorted by sample and cell of map 0."""
         scores, columns = confidence.max(dim=2)
         rows = confidence.argmax(dim=1)
         pairs = ((grid0, mask0), (grid1, mask1))
@@ -180,7 +180,7 @@ class CoarseMatching(nn.Module):
         )
 
     def _potentials(self, similarity: Similarity) -> tuple[float, Tensor, Tensor]:
-        """Returns gain, row and column terms: log confidence = gain * similarity + terms."""
+        """Return gain, row and column terms: log confidence = gain * similarity + terms."""
         if self.bin_score is None:
             rows, columns = similarity.log_sums()
             gain, rows, columns = 2.0, -rows, -columns
@@ -190,7 +190,7 @@ class CoarseMatching(nn.Module):
         return gain, _hide(rows, similarity.visible0), _hide(columns, similarity.visible1)
 
     def _allowed(self, grid: tuple[int, int], mask: Tensor | None, like: Tensor) -> Tensor:
-        """Returns cells (B, H*W) that may match: visible, and not on the border."""
+        """Return cells (B, H*W) that may match: visible, and not on the border."""
         if mask is None:
             mask = torch.ones(like.shape[0], *grid, dtype=torch.bool, device=like.device)
         inside = mask
@@ -215,7 +215,7 @@ class CoarseMatching(nn.Module):
 
 
 def _sinkhorn(similarity: Similarity, bin_score: Tensor, iterations: int) -> tuple[Tensor, Tensor]:
-    """Returns potentials of rows (B, S) and columns (B, T) after the iterations.
+    """Return potentials of rows (B, S) and columns (B, T) after the iterations.
 
     Every visible cell has mass 1; the dustbin of a map has the mass of the other map.
     """
@@ -256,7 +256,7 @@ def matches_for_training(
     least_true: int = 200,
     generator: torch.Generator | None = None,
 ) -> CoarseMatches:
-    """Returns predicted matches, padded with true ones to `count`, to train the fine stage.
+    """Return predicted matches, padded with true ones to `count`, to train the fine stage.
 
     At least `least_true` matches are true ones, drawn with repetition. Without true matches, only
     predicted ones are returned.

@@ -59,7 +59,7 @@ class ContextAttention(nn.Module):
         return self.proj(self.attend(q, k, v, visible).reshape(x.shape))
 
     def keys(self, context: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Returns the input of keys and values, and its visibility."""
+        """Return the input of keys and values, and its visibility."""
         return hide(context, mask), mask
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> Tensor:
@@ -168,7 +168,7 @@ ATTENTIONS = tuple(_OPTIONS)
 def build_context_attention(
     name: str, dim: int, num_heads: int, options: Mapping[str, Any], **dd: Any
 ) -> nn.Module:
-    """Returns the attention with this name.
+    """Return the attention with this name.
 
     Args:
         name: One of `ATTENTIONS`.

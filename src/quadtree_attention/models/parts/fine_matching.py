@@ -33,7 +33,7 @@ class FineWindows(nn.Module):
             nn.init.kaiming_normal_(layer.weight, mode="fan_out", nonlinearity="relu")
 
     def forward(self, fine: Tensor, coarse: Tensor, batch: Tensor, cells: Tensor) -> Tensor:
-        """Returns windows around cells.
+        """Return windows around cells.
 
         Args:
             fine: Fine map (B, C, h, w); its cell (4y, 4x) is at the coarse cell (y, x).

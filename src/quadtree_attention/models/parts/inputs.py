@@ -9,7 +9,7 @@ from quadtree_attention.errors import DTypeError, OptionError, ShapeError
 
 
 def check_image(name: str, image: Tensor, channels: int, *, least: int = 1) -> None:
-    """Raises unless `image` is floating point (B, channels, H, W) with sides >= `least`."""
+    """Raise unless `image` is floating point (B, channels, H, W) with sides >= `least`."""
     if image.ndim != 4 or image.shape[1] != channels or min(image.shape[2:]) < least:
         raise ShapeError(
             f"{name} must be (batch, {channels}, y, x) with sides of at least {least} pixels, got "
@@ -19,7 +19,7 @@ def check_image(name: str, image: Tensor, channels: int, *, least: int = 1) -> N
 
 
 def check_floating(name: str, image: Tensor) -> None:
-    """Raises `DTypeError` for an image of integers."""
+    """Raise `DTypeError` for an image of integers."""
     if not image.is_floating_point():
         raise DTypeError(
             f"{name} must be floating point, in [0, 1], got {name}.dtype={image.dtype}; "
@@ -40,7 +40,7 @@ def pair_of(data: Mapping[str, Tensor], channels: int, *, least: int = 1) -> tup
 
 
 def check_same(what: str, got0: object, got1: object) -> None:
-    """Raises `ShapeError` unless a property of both images of a pair is equal."""
+    """Raise `ShapeError` unless a property of both images of a pair is equal."""
     if got0 != got1:
         raise ShapeError(
             f"image0 and image1 must have the same {what}, got {got0} and {got1}; convert one"

@@ -25,7 +25,7 @@ def extent(mask: Tensor) -> Tensor:
 def rectangles(
     sizes: Sequence[tuple[int, int]], grid: tuple[int, int], device: torch.device
 ) -> Tensor:
-    """Returns masks (B, *grid) whose first rows and columns, given by `sizes`, are visible."""
+    """Return masks (B, *grid) whose first rows and columns, given by `sizes`, are visible."""
     counts = torch.tensor(sizes, device=device)  # (B, 2)
     rows, columns = (
         torch.arange(n, device=device) < counts[:, i, None] for i, n in enumerate(grid)
@@ -34,7 +34,7 @@ def rectangles(
 
 
 def masks_of_maps(mask: Tensor | None, num_maps: int) -> list[Tensor | None]:
-    """Returns masks at 1, 1/2, 1/4, ... of a mask (B, H, W); a cell needs one visible pixel."""
+    """Return masks at 1, 1/2, 1/4, ... of a mask (B, H, W); a cell needs one visible pixel."""
     if mask is None:
         return [None] * num_maps
     return visible_levels(Tree(tuple(mask.shape[1:]), num_maps), mask)[::-1]

@@ -134,7 +134,7 @@ def _both(
     contexts: tuple[Tensor, Tensor] | None,
     masks: tuple[Tensor | None, Tensor | None],
 ) -> tuple[Tensor, Tensor]:
-    """Applies a layer to both maps, as one batch if they have the same size.
+    """Apply a layer to both maps, as one batch if they have the same size.
 
     On a CPU without gradients, large maps are processed one by one, for half of the memory.
     """

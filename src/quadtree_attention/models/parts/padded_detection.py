@@ -60,12 +60,12 @@ class ThinTransform(GeneralizedRCNNTransform):
 
 
 def cells(size: Size, stride: int) -> Size:
-    """Returns the size of the map of an image at a stride."""
+    """Return the size of the map of an image at a stride."""
     return -(-size[0] // stride), -(-size[1] // stride)
 
 
 def padding_masks(images: ImageList, strides: Iterable[int]) -> list[Tensor | None]:
-    """Returns visible cells (B, H, W) at every stride; None if no image of the batch is padded."""
+    """Return visible cells (B, H, W) at every stride; None if no image of the batch is padded."""
     canvas = (int(images.tensors.shape[2]), int(images.tensors.shape[3]))
     if all(tuple(size) == canvas for size in images.image_sizes):
         return [None for _ in strides]
@@ -90,7 +90,7 @@ def by_anchor(x: Tensor, columns: int) -> Tensor:
 def anchors_of(
     levels: Sequence[Tensor], sample: int, size: Size, strides: Sequence[int]
 ) -> list[Tensor]:
-    """Selects the anchors of every image: [(B, H, W, A, ...)] -> [(anchors, ...)]."""
+    """Select the anchors of every image: [(B, H, W, A, ...)] -> [(anchors, ...)]."""
     grids = [cells(size, stride) for stride in strides]
     return [
         level[sample, :height, :width].flatten(0, 2)
@@ -129,7 +129,7 @@ class PyramidBackbone(nn.Module):
         self.stages = list(range(first_stage, len(body.feature_info)))
 
     def forward(self, images: ImageList | Tensor) -> "OrderedDict[str, Tensor]":
-        """Returns the maps of a batch, finest first; `sizes` are of the images before padding."""
+        """Return the maps of a batch, finest first; `sizes` are of the images before padding."""
         if isinstance(images, Tensor):
             images = ImageList(images, [tuple(images.shape[2:])] * len(images))
         visible, *masks = padding_masks(images, [1, *self.strides])
@@ -143,7 +143,7 @@ class MaskedPyramid(FeaturePyramidNetwork):
     """torchvision's feature pyramid with masks."""
 
     def forward(self, x: dict[str, Tensor], masks: Masks) -> "OrderedDict[str, Tensor]":
-        """Returns the maps, 0 where hidden, and the masks of all maps."""
+        """Return the maps, 0 where hidden, and the masks of all maps."""
         names, maps = list(x), list(x.values())
         results: list[Tensor] = []
         inner: Tensor | None = None
@@ -166,7 +166,7 @@ class LevelsOfLastMap(LastLevelP6P7):
     def forward(
         self, p: list[Tensor], c: list[Tensor], names: list[str], mask: Tensor | None = None
     ) -> tuple[list[Tensor], list[str]]:
-        """Adds two maps; `mask` is the mask of the first one."""
+        """Add two maps; `mask` is the mask of the first one."""
         p6 = self.p6(c[-1])
         p7 = self.p7(F.relu(hide_map(p6, mask)))
         return [*p, p6, p7], [*names, "p6", "p7"]
@@ -226,7 +226,7 @@ class PyramidAnchors(AnchorGenerator):
         return found
 
     def forward(self, image_list: ImageList, feature_maps: list[Tensor]) -> list[Tensor]:
-        """Returns the anchors of the padded size, for every image: (anchors, 4)."""
+        """Return the anchors of the padded size, for every image: (anchors, 4)."""
         together = torch.cat([level.flatten(0, 3) for level in self.by_level(feature_maps)])
         return [together] * len(image_list.image_sizes)
 
@@ -271,7 +271,7 @@ class PaddedRPN(RegionProposalNetwork):
         features: dict[str, Tensor],
         targets: list[dict[str, Tensor]] | None = None,
     ) -> tuple[list[Tensor], dict[str, Tensor]]:
-        """Returns boxes (N, 4) of every image, sorted by score, and in training the losses."""
+        """Return boxes (N, 4) of every image, sorted by score, and in training the losses."""
         maps, strides = list(features.values()), self.anchor_generator.strides
         logits, deltas = self.head(maps, padding_masks(images, strides))
         cell_anchors = self.anchor_generator.by_level(maps)

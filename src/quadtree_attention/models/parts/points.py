@@ -54,7 +54,7 @@ class SortedPoints:
 
 
 def _permuted(image: Mapping[str, Any], order: Tensor) -> dict[str, Any]:
-    """Returns the data of an image with all per-point entries (B, M, ...) reordered."""
+    """Return the data of an image with all per-point entries (B, M, ...) reordered."""
     return {
         key: _take(x, order)
         if key != "image" and isinstance(x, Tensor) and x.shape[:2] == order.shape
@@ -70,7 +70,7 @@ def _take(x: Tensor, order: Tensor) -> Tensor:
 
 
 def _unsorted(found: Mapping[str, Any], orders: list[Tensor]) -> dict[str, Any]:
-    """Maps results of sorted points to the original order."""
+    """Map results of sorted points to the original order."""
     result = dict(found)
     for i, order in enumerate(orders):
         other = orders[1 - i]

@@ -14,7 +14,7 @@ Frequencies = Literal["fixed", "legacy"]
 
 
 def check_position(dim: int, frequencies: str) -> None:
-    """Raises `OptionError` for an unknown encoding or an invalid number of channels."""
+    """Raise `OptionError` for an unknown encoding or an invalid number of channels."""
     if dim % 4:
         raise OptionError(
             f"the position encoding has sine and cosine of x and y, so the coarse channels must be "
@@ -26,7 +26,7 @@ def check_position(dim: int, frequencies: str) -> None:
 def sine_table(
     height: int, width: int, dim: int, frequencies: Frequencies = "fixed", *, device: Any = None
 ) -> Tensor:
-    """Returns the position encoding of a map: (H, W, C) float32.
+    """Return the position encoding of a map: (H, W, C) float32.
 
     Channels 4m ... 4m+3 are sin x, cos x, sin y, cos y at frequency m, positions count from 1.
     The frequencies decrease from 1 to almost 1/10000; in the "legacy" form, a bug of the original

@@ -57,7 +57,7 @@ class ResNetFPN(nn.Module):
     def forward(
         self, image: Tensor, masks: Sequence[Tensor | None] = (None,) * 4
     ) -> tuple[Tensor, Tensor]:
-        """Returns the coarse and the fine map of images of any size.
+        """Return the coarse and the fine map of images of any size.
 
         Args:
             image: (B, 1, H, W)

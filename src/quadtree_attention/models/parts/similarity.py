@@ -110,7 +110,7 @@ class Similarity:
         return torch.cat(values, dim=1), torch.cat(places, dim=1), column_place
 
     def tiles(self) -> Iterator[tuple[slice, Tensor]]:
-        """Yields slices of rows and their similarities (B, rows, T)."""
+        """Yield slices of rows and their similarities (B, rows, T)."""
         if self._kept is not None:
             yield from self._kept
             return

@@ -150,7 +150,7 @@ def _seen(image: Tensor, disparity: Tensor, logits: Tensor) -> Tensor:
 
 
 def _begin_with(conv: nn.Conv2d, *bias: float) -> None:
-    """Initialises a convolution with zero weights and a constant bias per channel."""
+    """Initialise a convolution with zero weights and a constant bias per channel."""
     nn.init.zeros_(conv.weight)
     with torch.no_grad():
         for place, value in zip(cast(Tensor, conv.bias), bias, strict=True):
@@ -232,7 +232,7 @@ class Decode(nn.Module):
 
 
 def check_dims(dims: Sequence[int], *, stride: int, option: str) -> None:
-    """Raises `OptionError` unless `dims` are channels of four maps, the first at the stride."""
+    """Raise `OptionError` unless `dims` are channels of four maps, the first at the stride."""
     if len(dims) != 4 or any(dim < GROUP or dim % GROUP for dim in dims):
         places = ", ".join(f"1/{stride << level}" for level in range(4))
         raise OptionError(
@@ -242,7 +242,7 @@ def check_dims(dims: Sequence[int], *, stride: int, option: str) -> None:
 
 
 def resampled(x: Tensor, size: tuple[int, int], ratio: float) -> Tensor:
-    """Samples a map (B, C, H, W) bilinearly at multiples of `ratio`: (B, C, *size)."""
+    """Sample a map (B, C, H, W) bilinearly at multiples of `ratio`: (B, C, *size)."""
     steps: list[Any] = [2 * ratio / torch.sym_max(1, side - 1) for side in x.shape[2:]]
     grid = [
         torch.arange(count, device=x.device, dtype=torch.float32) * step - 1

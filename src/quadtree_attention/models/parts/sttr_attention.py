@@ -41,7 +41,7 @@ class RelativeAttention(nn.Module):
         )
 
     def forward(self, rows: Tensor, others: Tensor, encoding: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns messages and scores.
+        """Return messages and scores.
 
         Args:
             rows: Queries (R, W, C).

@@ -227,7 +227,7 @@ def _norm(dim: int, **dd: Any) -> nn.BatchNorm2d:
 
 
 def _beside(x: Tensor, skip: Tensor) -> Tensor:
-    """Crops the centre of a map to the size of another and concatenates both."""
+    """Crop the centre of a map to the size of another and concatenate both."""
     (height, width), size = x.shape[2:], skip.shape[2:]
     top, left = (height - size[0]) // 2, (width - size[1]) // 2
     return torch.cat([x[:, :, top : top + size[0], left : left + size[1]], skip], dim=1)
