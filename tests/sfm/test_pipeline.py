@@ -362,7 +362,8 @@ import re, sys
 try:
     {START}
 finally:
-    print("peak", *re.findall(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read()), file=sys.stderr)
+    status = open("/proc/self/status").read()
+    print("peak", *re.findall(r"VmHWM:\\s+(\\d+)", status), file=sys.stderr)
 """
 
 
