@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prediction on a Ray cluster: actors that hold a network each, for the loops of one machine.
+"""Prediction on a Ray cluster, with one network per actor.
 
-The program that connects, the driver, sends the predictor and the source to every actor, and
-receives results, which it alone writes. An actor is given a group of batches at a time; if it is
-lost with its process or its machine, its batches are given to another one. Ray places actors and
-starts new ones where a machine is added.
+The driver, the process that connects, sends the predictor and the source to every actor. It
+receives the results, and only the driver writes files. Each actor receives a group of batches at a
+time; if the actor fails, its batches are sent to another one. Ray places the actors, and starts
+further actors on machines that join the cluster.
 """
 
 import os
@@ -22,14 +22,14 @@ from quadtree_attention.tasks.contract import Result, Source
 from quadtree_attention.tasks.predictor import Predictor, prepare
 
 Outcome = tuple[int, Result | Exception]
-Chunk = Sequence[int]  # samples that go through the network together
+Chunk = Sequence[int]  # samples of one batch
 
 DEVICES = ("auto", "cpu", "cuda")
-AHEAD = 2  # groups that an actor has: one that it computes, and the next
-SHARES = 4  # groups per actor, at least, if there are enough batches
-LARGEST = 8  # samples of a group, so that a lost actor costs little
-RETRIES = 3  # of a group whose actor was lost
-CONNECTING, PATIENCE = 5.0, 300.0  # seconds until the address answers, and an actor runs
+AHEAD = 2  # groups assigned to an actor: the current and the next one
+SHARES = 4  # minimum number of groups per actor, if there are enough batches
+LARGEST = 8  # maximum number of samples in a group, to limit the work lost with an actor
+RETRIES = 3  # attempts for a group whose actor failed
+CONNECTING, PATIENCE = 5.0, 300.0  # timeouts in seconds: of the address, and of the first actor
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Cluster:
 
     Attributes:
         device: Device of the actors, "cpu" or "cuda".
-        threads: CPU threads of each.
+        threads: CPU threads per actor.
     """
 
     device: str
@@ -46,7 +46,7 @@ class Cluster:
 
     @classmethod
     def connect(cls, address: str, device: str = "auto") -> "Cluster":
-        """Connects this process to a cluster; a connection that exists is used.
+        """Connect this process to a cluster, or reuse an existing connection.
 
         Args:
             address: "HOST:PORT" of the head node; "auto": the cluster of this machine; "local":
@@ -54,7 +54,7 @@ class Cluster:
             device: Device of the actors; "auto": GPUs if the cluster has any.
 
         Raises:
-            OptionError: There is no cluster at this address, or it lacks the device.
+            OptionError: There is no cluster at this address, or it has no such device.
             MissingDependencyError: Ray is not installed.
         """
         checks.one_of(DEVICES, device=device)
@@ -72,17 +72,17 @@ class Cluster:
         return cls(device, max(1, min(torch.get_num_threads(), most)))
 
     def settings(self, predictor: Predictor[Any]) -> dict[str, Any]:
-        """The settings that results depend on: those of the predictor, with the actors' device."""
+        """Settings of the predictor that results depend on, with the device of the actors."""
         return {**predictor.settings(), "device": self.device}
 
     def run(
         self, predictor: Predictor[Any], source: Source[Any], chunks: Sequence[Chunk]
     ) -> Iterator[list[Outcome]]:
-        """Yields the results, without images, or errors of chunks, in the order of completion.
+        """Yield results without images, or errors, of chunks in the order of completion.
 
         Args:
             predictor: The predictor, on any device.
-            source: The samples, whose files all machines can read under the same path.
+            source: The samples; all machines must have their files under the same path.
             chunks: Samples of each batch.
 
         Raises:
@@ -91,7 +91,7 @@ class Cluster:
         yield from _Run(self, predictor, source, chunks)
 
     def room(self) -> str:
-        """The number of actors in words, and what each has."""
+        """Description of the number of actors and the resources of each."""
         each = "a GPU" if self.device == "cuda" else f"{self.threads} CPU threads"
         each = each.removesuffix("s") if self.threads == 1 else each
         count = self.places()
@@ -105,11 +105,11 @@ class Cluster:
 
 @dataclass(frozen=True)
 class _Task:
-    """What an actor was given; no group: to start."""
+    """A task of an actor: a group of chunks; an empty group starts the actor."""
 
     actor: Any
     group: Sequence[Chunk] = ()
-    lost: int = 0  # actors with this group
+    lost: int = 0  # number of actors that failed with this group
 
 
 class _Run:
@@ -121,9 +121,9 @@ class _Run:
         ray = _ray()
         self.cluster = cluster
         self.waiting = deque((group, 0) for group in _groups(chunks, cluster.places()))
-        self.running: dict[Any, _Task] = {}  # by the reference of its result
-        self.actors = dict[Any, bool]()  # whether each runs
-        self.unstarted = 0  # actors that were lost before they ran, in succession
+        self.running: dict[Any, _Task] = {}  # tasks by the reference of their result
+        self.actors = dict[Any, bool]()  # True if the actor runs
+        self.unstarted = 0  # consecutive actors that failed before they ran
         resources = {"num_cpus": cluster.threads}
         if cluster.device == "cuda":
             resources = {"num_cpus": 1, "num_gpus": 1}
@@ -167,11 +167,11 @@ class _Run:
                 ray.kill(actor)
 
     def _lose(self, actor: Any, error: Exception) -> None:
-        """Takes back the groups of an actor that is gone."""
+        """Reassign the groups of an actor that failed."""
         started = self.actors.pop(actor)
         _ray().kill(actor)
         theirs = [ref for ref, task in self.running.items() if task.actor == actor]
-        first, *others = map(self.running.pop, theirs)  # which alone was being computed
+        first, *others = map(self.running.pop, theirs)  # the first one was being computed
         times = first.lost + 1 if started else self.unstarted + 1
         if times > RETRIES:
             reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
@@ -188,7 +188,7 @@ class _Run:
 
 
 class _Worker:
-    """An actor: a predictor on its device."""
+    """Actor with a predictor on its device."""
 
     def __init__(self, held: Any, device: str, threads: int, folder: str, version: str) -> None:
         if os.path.isdir(folder):  # paths of the driver may be relative
@@ -219,7 +219,7 @@ class _Worker:
 
 
 def _groups(chunks: Sequence[Chunk], actors: int) -> list[Sequence[Chunk]]:
-    """Consecutive chunks, which often share images that an actor has the features of."""
+    """Groups of consecutive chunks, which often share images whose features an actor caches."""
     if not chunks:
         return []
     most = max(1, LARGEST // len(chunks[0]))
@@ -243,7 +243,7 @@ def _connect(address: str) -> None:
                 "ray.shutdown() first"
             )
         return
-    if address not in ("auto", "local"):  # fails at once where Ray would try for a minute
+    if address not in ("auto", "local"):  # fail at once; Ray would retry for a minute
         host, _, port = address.rpartition(":")
         if not host or not port.isdecimal() or "/" in address:
             raise OptionError(
@@ -256,12 +256,12 @@ def _connect(address: str) -> None:
             raise OptionError(
                 f"there is no Ray cluster at {address}: {error}; start one with ray start --head"
             ) from error
-    # Otherwise actors without a GPU could see all GPUs of their machine; Ray warns of this
+    # Otherwise actors without a GPU could use all GPUs of their machine; Ray warns of this
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     own = {"include_dashboard": False} if address == "local" else {}
     try:
         ray.init(address, log_to_driver=False, logging_level="ERROR", **own)
-    except Exception as error:  # of several kinds, also RuntimeError
+    except Exception as error:  # Ray raises several types, such as RuntimeError
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise OptionError(
             f"cannot join the Ray cluster at {address}: {reason[:200]}; run ray start "
@@ -270,5 +270,5 @@ def _connect(address: str) -> None:
 
 
 def _resources() -> list[dict[str, float]]:
-    """Resources of the machines that are there."""
+    """Resources of the available machines."""
     return [node["Resources"] for node in _ray().nodes() if node["Alive"]]

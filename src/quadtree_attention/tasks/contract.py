@@ -35,19 +35,19 @@ ResultT = TypeVar("ResultT", bound="Result")
 class Task:
     """A task. Its classes are imported on first use."""
 
-    name: str  # the folder, the command, `task` in cards, recipes and stores
+    name: str  # name of the folder and the command, and `task` in cards, recipes and stores
     images: tuple[str, ...]  # the images of one sample: `("left", "right")`
     predictor: str  # the class in predictor.py
     result: str  # the class in result.py, beside its codec, `<result>Codec`
-    data: Mapping[str, str]  # `file:Class` of the data modules by `data.source`, the default first
+    data: Mapping[str, str]  # `file:Class` of data modules by `data.source`, default first
 
     @property
     def item(self) -> str:
-        """Name of one sample in messages and progress bars."""
+        """Word for a sample in messages and progress bars."""
         return "image" if len(self.images) == 1 else "pair"
 
     def load(self, part: str, source: str | None = None) -> Any:
-        """Imports the predictor, codec, metric, module, open_source, or data of a `data.source`."""
+        """Import the predictor, codec, metric, module, open_source, or data of a `data.source`."""
         source = source or next(iter(self.data))
         if part == "data":
             known(source, self.data, "data.source")
@@ -63,7 +63,7 @@ class Task:
 
 
 def get_task(name: str) -> Task:
-    """Returns the task with this name; raises `OptionError` if it does not exist."""
+    """Return the task with this name; raise `OptionError` if it does not exist."""
     known(name, NAMES, "the task")
     return import_module(f"quadtree_attention.tasks.{name}").TASK
 
@@ -76,7 +76,7 @@ class Source(Generic[Truth]):
 
     names: Sequence[str] = ()
     classes: Sequence[str] | None = None
-    skipped: Sequence[str] = ()  # found but unusable, one reason each; strict=True raises instead
+    skipped: Sequence[str] = ()  # a reason per unusable sample; an error if strict
 
     def __len__(self) -> int:
         return len(self.names)
@@ -85,20 +85,20 @@ class Source(Generic[Truth]):
         return self.names[index]
 
     def identity(self, index: int) -> list[Any]:
-        """Identity as JSON; a stored prediction is reused only if it is equal."""
+        """Identity of a sample as JSON; a stored prediction is reused only if it is equal."""
         raise NotImplementedError
 
     def images(self, index: int) -> "tuple[ImageLike, ...]":
-        """Returns the images of a sample. Raises a `DataError` with the path of the file."""
+        """Return the images of a sample. Raises a `DataError` with the path of the file."""
         raise NotImplementedError
 
     def truth(self, index: int) -> Truth:
-        """Returns the ground truth of a sample, without decoding images if possible."""
+        """Return the ground truth of a sample, without decoding images if possible."""
         raise DataError(f"{self.name(index)} has no ground truth")
 
 
 def file_identity(*paths: StrPath) -> list[Any]:
-    """Returns the identity of files: their paths and sizes."""
+    """Return the identity of files: their paths and sizes."""
     return [[os.path.abspath(p), os.path.getsize(p) if os.path.isfile(p) else None] for p in paths]
 
 
@@ -160,7 +160,7 @@ class Result:
     def draw(
         self, path: StrPath | None = None, *, title: str | None = None, **options: Any
     ) -> "Image.Image":
-        """Draws the result; also writes it to `path`, whose suffix selects the format.
+        """Draw the result; also write it to `path`, whose suffix selects the format.
 
         Args:
             path: File to write atomically.
@@ -179,7 +179,7 @@ class Result:
         return picture
 
     def save(self, path: StrPath) -> None:
-        """Writes the result atomically, in a format that `load` reads.
+        """Write the result atomically, in a format that `load` reads.
 
         Raises:
             OptionError: The suffix is not a format of the task, or the file cannot be written.
@@ -189,7 +189,7 @@ class Result:
 
     @classmethod
     def load(cls, path: StrPath) -> Self:
-        """Reads a result from a file, of this package or of another program.
+        """Read a result from a file, of this package or of another program.
 
         Raises:
             DataError: The file cannot be read, or does not contain exactly one result.
@@ -200,11 +200,11 @@ class Result:
         return next(iter(found.values()))
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the result as plain data for JSON."""
+        """Return the result as plain data for JSON."""
         raise NotImplementedError
 
     def to_text(self) -> str:
-        """Returns the result as text, as printed by the command."""
+        """Return the result as text, as printed by the command."""
         raise NotImplementedError
 
 
@@ -224,7 +224,7 @@ def table(rows: Mapping[str, Any]) -> str:
 
 
 def checked_suffix(path: StrPath, codec: "Codec[Any]") -> str:
-    """Returns the suffix of a results file; raises `OptionError` if it is not supported."""
+    """Return the suffix of a results file; raise `OptionError` if it is not supported."""
     suffix = Path(path).suffix.lower()
     if suffix not in codec.suffixes:
         raise OptionError(
@@ -242,7 +242,7 @@ class Codec(Generic[ResultT]):
     """
 
     suffixes: ClassVar[tuple[str, ...]]  # the default first
-    together: ClassVar[bool] = False  # one file for all samples, as COCO has it
+    together: ClassVar[bool] = False  # one file for all samples, as in COCO
 
     def __init__(
         self, source: Source[Any] | None = None, classes: Sequence[str] | None = None
@@ -250,15 +250,15 @@ class Codec(Generic[ResultT]):
         self.source, self.classes = source, classes
 
     def encode(self, found: Mapping[str, ResultT], suffix: str) -> bytes:
-        """Encodes results, given by sample name; exactly one unless `together`."""
+        """Encode results, given by sample name; exactly one unless `together`."""
         raise NotImplementedError
 
     def decode(self, path: Path) -> Mapping[str, ResultT]:
-        """Decodes the results of a file; one with any name unless `together`."""
+        """Decode the results of a file; one with any name unless `together`."""
         raise NotImplementedError
 
     def nothing(self) -> ResultT | None:
-        """Returns the result of a sample without an entry in a file for all; None: missing."""
+        """Return the result of a sample without an entry in a file for all; None: missing."""
         return None
 
 
@@ -272,18 +272,18 @@ class Metric(Generic[Truth, ResultT]):
     def __init__(
         self, source: Source[Truth] | None = None, classes: Sequence[str] | None = None
     ) -> None:
-        self.rows: list[Any] = []  # of the samples
+        self.rows: list[Any] = []  # one per sample
 
     def update(self, name: str, truth: Truth, found: ResultT | None) -> None:
-        """Adds one sample; None: there is no prediction."""
+        """Add one sample; None: there is no prediction."""
         raise NotImplementedError
 
     def state(self) -> Any:
-        """Returns the accumulated state as plain data that can be pickled."""
+        """Return the accumulated state as plain data that can be pickled."""
         return self.rows
 
     def merge(self, states: Sequence[Any]) -> None:
-        """Replaces the state by the merged state of several metrics."""
+        """Replace the state by the merged state of several metrics."""
         self.rows = [row for rows in states for row in rows]
 
     def compute(self) -> "Scores":
@@ -294,9 +294,9 @@ class Metric(Generic[Truth, ResultT]):
 class Column:
     """A column of a table of scores."""
 
-    key: str  # of a row
+    key: str  # key of a row
     title: str
-    digits: int | None = 2  # behind the decimal point; None: text or an integer
+    digits: int | None = 2  # decimal places; None: text or an integer
 
     def text(self, row: Mapping[str, Any]) -> str:
         value = row.get(self.key)
@@ -340,7 +340,7 @@ class Scores:
     groups: Sequence[str] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the scores as plain data; NaN and infinities become None."""
+        """Return the scores as plain data; NaN and infinities become None."""
         return finite(
             {
                 "task": self.task,
@@ -354,10 +354,10 @@ class Scores:
         )
 
     def to_text(self) -> str:
-        """Returns the scores as a table."""
+        """Return the scores as a table."""
         rows = list(self.rows[: self.listed]) if self.columns else []
         in_table = {column.key for column in self.columns} if rows else set()
-        tables: dict[tuple[str, ...], list[dict[str, Any]]] = {}  # groups by what they have
+        tables: dict[tuple[str, ...], list[dict[str, Any]]] = {}  # groups by their scores
         for group in self.groups:
             values = {k: v for k, v in self.mean.items() if k.startswith(f"{group}_")}
             row = {key.removeprefix(f"{group}_"): value for key, value in values.items()}
@@ -391,7 +391,7 @@ def _table(columns: Sequence[Column], rows: Sequence[Mapping[str, Any]]) -> list
 
 
 def finite(value: Any) -> Any:
-    """Replaces NaN and infinities by None for JSON."""
+    """Replace NaN and infinities by None for JSON."""
     if isinstance(value, Mapping):
         return {key: finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -33,7 +33,7 @@ def predict(
     progress: bool | None = None,
     cluster: Cluster | None = None,
 ) -> Iterator[Outcome]:
-    """Yields the index and the result, or the error, of every sample missing in the store.
+    """Yield the index and the result, or the error, of every sample missing in the store.
 
     Several processes may share a store.
 
@@ -44,8 +44,8 @@ def predict(
         batch: Batch size; None: default of the predictor.
         workers: Processes that read and prepare images; 0: main process.
         progress: Show a progress bar; None: in a terminal.
-        cluster: Where the network runs; None: here. Actors read their images themselves, and
-            results come without images, in the order of completion.
+        cluster: Cluster that runs the network; None: this process. Actors read images themselves;
+            results have no images and arrive in the order of completion.
     """
     checks.count(1, batch=batch)
     checks.count(0, workers=workers)
@@ -93,7 +93,7 @@ def evaluate(
     cluster: str | None = None,
     **options: Any,
 ) -> Scores:
-    """Scores a predictor, or predictions on disk, against the ground truth of a data set.
+    """Score a predictor, or predictions on disk, against the ground truth of a data set.
 
     Args:
         task: "classify", "match", "stereo", "detect" or "segment".
@@ -115,7 +115,7 @@ def evaluate(
         **options: Options of `from_pretrained`.
 
     Raises:
-        OptionError: An option is not accepted, or `save` holds other files.
+        OptionError: An option is not accepted, or `save` contains other files.
         CheckpointError: The weights cannot be read, or their classes do not fit the data.
         DataError: The data or the predictions cannot be read.
 
@@ -177,7 +177,7 @@ def make_store(
     force: bool = False,
     cluster: Cluster | None = None,
 ) -> Store:
-    """Opens a store for the results of a predictor; see `Store.create`."""
+    """Open a store for the results of a predictor; see `Store.create`."""
     settings = predictor.settings() if cluster is None else cluster.settings(predictor)
     classes = getattr(predictor, "names", None)
     own: dict[str, Any] = {"classes": classes, "suffix": suffix, "force": force}
@@ -193,7 +193,7 @@ def score(
     skipped: Sequence[str] = (),
     strict: bool = False,
 ) -> Scores:
-    """Scores the results in a store.
+    """Score the results in a store.
 
     Raises:
         DataError: There are no results of these samples, or one is damaged.
@@ -252,7 +252,7 @@ class _Samples(Dataset[Any]):
 
 
 def _progress(items: Iterable[Any] | None, total: int, item: str, shown: bool | None = None) -> Any:
-    """Yields items with a progress bar in a terminal."""
+    """Yield items with a progress bar in a terminal."""
     from tqdm import tqdm
 
     disable = None if shown is None else not shown

@@ -83,7 +83,7 @@ class Predictor(ABC, Generic[ResultT]):
         compile: bool = False,  # noqa: A002
         **own: Any,
     ) -> Self:
-        """Creates a predictor with packaged weights or a weights file; nothing is downloaded.
+        """Create a predictor with packaged weights or a weights file; nothing is downloaded.
 
         Args:
             name_or_path: A `.safetensors` file with its card, as written by training and `quadtree
@@ -108,7 +108,7 @@ class Predictor(ABC, Generic[ResultT]):
         )
 
     def __call__(self, *images: Any) -> ResultT:
-        """Returns the result of one sample.
+        """Return the result of one sample.
 
         Args:
             *images: The images of the sample. Each is a path, the bytes of a file, a PIL image, an
@@ -131,7 +131,7 @@ class Predictor(ABC, Generic[ResultT]):
         progress: bool = False,
         errors: Literal["raise", "return"] = "raise",
     ) -> Iterator[Any]:
-        """Yields the results of many samples, in order.
+        """Yield the results of many samples, in order.
 
         Args:
             items: Images; tuples of images for tasks that take several.
@@ -157,7 +157,7 @@ class Predictor(ABC, Generic[ResultT]):
                     bar.update()
 
     def run(self, items: Sequence[Prepared]) -> list[ResultT]:
-        """Returns the results of prepared samples; samples with equal keys share a batch.
+        """Return the results of prepared samples; samples with equal keys share a batch.
 
         Raises:
             OptionError: The memory is too small for a single sample.
@@ -172,25 +172,25 @@ class Predictor(ABC, Generic[ResultT]):
     def run_good(
         self, items: Mapping[int, Prepared | Exception]
     ) -> list[tuple[int, ResultT | Exception]]:
-        """Returns the results of prepared samples, by number, and the errors among the items."""
+        """Return the results of prepared samples, by number, and the errors among the items."""
         good = {i: item for i, item in items.items() if isinstance(item, Prepared)}
         found: dict[int, Any] = dict(zip(good, self.run(list(good.values())), strict=True))
         return [(i, found.get(i, item)) for i, item in items.items()]
 
     @abstractmethod
     def forward(self, batch: Sequence[Prepared]) -> Sequence[Any]:
-        """Runs the network on samples with equal keys; returns one raw result each, on the CPU."""
+        """Run the network on samples with equal keys; return one raw result each, on the CPU."""
 
     @abstractmethod
     def finish(self, raw: Any, item: Prepared) -> ResultT:
-        """Converts a raw result; `run` adds images, sizes, warnings and seconds."""
+        """Convert a raw result; `run` adds images, sizes, warnings and seconds."""
 
     def advice(self) -> str:
         """Advice of the out-of-memory error."""
         return "pass a smaller size, or another device"
 
     def settings(self) -> dict[str, Any]:
-        """Returns the settings that results depend on, as plain data.
+        """Return the settings that results depend on, as plain data.
 
         `from_pretrained(path, dtype=..., **options)` rebuilds the predictor.
         """
@@ -203,13 +203,13 @@ class Predictor(ABC, Generic[ResultT]):
         }
 
     def to(self, device: str | torch.device) -> Self:
-        """Moves the network to another device; returns self."""
+        """Move the network to another device; return self."""
         self.device = usable_device(device)
         self.network.to(self.device)
         return self
 
     def stack(self, batch: Sequence[Prepared]) -> list[Tensor]:
-        """Returns the inputs of samples with equal keys as batches (B, ...) on the device."""
+        """Return the inputs of samples with equal keys as batches (B, ...) on the device."""
         columns = zip(*(item.inputs for item in batch), strict=True)
         return [torch.stack(column).to(self.device) for column in columns]
 
@@ -272,7 +272,7 @@ class Predictor(ABC, Generic[ResultT]):
 def prepare(
     preprocess: Callable[..., Prepared], source: Source[Any], index: int
 ) -> Prepared | Exception:
-    """Returns a preprocessed sample of a source, or why it cannot be used."""
+    """Return a preprocessed sample of a source, or why it cannot be used."""
     try:
         return preprocess(*source.images(index))
     except BAD_SAMPLE as error:
@@ -280,7 +280,7 @@ def prepare(
 
 
 def usable_device(device: str | torch.device | None) -> torch.device:
-    """Returns the device with this name; "auto" or None selects a GPU if available.
+    """Return the device with this name; "auto" or None selects a GPU if available.
 
     Raises:
         OptionError: The device does not exist or cannot be used.

@@ -19,13 +19,13 @@ SHOWN = 5  # reasons in a summary
 
 
 def summary(reasons: Sequence[str]) -> str:
-    """The first reasons, and the number of the others."""
+    """Join the first reasons, and the number of the others."""
     more = f", and {len(reasons) - SHOWN} more" if len(reasons) > SHOWN else ""
     return "; ".join(reasons[:SHOWN]) + more
 
 
 def data_root(root: StrPath | None, source: str) -> Path:
-    """Returns the root of data of a `data.source`; raises `OptionError` if there is none."""
+    """Return the root of data of a `data.source`; raise `OptionError` if there is none."""
     if root is None:
         raise OptionError(
             f"data from a {source!r} source need a root, got none; pass --data.root FOLDER, or "
@@ -35,13 +35,13 @@ def data_root(root: StrPath | None, source: str) -> Path:
 
 
 def check_folder(folder: Path, advice: str) -> None:
-    """Raises `DataError` if a folder of data does not exist."""
+    """Raise `DataError` if a folder of data does not exist."""
     if not folder.is_dir():
         raise DataError(f"there is no folder {folder}; {advice}")
 
 
 def refuse_if(strict: bool, error: Exception, advice: str = "fix it, or leave out --strict") -> str:
-    """Returns the message of an error of one sample; raises it, with advice, if `strict`."""
+    """Return the message of an error of one sample; raise it, with advice, if `strict`."""
     if strict:
         raise DataError(f"{error}; {advice}") from error
     return str(error)
@@ -50,7 +50,7 @@ def refuse_if(strict: bool, error: Exception, advice: str = "fix it, or leave ou
 def class_names(
     card: Mapping[str, Any], count: int, path: Path | None, *, first: int = 0
 ) -> list[str]:
-    """Returns the class names of a network from its card; numbers from `first` if it has none.
+    """Return the class names of a network from its card; numbers from `first` if it has none.
 
     Raises `CheckpointError` if the card has another number of names.
     """
@@ -67,7 +67,7 @@ def class_names(
 
 
 def match_classes(theirs: Sequence[str], ours: Sequence[str]) -> list[int]:
-    """Returns the index in the model's classes of every class of the data.
+    """Return the index in the model's classes of every class of the data.
 
     Classes are matched by name, or in order if one of the two has numbers instead of names.
     Raises `CheckpointError` if a class of the data is missing in the model.
@@ -97,7 +97,7 @@ def _numbered(names: Sequence[str]) -> bool:
 
 @contextmanager
 def reading(path: StrPath, advice: str) -> Iterator[None]:
-    """Turns errors while a file is read into a `DataError` with its path."""
+    """Turn errors while a file is read into a `DataError` with its path."""
     try:
         yield
     except DataError:
@@ -114,7 +114,7 @@ def reading(path: StrPath, advice: str) -> Iterator[None]:
 
 
 def read_npz(path: Path, required: Sequence[str], optional: Sequence[str] = ()) -> dict[str, Array]:
-    """Reads arrays of an npz file; missing optional arrays are skipped. Pickles are not read.
+    """Read arrays of an npz file; missing optional arrays are skipped. Pickles are not read.
 
     Raises:
         DataError: The file does not exist, is damaged, or lacks an array.
@@ -133,7 +133,7 @@ def read_npz(path: Path, required: Sequence[str], optional: Sequence[str] = ()) 
 
 
 def npz_bytes(**arrays: Any) -> bytes:
-    """An npz file."""
+    """Encode arrays as an npz file."""
     content = io.BytesIO()
     np.savez(content, **arrays)
     return content.getvalue()

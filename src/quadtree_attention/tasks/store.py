@@ -23,7 +23,7 @@ from quadtree_attention.tasks.contract import Codec, Result, Source, Task, check
 
 SCHEMA = 2
 NOTE = "settings.json"
-FORMAT = ("classes", "suffix")  # what a note has beside settings that results depend on
+FORMAT = ("classes", "suffix")  # entries of a note beside the settings of results
 Note = dict[str, Any]
 
 
@@ -40,7 +40,7 @@ class Store:
         self, path: Path, codec: Codec[Any], note: Note | None, names: Sequence[str] = ()
     ) -> None:
         self.path, self.codec = path, codec
-        self._names = names  # samples that one file for all samples speaks of
+        self._names = names  # samples covered by one file for all samples
         self.settings: Mapping[str, Any] | None = None if note is None else note["settings"]
         self.classes: Sequence[str] | None = None if note is None else note["classes"]
         self.suffix: str = codec.suffixes[0] if note is None else note["suffix"]
@@ -58,7 +58,7 @@ class Store:
         suffix: str | None = None,
         force: bool = False,
     ) -> Self:
-        """Opens a store for writing; existing results with the same settings are kept.
+        """Open a store for writing; existing results with the same settings are kept.
 
         Args:
             path: The folder, or the file for tasks with one file for all samples.
@@ -88,8 +88,8 @@ class Store:
         }
         before = _read_note(path, codec)
         if before is not None and codec.together and path.exists() and not _is_of(path, before):
-            before = None  # it may be anything
-        if before is None:  # files that no note lists stay
+            before = None  # it may be any file
+        if before is None:  # files that are not listed in a note are kept
             there = _note_path(path, codec)
             old = f"; {there.name} is of an older version or damaged" if there.exists() else ""
             if codec.together and path.exists():
@@ -126,7 +126,7 @@ class Store:
 
     @classmethod
     def open(cls, path: StrPath, task: Task, source: Source[Any] | None = None) -> Self:
-        """Opens a store for reading, of this package or of another program with the same format.
+        """Open a store for reading, of this package or of another program with the same format.
 
         Raises:
             DataError: It does not exist, or is of another task.
@@ -158,7 +158,7 @@ class Store:
         return name in self._all() if self.codec.together else self._file(name) is not None
 
     def get(self, name: str) -> Result | None:
-        """Returns the result of a sample; None if it does not exist.
+        """Return the result of a sample; None if it does not exist.
 
         Raises:
             DataError: Its file is damaged.
@@ -169,7 +169,7 @@ class Store:
         return None if path is None else next(iter(self.codec.decode(path).values()))
 
     def put(self, found: Mapping[str, Result]) -> None:
-        """Writes results, every file atomically."""
+        """Write results, every file atomically."""
         if not found:
             return
         if self.codec.together:
@@ -178,7 +178,7 @@ class Store:
             names = json.dumps(list(found)).encode()
             content = self.codec.encode(found, self.suffix)
             files.write_all({part: content, part.with_suffix(".names"): names})
-            read |= self._decoded(part, list(found))  # without images, which need memory
+            read |= self._decoded(part, list(found))  # without images, to save memory
             return
         for name, result in found.items():
             target = self.path / f"{name}{self.suffix}"
@@ -186,7 +186,7 @@ class Store:
             write_whole(target, self.codec.encode({name: result}, self.suffix))
 
     def finish(self) -> None:
-        """Joins the parts of one file for all samples; does nothing for folders."""
+        """Join the parts of one file for all samples; does nothing for folders."""
         if not self.codec.together or not self._parts.is_dir():
             return
         if not any(self._parts.iterdir()):  # nothing was added
@@ -209,7 +209,7 @@ class Store:
         return self.path.with_name(f"{self.path.stem}.parts")
 
     def _all(self) -> dict[str, Result]:
-        """Reads the results of one file for all samples, and of its parts."""
+        """Read the results of one file for all samples, and of its parts."""
         if self._read is None:
             self._read = self._decoded(self.path, self._names) if self.path.is_file() else {}
             for part in sorted(self._parts.glob(f"*{self.suffix}")):
@@ -218,12 +218,12 @@ class Store:
         return self._read
 
     def _decoded(self, path: Path, names: Sequence[str]) -> dict[str, Result]:
-        """Reads the results of a file; samples without an entry get `codec.nothing()`."""
+        """Read the results of a file; samples without an entry get `codec.nothing()`."""
         without = {name: nothing for name in names if (nothing := self.codec.nothing()) is not None}
         return without | dict(self.codec.decode(path))
 
     def _file(self, name: str) -> Path | None:
-        """Returns the file of a sample, in folders or flat, in any format of the task."""
+        """Return the file of a sample, in folders or flat, in any format of the task."""
         suffixes = dict.fromkeys([self.suffix, *self.codec.suffixes])
         places = (
             self.path / f"{place}{suffix}"
@@ -233,7 +233,7 @@ class Store:
         return next((place for place in places if place.is_file()), None)
 
     def _remove(self, before: Note, names: Sequence[str]) -> None:
-        """Removes all results if settings changed, else the results of these samples."""
+        """Remove all results if settings changed, else the results of these samples."""
         same = all(before[key] == getattr(self, key) for key in ("settings", *FORMAT))
         if self.codec.together:
             self.path.unlink(missing_ok=True)
@@ -256,7 +256,7 @@ def _is_of(path: Path, note: Note) -> bool:
 
 
 def _read_note(path: Path, codec: Codec[Any]) -> Note | None:
-    """Reads the note of a store; None if it does not exist or is not supported."""
+    """Read the note of a store; None if it does not exist or is not supported."""
     try:
         note = json.loads(_note_path(path, codec).read_bytes())
     except (OSError, ValueError, RecursionError):
@@ -268,7 +268,7 @@ def _read_note(path: Path, codec: Codec[Any]) -> Note | None:
 
 
 def _merged(path: Path, before: Note, note: Note, there: Store, *, force: bool) -> Note:
-    """Merges the note of an existing store, `there`, with the new one.
+    """Merge the note of an existing store, `there`, with the new one.
 
     Raises:
         OptionError: Its results do not fit, and `force` is not given.
@@ -304,7 +304,7 @@ def _merged(path: Path, before: Note, note: Note, there: Store, *, force: bool) 
 
 
 def _flat(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings with those of nested options beside the others."""
+    """Flatten the settings of nested options."""
     found: dict[str, Any] = {}
     for name, value in settings.items():
         found |= _flat(value) if isinstance(value, Mapping) else {name: value}

@@ -89,7 +89,7 @@ def test_bad_file_in_memory_is_replaced_and_reported_or_refused(tmp_path, capfd)
     assert told.count("cannot decode") == 1
     refused = refusal(DataError, batches, from_folder(tmp_path, augment="batch", strict=True))
     assert refused.startswith(f"cannot decode {bad}: ")
-    assert refused.endswith("; mend it, or leave out --data.strict")
+    assert refused.endswith("; fix it, or leave out --data.strict")
     indices = torch.cat([batch["indices"] for batch in found]).tolist()
     assert sorted(indices) == [0, 1, 2, 3, 5, 5]  # the next one in its place
     labels = torch.cat([batch["labels"] for batch in found])

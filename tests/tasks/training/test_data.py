@@ -127,7 +127,7 @@ def test_strict_refuses_the_first_unusable_sample(kind):
     for split in ("train", "val"):
         data = kind(**{split: Numbers(8, bad=(3,)), "strict": True})
         told = refusal(DataError, batches, data, split)
-        assert told == "cannot decode 3.png; mend it, or leave out --data.strict"
+        assert told == "cannot decode 3.png; fix it, or leave out --data.strict"
 
 
 def test_what_replaces_what():

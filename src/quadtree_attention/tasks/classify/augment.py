@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Augmentation of whole batches on their device, for sets that fit into memory, and by timm."""
+"""Augmentation by timm, or of whole batches on their device for data that fit into memory."""
 
 import math
 from typing import Any
@@ -9,11 +9,11 @@ import torch.nn.functional as F
 from PIL import Image, ImageOps
 from torch import Tensor, nn
 
-DRAWS = 5  # numbers that decide about one image: area, ratio, place (x, y), flip
+DRAWS = 5  # random numbers per image: area, ratio, place (x, y), flip
 
 
 def with_safe_posterize(transform: Any) -> Any:
-    """A transform of timm whose policy may keep 0 bits of a channel, which Pillow 13 refuses."""
+    """Return a timm transform that may posterize to 0 bits, which Pillow 13 refuses."""
     for part in transform.transforms:
         groups = getattr(part, "policy", None) or [getattr(part, "ops", ())]
         for op in (op for group in groups for op in group if op.name.startswith("Posterize")):
@@ -28,15 +28,15 @@ def _posterize(image: Image.Image, bits: int, **_: Any) -> Image.Image:
 
 
 class BatchAugment(nn.Module):
-    """Random crops, resized, and horizontal flips, another one for every image of the batch.
+    """Random resized crops and horizontal flips, drawn independently for each image of a batch.
 
-    Crops are sampled bilinearly in one call, which suits images that get larger; it does not
-    filter, so images that get much smaller would alias.
+    Crops are sampled bilinearly in one call, without antialiasing: strongly reduced images would
+    alias.
 
     Args:
-        size: Pixels of a side of the result.
-        scale: Least and greatest share of the area a crop covers.
-        ratio: Least and greatest ratio of a crop's sides.
+        size: Side of the result in pixels.
+        scale: Minimum and maximum area of a crop, as a share of the image.
+        ratio: Minimum and maximum aspect ratio of a crop.
         flip: Probability of a flip.
     """
 
@@ -52,11 +52,11 @@ class BatchAugment(nn.Module):
         self.size, self.scale, self.ratio, self.flip = size, scale, ratio, flip
 
     def forward(self, images: Tensor, draws: Tensor | None = None) -> Tensor:
-        """(B, C, H, W) -> (B, C, size, size); in evaluation whole images, only resized.
+        """(B, C, H, W) -> (B, C, size, size); in evaluation the whole image is resized.
 
         Args:
             images: Batch of images.
-            draws: (B, `DRAWS`) from [0, 1), which decide about every image; None draws them.
+            draws: Random numbers (B, `DRAWS`) in [0, 1); None: draw them.
         """
         if not self.training:
             return F.interpolate(

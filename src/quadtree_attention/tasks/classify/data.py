@@ -27,17 +27,17 @@ class LabelledData(data.TaskData):
     """Labelled images.
 
     Args:
-        image_size: Pixels of a side of what the network sees.
-        batch_size: Images of a batch on one process.
+        image_size: Side of the network's input in pixels.
+        batch_size: Batch size per process.
         augment: "timm" (RandAugment, colour jitter, random erasing, in the workers), "batch" (crops
             and flips of whole batches on their device; images are kept in memory) or "none".
-        auto_augment: timm's name of a policy.
-        color_jitter: Strength of the colour jitter, where the policy leaves room for it.
+        auto_augment: Name of a policy of timm.
+        color_jitter: Strength of the colour jitter; timm omits it with some policies.
         random_erasing: Probability of random erasing.
-        crop_scale: Least share of an image that a training crop covers.
-        eval_crop: Share of an image's side that evaluation looks at.
-        stored_size: Pixels of a side of the images kept in memory with augment="batch".
-        **common: Those of `TaskData`.
+        crop_scale: Minimum area of a training crop, as a share of the image.
+        eval_crop: Side of the centre crop in evaluation, as a share of the image's shorter side.
+        stored_size: Side in pixels of the images kept in memory with augment="batch".
+        **common: Arguments of `TaskData`.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class LabelledData(data.TaskData):
                 self.train_transform = with_safe_posterize(
                     create_transform(image_size, **policy, **fixed)
                 )
-            except Exception as error:  # timm asserts, and parses the name of a policy in passing
+            except Exception as error:  # AssertionError, or any error of timm's parser
                 raise OptionError(
                     f"timm cannot augment with {policy}: {error}; see its documentation of "
                     "create_transform"
@@ -86,7 +86,7 @@ class LabelledData(data.TaskData):
     def loader(self, split: Split) -> ResumableLoader:
         if self.augment != "batch":
             return super().loader(split)
-        options = {"collate_fn": dict, "pin_memory": torch.cuda.is_available()}  # a batch already
+        options = {"collate_fn": dict, "pin_memory": torch.cuda.is_available()}  # items are batches
         return ResumableLoader(self._stored[split], self.sampler(split), **options)
 
     def train_sample(self, images: Any, truth: int) -> Sample:
@@ -96,7 +96,7 @@ class LabelledData(data.TaskData):
         return {"images": self.transform(images[0]), "labels": truth}
 
     def finish(self, batch: Batch, *, training: bool) -> Batch:
-        """Crops, flips and normalises batches of bytes on their device."""
+        """Crop, flip and normalise batches of bytes on their device."""
         if batch["images"].dtype == torch.uint8:
             images = batch["images"].float() / 255
             images = self.batch_augment.train(training)(images, batch["draws"])
@@ -131,7 +131,7 @@ class ClassifyData(LabelledData):
     Args:
         root: Folder with `train/<class>/` and `val/<class>/`, or with `train.npz` and `val.npz`.
         source: "auto" (by what is in `root`), "folder" or "npz".
-        **common: Those of `LabelledData`.
+        **common: Arguments of `LabelledData`.
     """
 
     def __init__(self, root: str | None = None, source: Kind = "auto", **common: Any) -> None:
@@ -154,9 +154,9 @@ class GeneratedClassifyData(LabelledData):
 
     Args:
         source: "generated".
-        generated_count: Images of an epoch; a quarter of it for validation.
-        generated_classes: Directions.
-        **common: Those of `LabelledData`.
+        generated_count: Training images per epoch; validation has a quarter as many.
+        generated_classes: Number of directions.
+        **common: Arguments of `LabelledData`.
     """
 
     def __init__(
@@ -178,10 +178,10 @@ class GeneratedClassifyData(LabelledData):
 
 
 class StoredImages(Dataset[Batch]):
-    """Decoded images in memory, given out a batch at a time; (N, 3, S, S) uint8.
+    """Decoded images in memory, (N, 3, S, S) uint8; an item is a batch.
 
-    With them go the random numbers of their augmentation, drawn from the seed and the epoch:
-    those at hand when a batch reaches its device would differ in a run that goes on.
+    A batch contains the random numbers of its augmentation, drawn from the seed and the epoch.
+    Numbers drawn on the device would differ in a resumed run.
     """
 
     def __init__(self, images: Tensor, labels: Tensor, places: Tensor, seed: int = 0) -> None:

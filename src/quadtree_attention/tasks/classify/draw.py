@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pictures of classifications: the image, and beside it its best classes as bars."""
+"""Pictures of classifications: the image, and a bar chart of its best classes."""
 
 from PIL import Image, ImageDraw, ImageFont
 
@@ -9,19 +9,19 @@ from quadtree_attention.viz import canvas as viz
 from quadtree_attention.viz.canvas import HEADER, LEGEND, MARGIN
 from quadtree_attention.viz.palette import FAINT, TEXT, vivid
 
-ROW, BAR = 40, 10  # pixels of an answer, and of its bar
-TRACK = (52, 55, 62)  # of the rest of a bar
+ROW, BAR = 40, 10  # height of a row and of its bar, in pixels
+TRACK = (52, 55, 62)  # colour of the rest of a bar
 
 
 def draw(found: Classification, *, title: str | None = None) -> Image.Image:
-    """The image, small ones enlarged, and to the right its best classes with their probabilities.
+    """Draw the image, enlarged if small, and the probabilities of its best classes on the right.
 
     Args:
-        found: What to draw.
-        title: Heading; None: the best class.
+        found: The result to draw.
+        title: Text above the picture; None: the best class.
 
     Raises:
-        OptionError: There is no image to draw.
+        OptionError: The result has no image.
     """
     if not found.images:
         raise OptionError(

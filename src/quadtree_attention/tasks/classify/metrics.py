@@ -16,23 +16,24 @@ COLUMNS = (
     Column("images", "images", None),
     Column("accuracy", "top-1 %"),
 )
-LISTED = 10  # classes in the table, those of the lowest accuracy
+LISTED = 10  # classes in the table: those with the lowest accuracy
 
 
 class ClassifyMetric(Metric[int, Classification]):
-    """Top-1 and top-5 accuracy in percent, and the former by class; without images that have no
-    prediction.
+    """Top-1 and top-5 accuracy in percent, and top-1 accuracy by class.
+
+    Images without a prediction are left out.
 
     Args:
-        source: Has the classes that true labels stand for.
-        classes: Classes of the predictions; each of them has its own, too.
+        source: Source of the class names of the true labels.
+        classes: Class names of the predictions, unless a prediction has its own.
     """
 
     def __init__(self, source: Source[int], classes: Sequence[str] | None = None) -> None:
         self.theirs = list(source.classes or ())
         self.classes: Sequence[str] = self.theirs if classes is None else classes
         self.places = match_classes(self.theirs, self.classes)
-        self.rows: list[tuple[int, int]] = []  # true label and its rank
+        self.rows: list[tuple[int, int]] = []  # true label, and its rank in the prediction
 
     def update(self, name: str, truth: int, found: Classification | None) -> None:
         if found is None:
@@ -65,10 +66,10 @@ class ClassifyMetric(Metric[int, Classification]):
 
 
 def ranks(logits: Tensor, labels: Tensor) -> Tensor:
-    """Place of the true class, 0 for the best: (N, classes), (N,) -> (N,).
+    """Rank of the true class, 0 for the best: (N, classes), (N,) -> (N,).
 
-    Equal scores count against the prediction, so that constant scores are wrong. So do scores that
-    are NaN; where the score of the true class is NaN, the place is the last.
+    Ties rank before the true class, so that constant scores are wrong. So do NaN scores. If the
+    score of the true class is NaN, its rank is the last.
     """
     true = logits.gather(1, labels[:, None])  # (N, 1)
     ahead = (~(logits < true)).sum(dim=1) - 1
@@ -76,12 +77,12 @@ def ranks(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def per_class(labels: Tensor, right: Tensor, count: int) -> list[tuple[int, float]]:
-    """For every class the number of its samples and their accuracy in percent, NaN for 0."""
+    """Number of samples and accuracy in percent by class; NaN without samples."""
     samples, hits = (x.bincount(minlength=count) for x in (labels, labels[right]))
     accuracies = hits.double() / samples * 100
     return list(zip(samples.tolist(), accuracies.tolist(), strict=True))
 
 
 def percent(right: Tensor) -> float:
-    """Share of True, in percent; NaN of nothing."""
+    """Share of True in percent; NaN if empty."""
     return right.double().mean().item() * 100 if len(right) else float("nan")

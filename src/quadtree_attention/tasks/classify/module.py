@@ -17,25 +17,25 @@ from quadtree_attention.tasks.training.module import TaskModule
 
 
 class ClassifyModule(TaskModule):
-    """A backbone with a classifier, and how it is trained: AdamW, warm-up, cosine decay.
+    """A backbone with a classifier, trained by AdamW with warm-up and cosine decay.
 
     Args:
-        model: Name of a model in timm; ours start with `quadtree_`.
+        model: Name of a model of timm; models of this package start with `quadtree_`.
         options: Keyword arguments of that model.
-        num_classes: Classes; comes from the data.
+        num_classes: Number of classes; set from the data.
         lr: Learning rate at a batch of 1024 images on all processes together; scaled linearly.
-        min_lr: Where the cosine ends, at that batch size too.
+        min_lr: Final learning rate of the cosine, at the same batch size.
         warmup_epochs: Epochs in which the learning rate rises to `lr`.
-        weight_decay: Of AdamW; norms, biases and level weights have none.
+        weight_decay: Weight decay of AdamW; not for norms, biases and level weights.
         drop_path: Stochastic depth of the last block.
         label_smoothing: Share of the target spread over all classes.
         mixup: Strength of mixup; 0 turns it off.
         cutmix: Strength of cutmix; 0 turns it off.
         grad_checkpointing: Recompute blocks in backward to save memory.
         compile: Compile the model with `torch.compile`.
-        cuda_graph: Record forward and backward of the model once and replay them, on one GPU: for
-            small models, which leave a GPU waiting for the host. Without effect on a CPU.
-        seed: Decides weights, dropout and mixing.
+        cuda_graph: Capture forward and backward of the model as a CUDA graph and replay it, on one
+            GPU. For small models, whose speed the host limits. No effect on a CPU.
+        seed: Seed of weights, dropout and mixing.
     """
 
     task = TASK
@@ -90,7 +90,7 @@ class ClassifyModule(TaskModule):
         return F.cross_entropy(logits, labels, label_smoothing=smoothing), {}
 
     def _record(self, images: Tensor) -> None:
-        """Makes the model replay a CUDA graph in training; evaluation runs as before."""
+        """Make the model replay a CUDA graph in training; evaluation runs as before."""
         trainer = self.trainer
         if trainer.world_size > 1 or trainer.accumulate_grad_batches > 1 or self.hparams["compile"]:
             raise OptionError(

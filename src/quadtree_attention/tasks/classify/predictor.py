@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The classes of images, by a trained classifier.
+"""Image classification with a trained classifier.
 
 Example:
     >>> import numpy as np
@@ -36,11 +36,11 @@ NORM: dict[str, Any] = {"mean": MEAN, "std": STD, "interpolation": "bicubic"}
 
 @dataclass(frozen=True)
 class Preprocess:
-    """The middle of an image, as validation in training sees it.
+    """Resized centre crop of an image, as in validation.
 
     Attributes:
-        size: Pixels of a side.
-        crop: Share of the shorter side of the image.
+        size: Side of the crop in pixels.
+        crop: Side of the crop, as a share of the shorter side of the image.
     """
 
     size: int
@@ -52,22 +52,22 @@ class Preprocess:
 
     @cached_property
     def transform(self) -> Any:
-        """(3, size, size) of an RGB image, normalised."""
+        """Transform of an RGB image to a normalised tensor (3, size, size)."""
         return create_transform(self.size, crop_pct=self.crop, **NORM)
 
 
 class Classifier(Predictor[Classification]):
-    """Classifies images, with the preprocessing of validation in training.
+    """Predictor of image classes, with the preprocessing of validation.
 
-    Weights are those of training (`best.safetensors`, or a checkpoint of a run beside it) and of
-    `quadtree convert`.
+    It accepts weights of a training run (`best.safetensors`, or a checkpoint in the same folder)
+    and of `quadtree convert`.
 
     Args:
         network: The classifier.
-        card: Its card. Without class names in it, names are numbers.
-        size: Pixels of a side that the network sees; None: as trained.
+        card: Its card. If the card has no class names, names are numbers.
+        size: Side of the network's input in pixels; None: as trained.
         top: Classes per image.
-        **common: Those of `Predictor`.
+        **common: Arguments of `Predictor`.
     """
 
     task = TASK
@@ -91,7 +91,7 @@ class Classifier(Predictor[Classification]):
             )
         self.names = class_names(card, count, self.path)
         self.top = top
-        config = cast(Any, network).pretrained_cfg  # for cards without sizes
+        config = cast(Any, network).pretrained_cfg  # defaults of cards without sizes
         trained = self._positive("image_size", config["input_size"][-1])
         crop = self._positive("eval_crop", config["crop_pct"])
         self.preprocess = Preprocess(size or trained, crop)

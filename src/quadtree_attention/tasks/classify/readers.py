@@ -22,7 +22,7 @@ Kind = Literal["auto", "folder", "npz"]
 class Labelled(Source[int]):
     """Images with one label each; subclasses read the images."""
 
-    path: Path  # of the file or folder of the images
+    path: Path  # file or folder of the images
     classes: list[str]
     labels: list[int]  # negative if unknown
 
@@ -74,7 +74,7 @@ class NpzSource(Labelled):
     """JPEG files one after another in `root/train.npz` and `root/val.npz`.
 
     Arrays: `data` (uint8, all files), `offsets` (N + 1), `labels` (N) and, optionally, `names` (N).
-    `root/classes.json`, if there, lists the classes as strings or as objects with a `name`.
+    `root/classes.json` is optional and lists the classes as strings or as objects with a `name`.
     """
 
     def __init__(self, root: Path, split: str) -> None:
@@ -87,7 +87,7 @@ class NpzSource(Labelled):
                 raise DataError(
                     f"{name} of {self.path} must be a list of "
                     f"{'bytes (uint8)' if name == 'data' else 'integers'}, got {array.dtype} of "
-                    f"shape {array.shape}; write the file anew"
+                    f"shape {array.shape}; write the file again"
                 )
         counts = len(labels) > 0 and len(self._offsets) == len(labels) + 1
         named = names is None or names.shape == labels.shape
@@ -113,7 +113,7 @@ class NpzSource(Labelled):
 class GeneratedSource(Labelled):
     """Gratings with noise, `size` pixels square; the class is their direction.
 
-    For trying things out without data. The splits share no image.
+    Needs no data. The splits share no image.
     """
 
     def __init__(self, split: str, *, count: int, classes: int, size: int) -> None:
@@ -138,11 +138,11 @@ class GeneratedSource(Labelled):
 class Predictions(Labelled):
     """A file of predictions, of this or an earlier version: logits, names and true labels.
 
-    As a source it has no images, but all that scores need.
+    As a source it has the true labels for scores, and no images.
 
     Attributes:
         logits: (N, classes), float32.
-        top: Classes per image that were asked for.
+        top: Requested number of classes per image.
     """
 
     def __init__(self, path: Path) -> None:
@@ -173,17 +173,17 @@ class Predictions(Labelled):
 def open_source(
     root: StrPath | None, *, split: str = "val", strict: bool = False, source: Kind = "auto"
 ) -> Labelled:
-    """The labelled images of a split.
+    """Open the labelled images of a split.
 
     Args:
-        root: Folder of the splits; or a file of predictions, which has the true labels.
-        split: "train", "val", or any other name there.
-        strict: Refuse folders with files that are no images instead of leaving these out.
-        source: "folder" or "npz"; "auto" looks whether `root` holds npz files or folders.
+        root: Folder of the splits, or a file of predictions, which contains the true labels.
+        split: "train", "val", or the name of another split in `root`.
+        strict: Raise an error if a folder has files that are not images, instead of skipping them.
+        source: "folder" or "npz"; "auto": by the content of `root`.
 
     Raises:
-        DataError: There are no such files, or they cannot be used.
-        OptionError: There is no root.
+        DataError: Files are missing or invalid.
+        OptionError: `root` is missing.
     """
     root = data_root(root, source)
     if root.suffix == ".npz" and not root.is_dir():
@@ -201,7 +201,7 @@ def open_source(
 
 
 def _unique(names: Sequence[Any]) -> list[str]:
-    """The names, those that are there twice with their number."""
+    """Names made unique: repeated names get their number."""
     uses = Counter(names)
     return [str(n) if uses[n] == 1 else f"{n} ({i})" for i, n in enumerate(names)]
 

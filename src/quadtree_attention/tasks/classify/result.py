@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The classes of an image, and the npz files that hold them."""
+"""The classes of an image, and their npz files."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -23,7 +23,7 @@ class Classification(Result):
     """The most probable classes of an image, best first; ties by the lower label.
 
     Attributes:
-        logits: (classes,) of all classes, float32.
+        logits: (classes,) float32, for all classes.
         classes: Names of all classes.
         top: Number of classes in `labels`, `names` and `scores`.
     """
@@ -48,7 +48,7 @@ class Classification(Result):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of these classes."""
+        """(top,) class names."""
         return tuple(self.classes[label] for label in self.labels)
 
     @property
@@ -69,8 +69,8 @@ class Classification(Result):
 class ClassificationCodec(Codec[Classification]):
     """One npz file for all images: `logits`, true `labels` (-1 if unknown), `names` and `info`.
 
-    `info` is JSON with the names of the classes. The true labels are in it so that a file can be
-    scored without the data.
+    `info` is JSON with the names of the classes. With the true labels, a file can be scored without
+    the data.
     """
 
     suffixes = (".npz",)
@@ -98,7 +98,7 @@ class ClassificationCodec(Codec[Classification]):
         return {} if source is None else {source.name(i): i for i in range(len(source))}
 
     def _labels(self, names: Sequence[str], classes: Sequence[str]) -> list[int]:
-        """True labels among the classes of the network."""
+        """True labels as indices of the network's classes."""
         source = self.source
         if source is None or source.classes is None:
             return [-1] * len(names)

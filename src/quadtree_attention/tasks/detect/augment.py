@@ -12,23 +12,23 @@ from torchvision.transforms.v2 import functional as tv
 from quadtree_attention.checks import between
 from quadtree_attention.tasks.detect.readers import Target
 
-CROP_SHORTER = (400, 500, 600)  # assumed lengths of the shorter side, of which a crop draws one
-CROP_SIDES = (384, 600)  # sides of a crop, least and most, as DETR has it
-LEAST_SIDE = 1.0  # pixels of a box that is left after a crop
+CROP_SHORTER = (400, 500, 600)  # lengths of the shorter side, of which a crop draws one
+CROP_SIDES = (384, 600)  # minimum and maximum side of a crop, as in DETR
+LEAST_SIDE = 1.0  # minimum side in pixels of a box after a crop
 
 
 class Augment:
-    """Flips, crops and changes of colour; all random numbers come from torch's generator.
+    """Flips, crops and colour jitter; all random numbers are drawn from torch's generator.
 
-    Resizing is left to the model, which does it for a whole batch on its device.
+    The model resizes images, in a batch on its device.
 
     Args:
         flip: Probability of a horizontal flip.
-        crop: Probability of a crop as DETR makes them, of which objects may drop out.
-        jitter: Strength of random changes of brightness, contrast and saturation; 0 for none.
+        crop: Probability of a crop, as in DETR; objects outside of it are removed.
+        jitter: Strength of random changes of brightness, contrast and saturation; 0: none.
 
     Raises:
-        OptionError: One of them is not in [0, 1].
+        OptionError: An argument is not in [0, 1].
     """
 
     def __init__(self, *, flip: float = 0.0, crop: float = 0.0, jitter: float = 0.0) -> None:
@@ -38,7 +38,7 @@ class Augment:
         self.jitter = v2.ColorJitter(jitter, jitter, jitter) if jitter else None
 
     def __call__(self, image: Image.Image, target: Target) -> tuple[torch.Tensor, Target]:
-        """The image as (3, H, W) of uint8, and its objects, those that vanished left out."""
+        """Return the image (3, H, W) uint8, and the objects that remain in it."""
         size = (image.height, image.width)
         wrapped: dict[str, Any] = {**target, "image": tv_tensors.Image(image)}
         wrapped["boxes"] = tv_tensors.BoundingBoxes(
@@ -56,7 +56,7 @@ class Augment:
 
 
 def _cropped(sample: dict[str, Any], height: int, width: int) -> dict[str, Any]:
-    """A random part of an image of this size, and the objects in it."""
+    """Crop a sample of this size at random; return the crop and the objects in it."""
     choice = CROP_SHORTER[int(torch.randint(len(CROP_SHORTER), ()))]
     scale = min(height, width) / choice
     rows, columns = (
@@ -71,7 +71,7 @@ def _cropped(sample: dict[str, Any], height: int, width: int) -> dict[str, Any]:
     moved["boxes"] = boxes
     kept = ((boxes[:, 2:] - boxes[:, :2]) >= LEAST_SIDE).all(1)
     if "masks" in moved:
-        kept &= moved["masks"].flatten(1).any(1)  # the box of a bent shape may hold none of it
+        kept &= moved["masks"].flatten(1).any(1)  # a concave shape may leave no pixel in the crop
     kept = kept.as_subclass(torch.Tensor)
     others = {name: tv_tensors.wrap(value[kept], like=value) for name, value in moved.items()}
     return {**others, "image": image}

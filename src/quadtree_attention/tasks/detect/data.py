@@ -16,20 +16,20 @@ from quadtree_attention.tasks.training.data import Batch, Sample, Split, TaskDat
 
 
 class ObjectsData(TaskData):
-    """Images with boxes, and masks where asked for.
+    """Images with boxes, and optionally masks.
 
-    Batches are lists: `images` (3, H, W), each of its own size, from 0 to 1, and in training
-    `targets` with `boxes`, `labels` and, where asked for, `masks`. Images without objects are kept.
-    Crowds are used in validation only, where detections in them do not count. In training, the next
-    image replaces an unreadable one; validation, where no image may count twice, leaves it out.
+    Batches are lists: `images` (3, H, W) in [0, 1] of any sizes, and in training `targets` with
+    `boxes`, `labels` and, if requested, `masks`. Images without objects are kept. Crowds are used
+    in validation only, where detections inside them are ignored. In training, the next image
+    replaces an unreadable one; in validation, where no image may count twice, it is left out.
 
     Args:
         masks: Read masks as well; Mask R-CNN needs them.
-        batch_size: Images of a batch on one process.
+        batch_size: Batch size per process.
         flip: Probability of a horizontal flip in training.
-        crop: Probability of a random crop in training, as DETR makes them.
+        crop: Probability of a random crop in training, as in DETR.
         jitter: Strength of random changes of colour in training, 0 to 1.
-        **common: Those of `TaskData`.
+        **common: Arguments of `TaskData`.
     """
 
     replaces = False
@@ -62,7 +62,7 @@ class ObjectsData(TaskData):
 
     def train_sample(self, images: Any, truth: Truth) -> Sample:
         target = truth.target(masks=self.masks)
-        # Objects of a crowd are not separated, so that a detection there is neither right nor wrong
+        # Objects of a crowd are not annotated one by one: detections in it are ignored
         single = target["iscrowd"] == 0
         target = {name: values[single] for name, values in target.items()}
         pixels, target = self.augment(images[0], target)
@@ -75,7 +75,7 @@ class ObjectsData(TaskData):
         return listed(samples, "images", *(["targets"] if training else []))
 
     def finish(self, batch: Batch, *, training: bool) -> Batch:
-        """Images travel as bytes."""
+        """Convert images of bytes to floats in [0, 1]."""
         return batch | {"images": [image.float() / 255 for image in batch["images"]]}
 
 
@@ -86,11 +86,11 @@ class DetectData(ObjectsData):
         root: Folder with `images/train`, `images/val`, `annotations/instances_train.json` and
             `annotations/instances_val.json`, or with COCO's own names, `train2017` and so on.
         source: "files".
-        train_images: Folder of the training images, where it has another name.
-        train_annotations: JSON file of their objects.
+        train_images: Folder of the training images, if not at its default path.
+        train_annotations: JSON file of the objects in training images.
         val_images: Folder of the validation images.
-        val_annotations: JSON file of their objects.
-        **common: Those of `ObjectsData`.
+        val_annotations: JSON file of the objects in validation images.
+        **common: Arguments of `ObjectsData`.
     """
 
     def __init__(
@@ -121,9 +121,9 @@ class GeneratedDetectData(ObjectsData):
 
     Args:
         source: "generated".
-        generated_count: Images of an epoch; a quarter of it for validation.
-        generated_size: Pixels of their longer side.
-        **common: Those of `ObjectsData`.
+        generated_count: Training images per epoch; validation has a quarter as many.
+        generated_size: Longer side of the images in pixels.
+        **common: Arguments of `ObjectsData`.
     """
 
     def __init__(

@@ -15,23 +15,23 @@ from quadtree_attention.viz.canvas import HEADER, LARGEST_SCALE, LEAST_WIDTH, Ca
 from quadtree_attention.viz.palette import BACKGROUND, Colour, text_on, vivid
 
 Corners = tuple[float, float, float, float]
-SHOWN_SIDE = 1000  # pixels of the longer side that small images are enlarged to, at most
+SHOWN_SIDE = 1000  # pixels; shorter images are enlarged to this longer side at most
 MASK_OPACITY = 0.45
 PADDING = 3  # pixels around the text of a tag
 
 
 def draw(found: Detections, *, title: str | None = None) -> Image.Image:
-    """The image, small ones enlarged, with all detections, the highest scores on top.
+    """Draw all detections on the image, which is enlarged if small; the highest scores are on top.
 
-    Classes have different colours, or objects if all are of one class. Each tag is beside its box
-    and inside the picture; one that would cover others is left out.
+    Colours differ by class, or by object if there is one class only. Each tag is next to its box
+    and inside the picture; tags that would cover others are omitted.
 
     Args:
-        found: What to draw.
+        found: The result to draw.
         title: Text above the picture; None: no text.
 
     Raises:
-        OptionError: There is no image to draw on.
+        OptionError: The result has no image.
     """
     if not found.images:
         raise OptionError("detections of a file have no image; draw those that a detector returns")
@@ -49,7 +49,7 @@ def draw(found: Detections, *, title: str | None = None) -> Image.Image:
     width = max(2, round(max(size) / 450))
     for box, colour in zip(boxes[::-1], colours[::-1], strict=True):
         x0, y0, x1, y1 = (round(float(value)) for value in box)
-        x1, y1 = max(x0, x1 - 1), max(y0, y1 - 1)  # the last pixels inside
+        x1, y1 = max(x0, x1 - 1), max(y0, y1 - 1)  # the last pixels inside the box
         pen.rectangle([x0 - 1, y0 - 1, x1 + 1, y1 + 1], outline=BACKGROUND)  # visible on any image
         pen.rectangle([x0, y0, x1, y1], outline=colour, width=width)
     texts = [f"{n} {s:.2f}" for n, s in zip(found.names, found.scores, strict=True)]
@@ -84,7 +84,7 @@ def _draw_tags(
     size: tuple[int, int],
 ) -> None:
     font = ImageFont.load_default(max(12, round(max(size) / 65)))
-    top, bottom = (font.getbbox("Ag")[i] for i in (1, 3))  # the same height for all
+    top, bottom = (font.getbbox("Ag")[i] for i in (1, 3))  # the same height for all tags
     taken: list[Corners] = []
     for box, text, colour in zip(boxes, texts, colours, strict=True):
         extent = (pen.textlength(text, font=font) + 2 * PADDING, bottom - top + 2 * PADDING)
@@ -104,7 +104,7 @@ def place_tag(
 ) -> Corners | None:
     """Position of a tag: above its box, else inside, else below.
 
-    It does not leave the picture, which has `size`; None if other tags are there.
+    The tag is inside the picture of `size`. None: other tags cover all positions.
     """
     width, height = extent
     x0, y0, x1, y1 = box

@@ -14,17 +14,17 @@ from quadtree_attention.tasks.detect.readers import Annotation, Box, Truth
 from quadtree_attention.tasks.detect.rle import encode_mask
 
 CLASSES = ["disc", "square", "triangle"]
-MOST = 3  # shapes in an image
-TRIES = 20  # to find room for one
+MOST = 3  # maximum number of shapes in an image
+TRIES = 20  # attempts to place a shape
 
 
 class GeneratedShapes(Source[Truth]):
-    """Discs, squares and triangles that do not touch; the same for the same seed.
+    """Images of discs, squares and triangles that do not overlap, determined by a seed.
 
     Args:
-        count: Images.
-        size: Pixels of the longer side; the shorter one has three quarters of it.
-        seed: Decides what is drawn.
+        count: Number of images.
+        size: Longer side in pixels; the shorter side is three quarters of it.
+        seed: Seed of the images.
     """
 
     def __init__(self, count: int, size: int = 128, *, seed: int = 0) -> None:
@@ -44,7 +44,7 @@ class GeneratedShapes(Source[Truth]):
         return self._made(index)[1]
 
     def _made(self, index: int) -> tuple[Image.Image, Truth]:
-        """The image and its objects, kept until another one is asked for."""
+        """Return an image and its objects; the last one is cached."""
         if self._last is None or self._last[0] != index:
             self._last = (index, *self._make(index))
         return self._last[1:]
@@ -58,7 +58,7 @@ class GeneratedShapes(Source[Truth]):
                 continue
             label = int(rng.integers(1, len(CLASSES) + 1))
             mask = self._shape(label, *place)
-            # Mostly red, green or blue by the class, so that a network learns them within a minute
+            # Red, green or blue dominates by class, so that a network learns them within a minute
             colour = np.where(np.arange(3) == label - 1, 225, 40) + rng.integers(-30, 31, 3)
             pixels[mask] = colour.astype(np.uint8)
             rows, columns = np.nonzero(mask.any(1))[0], np.nonzero(mask.any(0))[0]
@@ -74,7 +74,7 @@ class GeneratedShapes(Source[Truth]):
     def _place(
         self, rng: np.random.Generator, boxes: list[Box]
     ) -> tuple[float, float, float] | None:
-        """Centre and radius of a shape apart from all others; None if there is no room."""
+        """Centre and radius of a shape that overlaps no other one; None if none was found."""
         side = min(self.width, self.height)
         for _ in range(TRIES):
             radius = rng.uniform(0.15, 0.28) * side

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Average precision by COCO's rules, of files of results and in validation."""
+"""Average precision by COCO's rules, for files of results and for validation."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -16,25 +16,26 @@ from quadtree_attention.tasks.detect.result import Detections
 from quadtree_attention.tasks.detect.rle import mask_problem
 from quadtree_attention.tasks.readers import match_classes, summary
 
-Entry = dict[str, Any]  # an object of a file of results
+Entry = dict[str, Any]  # entry of a file of results
 Precisions = dict[str, float | None]
-MOST = 100  # detections of an image that count, those with the highest scores, as in COCO
+MOST = 100  # detections per image that are scored: those with the highest scores, as in COCO
 COLUMNS = [Column("name", "class", None), Column("objects", "objects", None), Column("box", "AP")]
-LISTED = 10  # classes in the table, those of the lowest precision
+LISTED = 10  # classes in the table: those with the lowest precision
 
 
 class DetectMetric(Metric[Truth, Detections]):
-    """Average precision (AP) in percent, by COCO's rules; None where there are no such objects.
+    """Average precision (AP) in percent, by COCO's rules; None if there are no such objects.
 
-    The mean has `ap` (over overlaps of 0.50 to 0.95), `ap50`, `ap75`, and `ap` of `small` (below
-    32x32 pixels), `medium` (below 96x96) and `large` objects; the same of masks, `mask_ap` and so
-    on, if all results have one. All images count; one without a result has no object found.
+    The scores are `ap` (IoU from 0.50 to 0.95), `ap50`, `ap75`, and `ap` of `small` (below 32x32
+    pixels), `medium` (below 96x96) and `large` objects. If all results have masks, there are the
+    same scores of masks, `mask_ap` and so on. An image without a result counts as one without
+    detections.
 
     Args:
-        source: Has the classes.
-        classes: Classes that the labels of results stand for; None: those of the source.
-        overlaps: Least overlaps (IoU) of a match; None: COCO's.
-        recalls: Points of the curve of precision over recall; None: COCO's.
+        source: Source of the images, objects and classes.
+        classes: Class names of the labels of results; None: as in the source.
+        overlaps: IoU thresholds of a match; None: as in COCO.
+        recalls: Recalls at which precision is sampled; None: as in COCO.
     """
 
     def __init__(
@@ -90,7 +91,7 @@ class DetectMetric(Metric[Truth, Detections]):
         return Scores("detect", mean, rows, columns, facts, skipped=unusable, listed=LISTED)
 
     def _with_masks(self, truths: Sequence[Truth]) -> tuple[list[Truth], list[str]]:
-        """The truths without objects whose mask cannot be used, and the reasons."""
+        """Return the ground truth without objects whose mask is invalid, and the reasons."""
         where = getattr(self.source, "path", None)
         reasons: list[str] = []
 
@@ -106,17 +107,17 @@ class DetectMetric(Metric[Truth, Detections]):
         if reasons and getattr(self.source, "strict", False):
             raise DataError(
                 f"{len(reasons)} entries of {where} cannot be used as they are: "
-                f"{summary(reasons)}; mend them, or leave out --strict"
+                f"{summary(reasons)}; fix them, or leave out --strict"
             )
         return kept, [f"counts for boxes alone: {reason}" for reason in reasons]
 
     def _precision(
         self, kind: Literal["bbox", "segm"], truths: Sequence[Truth], found: Sequence[Entry]
     ) -> tuple[Precisions, list[float | None]]:
-        """Precisions of boxes or masks, and `ap` by class."""
+        """Return the precisions of boxes or masks, and `ap` by class."""
         with needs("train", "average precision"):
             from faster_coco_eval import COCO, COCOeval_faster
-        # The size of a mask is its own, not that of its box
+        # The area of a mask, not of its box, determines its size group
         other = "segmentation" if kind == "bbox" else "bbox"
         entries = [{k: v for k, v in entry.items() if k != other} for entry in found]
         content = self._as_coco(truths, masks=kind == "segm")
@@ -140,9 +141,9 @@ class DetectMetric(Metric[Truth, Detections]):
         return mean, [_mean(every[:, :, place]) for place in range(len(self.names))]
 
     def _as_coco(self, truths: Sequence[Truth], *, masks: bool) -> dict[str, Any]:
-        """The objects in COCO's format, boxes as they were given.
+        """Return the objects in COCO's format, with boxes as given in the file.
 
-        Objects are numbered from 1: the library takes a match with id 0 for none.
+        Ids start at 1, since the library treats a match with id 0 as no match.
         """
         listed = [(truth.id, a) for truth in truths for a in truth.annotations]
         return {

@@ -19,33 +19,33 @@ from quadtree_attention.tasks.training.module import NoDecay, TaskModule
 
 Schedule = Literal["step", "cosine"]
 LOGGED = ("ap", "ap50", "ap75")
-# COCO's thresholds in single precision, as in all earlier runs: some recalls are on either side
+# COCO's thresholds in float32, as in all earlier runs: float64 moves some recalls across them
 OVERLAPS, RECALLS = (torch.linspace(0.5, 0.95, 10).tolist(), torch.linspace(0, 1, 101).tolist())
-NO_OBJECTS = -100.0  # AP without objects; below all others, so that no epoch is the best by it
+NO_OBJECTS = -100.0  # AP without objects; below all other values, so that it is never the best
 
 
 class DetectModule(TaskModule):
-    """A detector and how it is trained: AdamW, warm-up, steps or cosine decay.
+    """A detector, trained by AdamW with warm-up and steps or cosine decay.
 
     Args:
         model: Name of a detector: `retinanet_` or `mask_rcnn_` and a backbone, such as
             `quadtree_b_b0`.
-        options: Keyword arguments of that detector and its backbone, such as `min_size`, several
+        options: Keyword arguments of the detector and its backbone, such as `min_size`, a list
             for training at several scales.
-        backbone_weights: Weights that the backbone starts with: `best.safetensors` of `quadtree
-            train classify`, or what `quadtree convert` writes.
-        num_classes: Classes; comes from the data.
+        backbone_weights: Initial weights of the backbone: `best.safetensors` of `quadtree train
+            classify`, or a file written by `quadtree convert`.
+        num_classes: Number of classes; set from the data.
         lr: Learning rate at a batch of 16 images on all processes together; scaled linearly.
-        min_lr: Where the cosine ends, at that batch size too.
+        min_lr: Final learning rate of the cosine, at the same batch size.
         warmup_epochs: Epochs in which the learning rate rises to `lr`; 0.07 is 500 steps on COCO.
-        warmup_start: Share of `lr` that warm-up begins with; None: a learning rate of 1e-6.
-        weight_decay: Of AdamW.
-        no_decay: Parameters without it: "vectors" (norms, biases and level weights), "norms", or
+        warmup_start: Initial rate of warm-up as a share of `lr`; None: an absolute rate of 1e-6.
+        weight_decay: Weight decay of AdamW.
+        no_decay: Parameters without decay: "vectors" (norms, biases and level weights), "norms", or
             "nothing".
         schedule: "step" (a tenth of the learning rate from each of `decay_epochs` on) or "cosine".
-        decay_epochs: Where the steps are.
+        decay_epochs: Epochs of the steps.
         grad_checkpointing: Recompute blocks of the backbone in backward to save memory.
-        seed: Decides weights, dropout and which boxes are drawn for the loss.
+        seed: Seed of weights, dropout and the sampling of boxes for the loss.
     """
 
     task = TASK
@@ -109,12 +109,12 @@ class DetectModule(TaskModule):
         mean = metric.compute().mean
         kinds = ("", "mask_") if self.has_masks else ("",)
         names = [kind + name for kind in kinds for name in LOGGED]
-        found = {name: mean.get(name, 0.0) for name in names}  # no masks: nothing was found
+        found = {name: mean.get(name, 0.0) for name in names}  # without masks: no detection
         return {name: NO_OBJECTS if v is None else v for name, v in found.items()}
 
 
 def as_trained(truth: Truth) -> Truth:
-    """The objects with boxes as networks are trained on them: clipped, in single precision."""
+    """Return the objects with the boxes used in training: clipped, in float32."""
     boxes = np.array([a.box for a in truth.annotations], dtype=np.float32).reshape(-1, 4)
     boxes[:, 2:] -= boxes[:, :2]
     pairs: Any = zip(truth.annotations, boxes.tolist(), strict=True)

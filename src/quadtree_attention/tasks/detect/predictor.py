@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Objects in images, by a trained detector.
+"""Object detection with a trained detector.
 
 Example:
     >>> import numpy as np
@@ -27,11 +27,11 @@ from quadtree_attention.tasks.detect.rle import encode_mask
 from quadtree_attention.tasks.predictor import Predictor
 from quadtree_attention.tasks.readers import class_names
 
-MASK_THRESHOLD = 0.5  # of the probability that a pixel belongs to an object
+MASK_THRESHOLD = 0.5  # minimum probability of a pixel of an object
 
 
 class Preprocess:
-    """Images in bytes, (3, H, W); the network resizes them, and takes any sizes in a batch."""
+    """Conversion of images to bytes (3, H, W); the network resizes images of any sizes."""
 
     def __call__(self, image: ImageLike) -> Prepared:
         given = to_image(image)
@@ -39,17 +39,17 @@ class Preprocess:
 
 
 class Detector(Predictor[Detections]):
-    """Detects objects in images of any size.
+    """Predictor of objects in images of any size.
 
     Args:
         network: The detector.
-        card: Its card. Without class names in it, names are numbers.
-        size: Pixels of the longer side that the network sees; None: as trained.
-        threshold: Least score of a detection, 0 to 1. Those that the network itself drops, usually
-            below 0.05, are not found with a lower one.
-        shorter_side: Pixels of the shorter side that the network sees, as long as the longer one
-            stays below `size`; without `size`, its limit is scaled likewise.
-        **common: Those of `Predictor`.
+        card: Its card. If the card has no class names, names are numbers.
+        size: Longer side of the network's input in pixels; None: as trained.
+        threshold: Minimum score of a detection, 0 to 1. The network has its own minimum, usually
+            0.05; lower values have no effect.
+        shorter_side: Shorter side of the network's input in pixels, with a longer side of at most
+            `size`; without `size`, the limit of training is scaled by the same factor.
+        **common: Arguments of `Predictor`.
     """
 
     task = TASK
@@ -87,7 +87,7 @@ class Detector(Predictor[Detections]):
 
     def finish(self, raw: Mapping[str, Tensor], item: Prepared) -> Detections:
         size = item.images[0].size
-        scale = min(self.sides[0] / min(size), self.sides[1] / max(size))  # as the network has it
+        scale = min(self.sides[0] / min(size), self.sides[1] / max(size))  # as in the network
         width, height = (max(1, int(side * scale)) for side in size)
         return replace(detections(raw, self.names, self.threshold), seen=((width, height),))
 
@@ -95,13 +95,13 @@ class Detector(Predictor[Detections]):
 def detections(
     answer: Mapping[str, Tensor], names: Sequence[str], threshold: float = 0.0
 ) -> Detections:
-    """Detections of one image with scores above the threshold, best first."""
+    """Return the detections of one image with scores above the threshold, best first."""
     answer = {name: value.cpu() for name, value in answer.items()}
     order = answer["scores"].argsort(descending=True, stable=True)
     order = order[answer["scores"][order] >= threshold]
     labels = answer["labels"][order]
     segmentations = None
-    if "masks" in answer:  # (N, 1, H, W) of probabilities
+    if "masks" in answer:  # (N, 1, H, W), probabilities
         masks = (answer["masks"][order, 0] > MASK_THRESHOLD).numpy()
         segmentations = tuple(encode_mask(mask) for mask in masks)
     return Detections(

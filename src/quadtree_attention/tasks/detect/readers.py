@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Images with objects, from files in the format of COCO.
 
-Files of other tools may have entries that cannot be used. These are left out, counted by kind and
-named with their id.
+Invalid entries of files of other tools are left out, counted by kind and reported with their id.
 """
 
 import hashlib
@@ -29,13 +28,13 @@ from quadtree_attention.tasks.readers import reading, summary
 T = TypeVar("T")
 Box = tuple[float, float, float, float]
 Target = dict[str, Tensor]
-LEAST_SIDE = 0.01  # pixels of a box; thinner ones have no area once they are float32
-CLIPPED = "box clipped"  # the one kind of problem that leaves nothing out
-OVERHANG = 1.0  # pixels that a box may stick out of its image by rounding
+LEAST_SIDE = 0.01  # minimum side of a box in pixels; thinner boxes have no area in float32
+CLIPPED = "box clipped"  # the only kind of problem whose entry is kept
+OVERHANG = 1.0  # pixels by which a box may exceed its image due to rounding
 
 
 class Problem(Exception):  # noqa: N818 (also kept, as a record)
-    """An entry of a file that cannot be used as it is: its kind, and the reason."""
+    """An invalid entry of a file: the kind of problem, and the reason."""
 
     def __init__(self, kind: str, reason: str) -> None:
         super().__init__(kind, reason)  # so that it can be pickled
@@ -44,20 +43,20 @@ class Problem(Exception):  # noqa: N818 (also kept, as a record)
 
 @dataclass(frozen=True)
 class Annotation:
-    """One object, or a crowd of them."""
+    """One object, or a crowd of objects."""
 
     id: int  # as in the file
     label: int  # 1 to the number of classes
     box: Box  # corners (x0, y0, x1, y1) in pixels, inside the image
-    given: Box  # the box as the file has it: x, y, width, height
-    area: float  # pixels, as the file has them; without an entry, those of the box
-    crowd: bool  # whether these are many objects that were not told apart
-    segmentation: Any = None  # polygons or run lengths, as the file has them; None if not read
+    given: Box  # the box of the file: x, y, width, height
+    area: float  # pixels, as in the file; without an entry, the area of the box
+    crowd: bool  # True for several objects with a common annotation
+    segmentation: Any = None  # polygons or run lengths, as in the file; None if not read
 
 
 @dataclass(frozen=True)
 class Truth:
-    """The objects of one image; often none."""
+    """The objects of one image; may be empty."""
 
     id: int
     path: Path
@@ -71,10 +70,10 @@ class Truth:
         return sum(not a.crowd for a in self.annotations)
 
     def target(self, *, masks: bool = False) -> Target:
-        """Tensors for a network.
+        """Return the tensors of a target for training.
 
         `boxes` (N, 4) as x0, y0, x1, y1, `labels` (N,) from 1 on, `iscrowd` (N,), `area` (N,), and
-        `masks` (N, H, W) of bool where they are asked for.
+        `masks` (N, H, W) bool if requested.
         """
         found = self.annotations
         target = {
@@ -96,15 +95,15 @@ class CocoFile(Source[Truth]):
 
     Args:
         path: The JSON file.
-        images: Folder of the images; None if they are not needed, as for scores.
-        masks: Whether masks are needed: objects without a usable one are left out. None keeps them
-            as they are.
-        strict: Refuse a file with entries that cannot be used as they are instead of leaving them
-            out, also with boxes that extend beyond their image, which else are clipped.
+        images: Folder of the images; None if images are not read, as for scores.
+        masks: True: leave out objects without a valid mask. None: keep all segmentations
+            unchecked. False: read none.
+        strict: Raise an error for a file with invalid entries instead of leaving them out, also
+            for boxes that extend beyond their image, which are otherwise clipped.
         check_images: Leave out images without a file.
 
     Raises:
-        DataError: The file cannot be read, or holds no images or no categories.
+        DataError: The file cannot be read, or contains no images or no categories.
     """
 
     classes: list[str]
@@ -137,7 +136,7 @@ class CocoFile(Source[Truth]):
         self.classes = list(self.categories.values())
         self.label_of = {category: i for i, category in enumerate(self.categories, start=1)}
         self.category_of = {label: category for category, label in self.label_of.items()}
-        self._files: dict[int, str] = {}  # names of the images, by id
+        self._files: dict[int, str] = {}  # file names of the images, by id
         self._images = self._read(content, "images", "image", self._image)
         self._read(content, "annotations", "annotation", self._annotation)
         self.truths = [truth for truth in self._images.values() if truth is not None]
@@ -147,7 +146,7 @@ class CocoFile(Source[Truth]):
         if strict and self.problems:
             raise DataError(
                 f"{len(self.problems)} entries of {self.path} cannot be used as they are: "
-                f"{summary(self.skipped)}; mend them, or leave out strict (--data.strict, --strict)"
+                f"{summary(self.skipped)}; fix them, or leave out strict (--data.strict, --strict)"
             )
         if not self.truths:
             why = f": {counted(self.problems)}" if self.problems else ""
@@ -175,12 +174,12 @@ class CocoFile(Source[Truth]):
     def truth(self, index: int) -> Truth:
         return self.truths[index]
 
-    # ---- what the file says
+    # ---- content of the file
 
     def _read(
         self, content: dict[str, Any], key: str, what: str, read: Callable[[Any, int], T]
     ) -> dict[int, T | None]:
-        """The entries of a list by id, None for those that cannot be used; problems are noted."""
+        """Return the entries of a list by id, None for invalid ones; record the problems."""
         entries = content.get(key)
         if not isinstance(entries, list):
             raise DataError(f"{self.path} must have a list of {key}, got {short(entries)}; add it")
@@ -214,7 +213,7 @@ class CocoFile(Source[Truth]):
         return Truth(number, path, cast(int, width), cast(int, height), [])
 
     def _annotation(self, entry: Mapping[str, Any], number: int) -> None:
-        """Adds an object to its image, unless that was left out."""
+        """Add an object to its image, unless the image was left out."""
         owner, category = (entry.get(key) for key in ("image_id", "category_id"))
         if type(owner) is not int or owner not in self._images:
             raise Problem("unknown image", f"{number} is of image {short(owner)}, not listed")
@@ -242,7 +241,7 @@ class CocoFile(Source[Truth]):
         cast(list[Annotation], image.annotations).append(found)
 
     def _clipped(self, given: Box, image: Truth, number: int) -> Box:
-        """Corners of a box inside its image."""
+        """Return the corners of a box, clipped to its image."""
         x, y, width, height = given
         what = f"{number}: the box {', '.join(f'{value:g}' for value in given)}"
         size = f"{image.width}x{image.height}"
@@ -277,23 +276,23 @@ def open_source(
     masks: bool | None = None,
     check_images: bool = False,
 ) -> CocoFile:
-    """The images and objects of one split, by the names that such folders usually have.
+    """Open the images and objects of one split.
 
-    Those are `images/val` or `val`, and `annotations/instances_val.json`, or COCO's own with the
-    year: `val2017` and `annotations/instances_val2017.json`.
+    Default paths are `images/val` or `val` and `annotations/instances_val.json`, or those of COCO
+    with the year: `val2017` and `annotations/instances_val2017.json`.
 
     Args:
-        root: Folder of it all; None if both paths are given.
-        split: "train", "val", or any other name there.
+        root: Folder of the data set; None if both paths are given.
+        split: "train", "val", or the name of another split in `root`.
         strict: As in `CocoFile`.
-        images: Folder of the images, where it has another name.
-        annotations: JSON file of the objects, where it has another name.
+        images: Folder of the images, if not at its default path.
+        annotations: JSON file of the objects, if not at its default path.
         masks: As in `CocoFile`.
-        check_images: Leave out images without a file; else all count in scores, for which no image
-            is read.
+        check_images: Leave out images without a file; otherwise all images count in scores, which
+            read no image.
 
     Raises:
-        DataError: There are no such files, or they cannot be used.
+        DataError: Files are missing or invalid.
     """
     if root is None and (images is None or annotations is None):
         raise DataError(
@@ -322,6 +321,6 @@ def _first(paths: Sequence[Path], what: str, is_there: Callable[[Path], bool]) -
 
 
 def counted(problems: Iterable[Problem]) -> str:
-    """Counts by kind: "2 empty box, 1 missing image"."""
+    """Count by kind: "2 empty box, 1 missing image"."""
     kinds = Counter(problem.kind for problem in problems)
     return ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))

@@ -25,10 +25,10 @@ class Detections(Result):
 
     Attributes:
         boxes: (N, 4) corners x0, y0, x1, y1 in pixels of the image as given.
-        labels: (N,) from 1 on, int64.
-        names: Of their classes.
+        labels: (N,) int64, from 1 on.
+        names: Names of the classes.
         scores: (N,) confidence in [0, 1].
-        segmentations: Masks as COCO's compressed run lengths; None for boxes alone.
+        segmentations: Masks as COCO's compressed run lengths; None without masks.
     """
 
     task: ClassVar[str] = "detect"
@@ -44,7 +44,7 @@ class Detections(Result):
 
     @cached_property
     def masks(self) -> Array | None:
-        """(N, H, W) of bool; None for boxes alone."""
+        """Masks (N, H, W) bool; None without masks."""
         if self.segmentations is None:
             return None
         width, height = self.images[0].size if self.images else (0, 0)
@@ -52,7 +52,7 @@ class Detections(Result):
         return np.stack(masks) if masks else np.zeros((0, height, width), dtype=bool)
 
     def to_dict(self) -> dict[str, Any]:
-        """Size of the image, time, and objects with masks as COCO's run lengths."""
+        """Return size of the image, time, and objects with masks as COCO's run lengths."""
         objects: list[dict[str, Any]] = []
         for i, name in enumerate(self.names):
             entry: dict[str, Any] = {
@@ -69,7 +69,7 @@ class Detections(Result):
         return {"width": width, "height": height, "objects": objects, "seconds": seconds}
 
     def to_text(self) -> str:
-        """A line of counts, and one for each object."""
+        """Return a line of counts, and one for each object."""
         counts = ", ".join(f"{count} {name}" for name, count in Counter(self.names).most_common())
         lines = [f"{counts or 'nothing found'}  ({self.seconds:.2f} s)"]
         for name, score, box in zip(self.names, self.scores, self.boxes, strict=True):
@@ -81,9 +81,9 @@ class Detections(Result):
 class DetectionsCodec(Codec[Detections]):
     """The result format of COCO: a list of objects with boxes as x, y, width and height.
 
-    With a COCO file as source, images and categories have its ids, and others are refused. Else
-    `image_id` is the name of the sample, and `category_name` is added. Labels are those of
-    `classes`, without which those of the source.
+    With a COCO file as source, images and categories have its ids, and unknown ids raise an error.
+    Otherwise `image_id` is the name of the sample, and `category_name` is added. Labels index
+    `classes`, or the classes of the source if `classes` is None.
     """
 
     suffixes = (".json",)
@@ -125,7 +125,7 @@ class DetectionsCodec(Codec[Detections]):
             if problem is not None:
                 raise DataError(f"result {place} of {str(path)!r} cannot be scored: {problem}")
             by_image.setdefault(entry["image_id"], []).append(entry)
-        if self.source is None and not entries:  # an image without objects
+        if self.source is None and not entries:  # one image without objects
             by_image[path.stem] = []
         names: dict[Any, str] = {number: name for name, number in self.ids.items()}
         return {
@@ -134,7 +134,7 @@ class DetectionsCodec(Codec[Detections]):
         }
 
     def _entries(self, name: str, found: Detections) -> Iterator[dict[str, Any]]:
-        """Objects of one image; those of classes that the data do not have are left out."""
+        """Yield the entries of one image, without classes that the data do not have."""
         for i, label in enumerate(found.labels.tolist()):
             if self.coco is not None and label not in self.category_of:
                 continue
@@ -152,7 +152,7 @@ class DetectionsCodec(Codec[Detections]):
             yield entry
 
     def _found(self, entries: Sequence[dict[str, Any]], *, masks: bool = False) -> Detections:
-        """Objects of one image, in the order of the file."""
+        """Return the objects of one image, in the order of the file."""
         label_of = {category: label for label, category in self.category_of.items()}
         labels = [label_of.get(entry["category_id"], entry["category_id"]) for entry in entries]
         boxes = np.array([entry["bbox"] for entry in entries], dtype=np.float64).reshape(-1, 4)
@@ -170,20 +170,20 @@ class DetectionsCodec(Codec[Detections]):
         )
 
     def _compressed(self, entry: dict[str, Any]) -> dict[str, Any]:
-        """A mask of any form as compressed run lengths."""
+        """Return a mask of any format as compressed run lengths."""
         mask = entry["segmentation"]
         if isinstance(mask, dict) and isinstance(mask["counts"], str):
             return {"size": mask["size"], "counts": mask["counts"]}
         return encode_mask(decode_mask(mask, *self._size(entry)))
 
     def _size(self, entry: dict[str, Any]) -> tuple[int, int]:
-        """Height and width of the image: of the source, else as the mask has it."""
+        """Return height and width of the image from the source, else from the mask."""
         if self.coco is not None:
             return self.sizes[entry["image_id"]]
         match entry["segmentation"]:
             case {"size": [int(height), int(width)]}:
                 return height, width
-        return 0, 0  # of which no mask is
+        return 0, 0  # equals the size of no mask
 
     def _problem(self, entry: Any) -> str | None:
         if not isinstance(entry, dict):

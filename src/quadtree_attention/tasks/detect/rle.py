@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Masks as COCO files hold them: polygons, and run lengths as a list or as a string."""
+"""Masks of COCO files: polygons, and run lengths as a list or as a string."""
 
 import math
 from collections.abc import Sequence
@@ -10,11 +10,11 @@ import numpy as np
 from quadtree_attention.checks import needs
 from quadtree_attention.images import Array
 
-LEAST_POINTS = 3  # of a polygon
+LEAST_POINTS = 3  # minimum points of a polygon
 
 
 def mask_problem(segmentation: Any, height: int, width: int) -> str | None:
-    """Why a segmentation cannot be used for an image of that size; None if it can."""
+    """Reason why a segmentation is invalid for an image of that size; None if it is valid."""
     if isinstance(segmentation, dict):
         return _rle_problem(segmentation, height, width)
     if not isinstance(segmentation, list) or not segmentation:
@@ -26,17 +26,17 @@ def mask_problem(segmentation: Any, height: int, width: int) -> str | None:
             return f"a polygon must have pairs of x and y, 3 or more, got {len(polygon)} numbers"
         sides = ((polygon[0::2], width), (polygon[1::2], height))
         far = [v for values, side in sides for v in values if not -side <= v <= 2 * side]
-        if far:  # which the library cannot draw
+        if far:  # the library cannot draw it
             return f"a polygon must not leave the image by more than its size, got {short(far[0])}"
     return None
 
 
 def decode_mask(segmentation: Any, height: int, width: int) -> Array:
-    """(H, W) of bool from polygons, or from run lengths as a list or compressed."""
+    """Decode polygons, or run lengths as a list or compressed, to (H, W) bool."""
     if isinstance(segmentation, dict):
         counts = segmentation["counts"]
         runs = run_lengths(counts) if isinstance(counts, str) else counts
-        inside = np.arange(len(runs)) % 2 == 1  # outside first, column by column
+        inside = np.arange(len(runs)) % 2 == 1  # runs start outside, in column-major order
         return np.repeat(inside, runs).reshape(width, height).T
     with needs("train", "drawing polygons"):
         from faster_coco_eval.core import mask
@@ -44,12 +44,12 @@ def decode_mask(segmentation: Any, height: int, width: int) -> Array:
 
 
 def encode_mask(mask: Array) -> dict[str, Any]:
-    """Compressed run lengths, as results have them, from (H, W) of bool."""
-    used = np.flatnonzero(mask.any(0))  # columns
+    """Encode (H, W) bool as compressed run lengths, as in results."""
+    used = np.flatnonzero(mask.any(0))  # columns with pixels
     first, last = (used[0], used[-1] + 1) if used.size else (0, 0)
     columns = mask[:, first:last].T.reshape(-1)
     changes = np.flatnonzero(columns[1:] != columns[:-1]) + 1 + first * len(mask)
-    if columns.size and columns[0]:  # outside comes first
+    if columns.size and columns[0]:  # the first run is outside
         changes = np.concatenate([[first * len(mask)], changes])
     end = last * len(mask)
     if columns.size and columns[-1] and end < mask.size:
@@ -59,10 +59,11 @@ def encode_mask(mask: Array) -> dict[str, Any]:
 
 
 def run_lengths(text: str) -> list[int]:
-    """The run lengths in a compressed string of COCO; `ValueError` if it is none.
+    """Decode the run lengths in a compressed string of COCO; raise `ValueError` if it is invalid.
 
-    Five bits to a character, from 48 on, least first, the sixth bit saying that more follow; from
-    the fourth number on, the difference from the number two before.
+    A character is 48 plus five bits of a number, least significant first, and a sixth bit that is
+    set if more characters follow. From the fourth number on, each is a difference from the number
+    two places before.
     """
     counts: list[int] = []
     value = shift = 0
@@ -84,7 +85,7 @@ def run_lengths(text: str) -> list[int]:
 
 
 def compressed(runs: Sequence[int]) -> str:
-    """The string that `run_lengths` reads."""
+    """Encode run lengths as the string that `run_lengths` decodes."""
     characters: list[str] = []
     for i, run in enumerate(runs):
         value = run - runs[i - 2] if i > 2 else run
@@ -92,7 +93,7 @@ def compressed(runs: Sequence[int]) -> str:
         while more:
             bits = value & 31
             value >>= 5
-            more = value != (-1 if bits & 16 else 0)  # until the sign is told
+            more = value != (-1 if bits & 16 else 0)  # until the sign bit is included
             characters.append(chr(48 + (bits | 32 if more else bits)))
     return "".join(characters)
 
@@ -115,7 +116,7 @@ def _rle_problem(segmentation: dict[str, Any], height: int, width: int) -> str |
 def is_number(value: Any) -> TypeGuard[float]:
     try:
         return type(value) in (int, float) and math.isfinite(value)
-    except OverflowError:  # a whole number beyond all floats
+    except OverflowError:  # an integer beyond the range of floats
         return False
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Feature matching: points of two images that show the same."""
+"""Feature matching: corresponding points of two images."""
 
 from quadtree_attention.tasks.contract import Task
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pairs of images of synthetic scenes, rendered on the device that trains."""
+"""Pairs of images of synthetic scenes, rendered on the training device."""
 
 from dataclasses import replace
 from typing import Any, Literal
@@ -14,22 +14,22 @@ from quadtree_attention.tasks.training.data import Batch, SyntheticData, options
 from quadtree_attention.tasks.training.loader import seed_from
 
 SHARED = ("image0", "image1", "flow0to1", "flow1to0", "visible0", "visible1")
-MOTION = ("baseline", "rotation", "roll", "focal_ratio")  # what a curriculum makes harder
+MOTION = ("baseline", "rotation", "roll", "focal_ratio")  # options whose range a curriculum widens
 
 
 class MatchData(SyntheticData):
-    """Synthetic scenes seen by two cameras, and planes; nothing is read but textures.
+    """Pairs of views of synthetic scenes and planes; only textures are read from files.
 
     Args:
         source: "synthetic".
-        height: Of the images.
-        width: Of the images.
-        planes: Share of pairs that show one plane only.
+        height: Height of the images in pixels.
+        width: Width of the images in pixels.
+        planes: Share of pairs of a single plane.
         scene: Options of the scenes (`SceneOptions`).
         plane: Options of the planes (`HomographyOptions`).
-        start: Share of the motion between cameras that training begins with; 1 is all.
-        curriculum_epochs: Epochs in which the motion grows to what `scene` says.
-        **common: As for `SyntheticData`.
+        start: Initial share of the motion between cameras; 1 is the full motion of `scene`.
+        curriculum_epochs: Epochs in which the motion increases to that of `scene`.
+        **common: Arguments of `SyntheticData`.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class MatchData(SyntheticData):
         self.curriculum_epochs = curriculum_epochs
 
     def render(self, textures: Textures, indices: list[int], *, training: bool) -> Batch:
-        """Scenes, and some planes in training."""
+        """Render scenes, and in training also planes."""
         made = self.seeded(training=training)
         if not training:
             return vars(synthetic.scene_pairs(textures, indices, **made, options=self.scene))
@@ -70,7 +70,7 @@ class MatchData(SyntheticData):
         return {name: torch.cat([getattr(part, name) for part in parts]) for name in SHARED}
 
     def _harder(self, epoch: int) -> SceneOptions:
-        """Scenes with a share of the motion that grows with the epochs."""
+        """Return the scene options of an epoch, with a share of the motion."""
         if epoch >= self.curriculum_epochs:
             return self.scene
         share = self.start + (1 - self.start) * epoch / self.curriculum_epochs
@@ -83,6 +83,6 @@ class MatchData(SyntheticData):
 
 
 def grey(images: Tensor) -> Tensor:
-    """(B, 3, H, W) -> (B, 1, H, W), as eyes weigh colours."""
+    """Convert colours to luminance: (B, 3, H, W) -> (B, 1, H, W)."""
     weights = images.new_tensor([0.299, 0.587, 0.114]).view(1, 3, 1, 1)
     return (images * weights).sum(dim=1, keepdim=True)

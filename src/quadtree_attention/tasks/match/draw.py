@@ -14,10 +14,10 @@ from quadtree_attention.viz.canvas import Canvas, Scale, lay_out, resized
 from quadtree_attention.viz.palette import BACKGROUND, CONFIDENCE, ramp
 
 MAX_LINES = 200
-OVERSAMPLING = 2  # lines are drawn larger and scaled down, which smooths them
-DIMMED = 0.25  # share of the background in the images, so that lines stand out
+OVERSAMPLING = 2  # factor of the drawn size; scaling down smooths lines
+DIMMED = 0.25  # share of the background colour in the images, for contrast with the lines
 LINE_OPACITY, LINE_WIDTH, POINT_RADIUS = 190, 1.0, 2.2
-OUTLIER, OUTLIER_OPACITY = (150, 150, 150), 90  # matches that a pose does not agree with
+OUTLIER, OUTLIER_OPACITY = (150, 150, 150), 90  # matches that are outliers of the pose
 
 
 def draw(
@@ -27,16 +27,16 @@ def draw(
     images: tuple[ImageLike, ImageLike] | None = None,
     max_lines: int = MAX_LINES,
 ) -> Image.Image:
-    """The two images beside (very wide ones below) each other, matches as lines.
+    """Draw the two images side by side (very wide ones stacked), with matches as lines.
 
-    Lines are coloured by confidence, on a scale from 0 to 1 that is the same in all pictures. Of
-    matches with poses, inliers alone are coloured, the others are grey.
+    Colours show confidence, on the scale from 0 to 1. For matches with poses, inliers are coloured
+    and outliers are grey.
 
     Args:
-        matches: What to draw.
+        matches: The result to draw.
         title: Text above the picture; None: the number of matches.
-        images: The images, where `matches` does not have them.
-        max_lines: Matches to show at most, spread evenly over image 0, good ones and bad ones.
+        images: The images, if `matches` has none.
+        max_lines: Maximum number of lines, spread evenly over image 0 for any confidence.
 
     Raises:
         OptionError: There are no images, or `max_lines` is negative.
@@ -58,7 +58,7 @@ def draw(
 
 
 def words(matches: Matches, shown: int) -> tuple[str, list[str]]:
-    """The number of matches, and facts about them."""
+    """Return the number of matches as text, and facts about them."""
     count, facts = len(matches), []
     if count:
         facts.append(f"mean confidence {matches.confidence.mean():.2f}")
@@ -72,10 +72,10 @@ def words(matches: Matches, shown: int) -> tuple[str, list[str]]:
 
 
 def spread(points: Array, confidence: Array, size: tuple[int, int], count: int) -> Array:
-    """Numbers of at most `count` matches, least confident first.
+    """Indices of at most `count` matches, least confident first.
 
-    The image is cut into about `count` cells, and every cell gives one in turn. Which one is drawn
-    at random, always the same: the best alone would show nothing of the others.
+    The image is divided into about `count` cells, and each cell contributes one match in turn,
+    drawn at random with a fixed seed. The best matches only would not be representative.
     """
     if len(points) <= count:
         chosen = np.arange(len(points))
@@ -92,7 +92,7 @@ def spread(points: Array, confidence: Array, size: tuple[int, int], count: int) 
 
 
 def _inliers(matches: Matches) -> Array | None:
-    """Which matches agree with the first of the poses; None without a pose."""
+    """Inlier mask of the first pose; None without a pose."""
     poses = (pose for pose in matches.poses.values() if pose is not None)
     return next((pose.inliers for pose in poses), None)
 
@@ -100,7 +100,7 @@ def _inliers(matches: Matches) -> Array | None:
 def _draw_lines(canvas: Canvas, matches: Matches, shown: Array) -> None:
     size = canvas.picture.size
     large = ImageOps.scale(canvas.picture, OVERSAMPLING, Image.Resampling.BOX)
-    pen = ImageDraw.Draw(large, "RGBA")  # blends what is not opaque
+    pen = ImageDraw.Draw(large, "RGBA")  # blends transparent colours
     inliers = _inliers(matches)
     marked = np.ones(len(shown), bool)
     if inliers is not None:

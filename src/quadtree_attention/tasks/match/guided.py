@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Guided matching: pairs that are turned or zoomed against each other, with the same network.
+"""Guided matching: pairs with a large relative rotation or scale, with the same network.
 
-The network is right for views that are turned by less than about 40 degrees and of about the same
-scale. A search at low resolution over rotations and scales finds how the images lie to each other;
-then image 1 is aligned with image 0, both are cropped to what they share, and are matched again.
+The network is trained for relative rotations of less than about 40 degrees and about equal scales.
+A search at low resolution over rotations and scales estimates an affine map between the images.
+Then image 1 is aligned with image 0, and both are cropped to their overlap and matched again.
 
-Matrices act on (x, y, 1) with the corner of the first pixel at (0, 0), as PIL has it.
+Matrices act on (x, y, 1); the corner of the first pixel is (0, 0), as in PIL.
 """
 
 import math
@@ -21,22 +21,22 @@ from torch import Tensor
 from quadtree_attention.images import Array
 from quadtree_attention.tasks.match import pose
 
-SEED, TRIALS, SAMPLE = 0, 512, 1024  # of RANSAC, and points that it counts inliers among
-STAGES = (  # of the search: rotations, longer sides of both images; until inliers are enough
+SEED, TRIALS, SAMPLE = 0, 512, 1024  # of RANSAC: seed, iterations, points whose inliers are counted
+STAGES = (  # of the search: rotations, longer sides of both images; it stops at enough inliers
     (4, ((240, 240),)),
     (4, ((320, 160), (160, 320))),
     (8, ((320, 320), (480, 160), (160, 480))),
 )
-ENOUGH, FEWEST = 60, 20  # inliers that end the search, and that are worth a second pass
-TOLERANCE = 8.0  # pixels of views that a match may be off an affine map
-WEAK = 80  # inliers of an affine map: with fewer the first pass is not trusted
-MOST_TURN, MOST_ZOOM = 40.0, 1.5  # that the network is right for
+ENOUGH, FEWEST = 60, 20  # inliers that end the search; minimum number for a second pass
+TOLERANCE = 8.0  # maximum residual of a match to an affine map, in pixels of views
+WEAK = 80  # inliers of an affine map: with fewer, the first pass is replaced
+MOST_TURN, MOST_ZOOM = 40.0, 1.5  # limits of rotation (degrees) and scale without alignment
 PROBE_SIDE, PROBE_FEATURES = 320, 600  # longer side, and SIFT features of either image
-PROBE_BINS, PROBE_SHARE = 36, 0.5  # of their orientations: share of the weight in three bins
-VERIFIED = 40  # inliers of what replaces the first pass
-PLANE = 0.5  # share of matches that agree with a homography, for a third pass along it
-ENLARGE = 2.0  # how much finer than the finer of the images views may be
-MARGIN = 0.06  # of the shared part, that crops have beyond it
+PROBE_BINS, PROBE_SHARE = 36, 0.5  # of orientations: minimum weight in three bins
+VERIFIED = 40  # minimum inliers of a result that replaces the first pass
+PLANE = 0.5  # share of inliers of a homography that leads to a third pass, aligned by it
+ENLARGE = 2.0  # maximum scale of views relative to the finer image
+MARGIN = 0.06  # margin of crops, relative to the overlap
 CELL = 32  # sides of views are multiples of it
 
 Guided = Literal["auto", "always", "never"]
@@ -47,11 +47,11 @@ Turns = tuple[Array, Array]  # orientations (N,) in degrees and descriptors (N, 
 
 @dataclass(frozen=True)
 class View:
-    """A part of an image as the network sees it."""
+    """A part of an image, resampled as input of the network."""
 
     pixels: Tensor  # (1, H, W), grey in [0, 1]
-    mask: Tensor | None  # (H, W), True where there is an image
-    matrix: Array  # (3, 3), from the image as given to the view
+    mask: Tensor | None  # (H, W), True inside the image
+    matrix: Array  # (3, 3), from the original image to the view
 
 
 def scaling(x: float, y: float) -> Array:
@@ -59,7 +59,7 @@ def scaling(x: float, y: float) -> Array:
 
 
 def apply(matrix: Array, points: Array) -> Array:
-    """Points (N, 2) mapped by a matrix (3, 3)."""
+    """Map points (N, 2) by a matrix (3, 3)."""
     mapped = points @ matrix[:, :2].T + matrix[:, 2]
     return mapped[:, :2] / mapped[:, 2:]
 
@@ -70,14 +70,14 @@ def corners_of(size: tuple[int, int]) -> Array:
 
 
 def density(matrix: Array, point: Array) -> float:
-    """Local scale of a homography at a point."""
+    """Return the local scale of a homography at a point."""
     x, y, w = matrix @ np.append(point, 1)
     J = np.array([matrix[0, :2] * w - x * matrix[2, :2], matrix[1, :2] * w - y * matrix[2, :2]])
     return float(math.sqrt(abs(np.linalg.det(J / w**2))))
 
 
 def render(image: Image.Image, matrix: Array, size: tuple[int, int]) -> View:
-    """The view of `size` pixels that a matrix makes of a grey image."""
+    """Resample a grey image by a matrix to a view of `size`."""
     back = np.linalg.inv(matrix)
     finer = density(back, np.array(size) / 2)  # pixels of the image per pixel of the view
     source = image
@@ -95,7 +95,7 @@ def render(image: Image.Image, matrix: Array, size: tuple[int, int]) -> View:
 
 
 def turned(image: Image.Image, longer: int, angle: float) -> View:
-    """A whole image, turned by an angle in degrees, at a longer side of at most `longer` pixels.
+    """Rotate a whole image by an angle in degrees, with a longer side of at most `longer` pixels.
 
     Small images are enlarged by at most `ENLARGE`.
     """
@@ -110,9 +110,9 @@ def turned(image: Image.Image, longer: int, angle: float) -> View:
 
 
 def similarity(points0: Array, points1: Array, tolerance: float) -> tuple[Array, Array] | None:
-    """An affine map of points 0 to points 1 that starts from a similarity, and its inliers.
+    """Estimate an affine map of points 0 to points 1; return it with its inliers.
 
-    RANSAC over similarities, then affine maps of their inliers by least squares.
+    RANSAC over similarities is followed by least-squares affine maps of their inliers.
     """
     count = len(points0)
     if count < 4:
@@ -147,11 +147,11 @@ def similarity(points0: Array, points1: Array, tolerance: float) -> tuple[Array,
 
 
 def common_turn(images: Sequence[Image.Image]) -> float | None:
-    """The angle in degrees, clockwise, that image 1 is turned by as most SIFT features have it.
+    """Return the rotation of image 1 in degrees, clockwise, by a vote of SIFT features.
 
-    None if most features of the two grey images that match do not agree on an angle. It costs a
-    fiftieth of matching, and tells turned or zoomed images from such that show different things, or
-    the same from far apart, which a search would not help.
+    None if most matching features of the two grey images do not agree on an angle. The vote costs a
+    fiftieth of matching. It distinguishes rotated or scaled pairs from pairs of different scenes or
+    distant viewpoints, for which a search would not help.
     """
     return vote(*map(oriented, images))
 
@@ -170,7 +170,7 @@ def oriented(image: Image.Image) -> Turns | None:
 
 
 def vote(turns0: Turns | None, turns1: Turns | None) -> float | None:
-    """`common_turn` of two images from the results of `oriented`."""
+    """Return `common_turn` of two images from the results of `oriented`."""
     if turns0 is None or turns1 is None:
         return None
     angles, descriptors = zip(turns0, turns1, strict=True)
@@ -189,22 +189,22 @@ def vote(turns0: Turns | None, turns1: Turns | None) -> float | None:
 
 
 def aligned(images: Sequence[Image.Image], matrix: Array, size: int) -> tuple[View, View] | None:
-    """Both images as views of the part that they share, in the frame of image 0.
+    """Return both images as views of their overlap, in the frame of image 0.
 
     Args:
-        images: Grey, as given.
+        images: Original images, grey.
         matrix: Map of image 0 to image 1.
-        size: Pixels of the longer side of the views, at most.
+        size: Maximum longer side of the views in pixels.
 
     Returns:
-        The views; None if the map shows nothing of image 1 in image 0.
+        The views; None if the images do not overlap under the map.
     """
     if abs(np.linalg.det(matrix)) < 1e-9:
         return None
     back = np.linalg.inv(matrix)
     whole = corners_of(images[1].size)
     depth = np.concatenate([whole, np.ones((4, 1))], axis=1) @ back[2]
-    if depth.min() * depth.max() <= 0:  # the horizon of the map is in the image
+    if depth.min() * depth.max() <= 0:  # the horizon of the map crosses the image
         return None
     there = apply(back, whole)
     low, high = there.min(axis=0), there.max(axis=0)
@@ -224,12 +224,13 @@ def aligned(images: Sequence[Image.Image], matrix: Array, size: int) -> tuple[Vi
 
 
 class Guide:
-    """Finds matches of pairs that the network is not right for as they are.
+    """Matching of pairs with a large relative rotation or scale.
 
     Args:
-        match: Matches a view of image 0 with several of image 1; pixels of the views.
-        size: Pixels of the longer side of views that are matched at full detail.
-        always: Whether also pairs that the first pass matched well are aligned.
+        match: Function that matches a view of image 0 with several views of image 1, in pixels of
+            the views.
+        size: Longer side in pixels of views matched at full resolution.
+        always: Align also pairs that the first pass matched well.
     """
 
     def __init__(
@@ -240,10 +241,10 @@ class Guide:
     def __call__(
         self, images: Sequence[Image.Image], first: Found
     ) -> tuple[Found, tuple[tuple[int, int], ...]] | None:
-        """Better matches than those of the first pass, and the sizes of the views; or None.
+        """Return matches that replace those of the first pass, and the sizes of the views; or None.
 
         Args:
-            images: As given.
+            images: Original images.
             first: Matches of the first pass, in pixels of the images.
         """
         grey = [image.convert("L") for image in images]
@@ -263,7 +264,7 @@ class Guide:
         return self.refine(grey, matrix, agreed)
 
     def search(self, images: Sequence[Image.Image]) -> tuple[Array, int]:
-        """The map of image 0 to image 1 that most matches agree with at low resolution."""
+        """The map of image 0 to image 1 with most inliers at low resolution, and their number."""
         best, count = np.eye(3), 0
         for turns, sides in STAGES:
             for side0, side1 in sides:
@@ -280,7 +281,7 @@ class Guide:
     def refine(
         self, images: Sequence[Image.Image], matrix: Array, least: int
     ) -> tuple[Found, tuple[tuple[int, int], ...]] | None:
-        """Matches of the images aligned by a map, and again by the homography that these give."""
+        """Match the images aligned by a map, then aligned by the homography of these matches."""
         best, most = None, max(VERIFIED, least + 1)
         unit = max(images[1].size) / self.size
         for _ in range(2):
@@ -302,7 +303,7 @@ class Guide:
         return best
 
     def _matched(self, view0: View, views1: Sequence[View]) -> list[Found]:
-        """Matches in the images as given, counted from the corner of the first pixel."""
+        """Return matches in the original images, relative to the corner of the first pixel."""
         back0 = np.linalg.inv(view0.matrix)
         return [
             (apply(back0, p0 + 0.5), apply(np.linalg.inv(view1.matrix), p1 + 0.5), confidence)
@@ -311,7 +312,7 @@ class Guide:
 
 
 def _is_hard(matrix: Array, images: Sequence[Image.Image]) -> bool:
-    """Whether a map turns or zooms by more than the network is right for."""
+    """Return True if a map has more rotation or scale than `MOST_TURN` or `MOST_ZOOM`."""
     turn = math.degrees(math.atan2(matrix[1, 0] - matrix[0, 1], matrix[0, 0] + matrix[1, 1]))
     sides = [max(image.size) for image in images]
     zoom = math.sqrt(abs(np.linalg.det(matrix[:2, :2]))) * sides[0] / sides[1]
@@ -319,7 +320,7 @@ def _is_hard(matrix: Array, images: Sequence[Image.Image]) -> bool:
 
 
 def stacked(views: Sequence[View]) -> tuple[Tensor, Tensor | None]:
-    """Views as one batch (B, 1, H, W), and what is visible (B, H, W); None: all."""
+    """Stack views to a batch (B, 1, H, W), and their masks (B, H, W); None: all visible."""
     height = max(view.pixels.shape[1] for view in views)
     width = max(view.pixels.shape[2] for view in views)
     pixels = torch.zeros(len(views), 1, height, width)

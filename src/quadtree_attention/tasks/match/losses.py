@@ -16,24 +16,24 @@ def coarse_loss(
     mask0: Tensor | None = None,
     mask1: Tensor | None = None,
 ) -> Tensor:
-    """Focal loss of the confidence of all pairs of cells: that of true ones, plus that of others.
+    """Focal loss of the confidence of all pairs of cells: loss of true pairs plus loss of others.
 
-    Both are means, so that the few true pairs weigh as much as all others together.
+    Both are means, so that the few true pairs have the same weight as all others together.
 
     Args:
         confidence: (B, L0, L1), between 0 and 1.
-        truth: The pairs that match, each once.
-        mask0: Cells of map 0 that count (B, ..., L0 in all), or None for all.
-        mask1: Likewise for map 1.
+        truth: The true pairs, without duplicates.
+        mask0: Visible cells of map 0, (B, ...) with L0 cells; None: all.
+        mask1: The same for map 1.
     """
-    p = confidence.float()  # half precision has nothing between 1 - 1e-6 and 1
+    p = confidence.float()  # half precision cannot represent 1 - 1e-6
     batch, cells0, cells1 = at = truth.batch_indexes, truth.cells0, truth.cells1
     rows = _weights(mask0, p, 1)
     columns = _weights(mask1, p, 2)
     counts = rows[batch, cells0] * columns[batch, cells1]
     true = p[at]
     gain = -ALPHA * (1 - true).clamp(_SMALLEST) ** GAMMA * true.clamp(_SMALLEST).log()
-    # True pairs are few: all the rest costs what all would if the confidence of these were 0
+    # The loss of other pairs is the loss of all pairs with the confidence of true pairs set to 0
     others = p.clamp(max=1 - _SMALLEST)
     others[at] = 0.0
     cost = -ALPHA * others**GAMMA * torch.log1p(-others)
@@ -45,10 +45,10 @@ def coarse_loss(
 
 
 def fine_loss(offset: Tensor, std: Tensor, true_offset: Tensor) -> Tensor:
-    """Squared distance of fine offsets from the true ones, weighed by how sure the model is.
+    """Squared distance of fine offsets from the true ones, weighted by the inverse deviation.
 
-    Matches whose true offset is outside of the window have nothing to learn from and are left out.
-    The weights have no gradient: to be unsure would be the easiest way to a small loss.
+    Matches whose true offset is outside of the window are left out. The weights have no gradient:
+    otherwise a large deviation would minimise the loss.
 
     Args:
         offset: (M, 2) in units of the window's radius.
@@ -57,7 +57,7 @@ def fine_loss(offset: Tensor, std: Tensor, true_offset: Tensor) -> Tensor:
     """
     within = true_offset.abs().amax(dim=1) < 1
     if not within.any():
-        return offset.sum() * 0.0  # keeps the fine stage in the graph of every process
+        return offset.sum() * 0.0  # keeps the fine stage in the autograd graph of every process
     certainty = 1 / std[within].detach().clamp(min=1e-4)
     weight = certainty / certainty.mean()
     distance = (offset[within] - true_offset[within]).square().sum(dim=1)
@@ -65,7 +65,7 @@ def fine_loss(offset: Tensor, std: Tensor, true_offset: Tensor) -> Tensor:
 
 
 def _weights(mask: Tensor | None, confidence: Tensor, axis: int) -> Tensor:
-    """1 for cells that count (B, L), 0 for others."""
+    """Return 1 for visible cells (B, L), 0 for others."""
     if mask is None:
         return confidence.new_ones(confidence.shape[0], confidence.shape[axis])
     return mask.flatten(1).to(confidence.dtype)

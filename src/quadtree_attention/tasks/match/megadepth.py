@@ -1,21 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pairs of photographs of MegaDepth, by the indices that LoFTR was trained with.
+"""Pairs of photographs of MegaDepth, from the indices that LoFTR was trained with.
 
-What a folder must hold::
+Required files::
 
     <root>/index/                               or megadepth_indices/
         scene_info_0.1_0.7/<scene>.npz          training, see below
         scene_info_val_1500/<scene>.npz         validation, unless val_scenes is given
         trainvaltest_list/{train,val}_list.txt  the scenes to use, one a line; without it, all
-    <root>/train/, or <root> itself             what the paths in the index are relative to
+    <root>/train/, or <root> itself             base of the relative paths in the index
         Undistorted_SfM/...jpg                  photographs, undistorted by D2-Net
         phoenix/...h5                           depth maps of MegaDepth, under the key "depth"
 
 An npz file has `image_paths` and `depth_paths` (N,), `intrinsics` (N, 3, 3), `poses` (N, 4, 4) from
-the world to the cameras, and `pair_infos`: of every pair ((i, j), overlap, ...). These are arrays
-of objects, which `npz.py` reads without running code. Photographs that are not used have None.
+the world to the cameras, and `pair_infos`: ((i, j), overlap, ...) of every pair. These are arrays
+of objects, which `npz.py` reads without executing code. Unused photographs have None.
 
-Poses are measured in pixels of the photographs as they are stored.
+Thresholds of poses are in pixels of the stored photographs.
 """
 
 import importlib
@@ -45,8 +45,8 @@ class MegaDepthData(posed.PosedData):
 
     Args:
         source: "megadepth".
-        size: Longer side of what the model sees; the shorter is padded to it, and a mask tells.
-        **common: As for `PosedData`; `root` has `index` and `train`.
+        size: Side of the square input in pixels: the shorter side is padded, with a mask.
+        **common: Arguments of `PosedData`; `root` has `index` and `train`.
     """
 
     title = "MegaDepth"
@@ -91,9 +91,9 @@ class MegaDepthData(posed.PosedData):
 
 
 class MegaDepthScene(posed.Scene):
-    """Pairs of photographs of one index file, whose paths are relative to `root`.
+    """Pairs of photographs of one index file, with paths relative to `root`.
 
-    Pairs have an overlap above one limit and up to the other; None: all are used.
+    Pairs have an overlap in (low, high]; None: all pairs are used.
     """
 
     def __init__(self, path: Path, root: Path, overlap: tuple[float, float] | None) -> None:
@@ -127,7 +127,7 @@ class MegaDepthScene(posed.Scene):
         return posed.posed_truth([read_depth(path) for path in depths], cameras, poses, name)
 
     def _photograph(self, number: int) -> tuple[Path, Path, Array]:
-        """Image, depth and camera of a photograph."""
+        """Return the paths of image and depth, and the camera, of a photograph."""
         image, depth = self.image_paths[number], self.depth_paths[number]
         K = self.intrinsics[number]
         named = isinstance(image, str) and isinstance(depth, str)
@@ -137,14 +137,14 @@ class MegaDepthScene(posed.Scene):
 
 
 def fitted(old: tuple[int, int], size: int) -> tuple[int, int]:
-    """(width, height) with the longer side `size`, both multiples of a coarse cell."""
+    """Return (width, height) with the longer side `size`, both multiples of the coarse stride."""
     cell, longer = COARSE_STRIDE, max(old)
     width, height = (max(cell, round(side * size / longer) // cell * cell) for side in old)
     return width, height
 
 
 def read_depth(path: Path) -> Array:
-    """Depth (H, W), 0 where it is not known."""
+    """Read depth (H, W), 0 where unknown."""
     h5py = import_h5py()
     with reading(path, "get the depth again"), h5py.File(path, "r") as file:
         depth: Array = np.asarray(file["depth"], np.float32)

@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Metrics of matches: errors of the estimated pose or homography, and of the points.
 
-Pairs with a pose are scored as LoFTR and SuperGlue do it: the larger of the angles by which
-rotation and direction of translation are off. Pairs with a homography are scored as LoFTR does it:
-the mean distance of the corners of image 0 from where they belong in image 1, in pixels of an image
-1 with a shorter side of 480. A pair without predictions, or from whose matches nothing can be
-estimated, counts as one with an infinite error.
+The score of a pair with a pose is the maximum of the angular errors of rotation and translation
+direction, as in LoFTR and SuperGlue. The score of a pair with a homography is the mean error of the
+corners of image 0 in image 1, in pixels of an image 1 with a shorter side of 480, as in LoFTR. The
+error is infinite for a pair without predictions, or without enough matches for an estimate.
 
-Each pair is scored with OpenCV's RANSAC and with poselib's LO-RANSAC: which of them is used can
-move scores by more than a better matcher does. Both draw from a fixed seed, so that the same files
-give the same scores.
+Each pair is scored with OpenCV's RANSAC and with poselib's LO-RANSAC, since this choice can change
+scores by more than the choice of matcher. Both have a fixed seed: the same files give the same
+scores.
 
 Points are (N, 2) pixels (x, y), `K` a camera (3, 3), `T_0to1` the motion (4, 4) from camera 0 to
 camera 1.
@@ -33,9 +32,9 @@ from quadtree_attention.tasks.match.readers import PairLine
 from quadtree_attention.tasks.match.result import Matches
 
 Kind = Literal["pose", "homography"]
-SIDE = 480  # pixels of the shorter side that LoFTR measures homographies at
-CORRECT_PIXELS = 3.0  # from where the homography puts it: a correct match
-EPIPOLAR_THRESHOLD = 5e-4  # of normalised coordinates, squared: what LoFTR calls a correct match
+SIDE = 480  # shorter side in pixels at which LoFTR measures homographies
+CORRECT_PIXELS = 3.0  # maximum error of a correct match under the homography
+EPIPOLAR_THRESHOLD = 5e-4  # squared, in normalised coordinates: a correct match in LoFTR
 THRESHOLDS: dict[Kind, tuple[float, ...]] = {  # of AUC, in degrees and in pixels
     "pose": (5.0, 10.0, 20.0),
     "homography": (3.0, 5.0, 10.0),
@@ -55,15 +54,14 @@ class MatchMetric(Metric[PairLine, Matches]):
 
     Args:
         source: Not used.
-        classes: Not used: matches have none.
+        classes: Not used.
         pose_pixels: Threshold of both estimators for poses, in pixels of images of `pose_size`.
-        pose_size: "WIDTHxHEIGHT" of these; None: the images as given. Published scores of ScanNet,
-            whose images have 1296x968 pixels, are for "640x480".
+        pose_size: "WIDTHxHEIGHT" of these images; None: original size. Published scores of
+            ScanNet, whose images have 1296x968 pixels, are for "640x480".
         epipolar: Matches of a pose pair are correct below this symmetric squared distance from
             their epipolar lines, in normalised coordinates: 5e-4 is usual indoors, 1e-4 outdoors.
-        side: Homographies are measured as if image 1 had a shorter side of this many pixels: their
-            corners, correct matches (3 pixels) and the threshold of both estimators (3 pixels).
-            0 measures in pixels of the images as given.
+        side: Shorter side in pixels of image 1 to which homographies refer: corner errors, correct
+            matches (3 pixels) and the threshold of both estimators (3 pixels). 0: original size.
         estimators: "opencv" and "poselib", or one of them.
 
     Raises:
@@ -95,7 +93,7 @@ class MatchMetric(Metric[PairLine, Matches]):
         self.estimators = tuple(estimators)
 
     def update(self, name: str, truth: PairLine, found: Matches | None) -> None:
-        """Adds a pair; None, or no matches, count as a failure of both estimators.
+        """Add a pair; None, or no matches, count as a failure of both estimators.
 
         Raises:
             DataError: An image whose size is needed cannot be read.
@@ -118,7 +116,7 @@ class MatchMetric(Metric[PairLine, Matches]):
         )
 
     def compute(self) -> Scores:
-        """AUC and precision in percent, medians in degrees or pixels, per kind of truth."""
+        """AUC and precision in percent, medians in degrees or pixels, per kind of ground truth."""
         mean: dict[str, float | None] = {}
         facts: dict[str, Any] = {}
         groups: list[str] = []
@@ -144,7 +142,7 @@ class MatchMetric(Metric[PairLine, Matches]):
     def _score_pose(
         self, pair: PairLine, points0: Array, points1: Array
     ) -> tuple[float, dict[Estimator, float]]:
-        """Correct matches in percent, and the error of each estimator in degrees."""
+        """Return correct matches in percent, and the error of each estimator in degrees."""
         assert pair.K0 is not None and pair.K1 is not None and pair.T_0to1 is not None
         if pair.rotation0 or pair.rotation1:
             sizes = pair.sizes()
@@ -168,10 +166,10 @@ class MatchMetric(Metric[PairLine, Matches]):
     def _score_homography(
         self, pair: PairLine, points0: Array, points1: Array
     ) -> tuple[float, dict[Estimator, float]]:
-        """Correct matches in percent, and the error of each estimator in measured pixels."""
+        """Return correct matches in percent, and the error of each estimator in measured pixels."""
         assert pair.H_0to1 is not None
         size0, size1 = pair.sizes()
-        scale = self.side / min(size1) if self.side else 1.0  # given to measured pixels
+        scale = self.side / min(size1) if self.side else 1.0  # original to measured pixels
         errors: dict[Estimator, float] = {}
         for name in self.estimators:
             pixels = pose.HOMOGRAPHY_PIXELS / scale
@@ -182,15 +180,15 @@ class MatchMetric(Metric[PairLine, Matches]):
 
 
 def _scaled(K: Array, scale: Array) -> Array:
-    """The camera of pixels that are multiplied by `scale`, along x and y."""
+    """Return the camera of an image scaled by `scale`, along x and y."""
     return K * np.array([*scale, 1.0])[:, None]
 
 
 def auc(errors: Sequence[float], thresholds: Sequence[float]) -> list[float]:
     """Area under the curve of recall over error, up to each threshold, in percent.
 
-    Failures are infinite errors. The curve joins the sorted errors by straight lines from (0, 0),
-    as SuperGlue's evaluation does and all since.
+    Failures are infinite errors. The curve is piecewise linear through (0, 0) and the sorted
+    errors, as in SuperGlue.
     """
     if not len(errors):
         return [float("nan")] * len(thresholds)
@@ -209,7 +207,7 @@ def auc(errors: Sequence[float], thresholds: Sequence[float]) -> list[float]:
 def direction_error(found: Array, true: Array) -> float:
     """Angle between two directions (3,), in degrees; a direction and its opposite are the same.
 
-    Two images alone do not tell the sign of a translation apart from that of the depths.
+    The sign of a translation cannot be determined from two images.
     """
     length, expected = float(np.linalg.norm(found)), float(np.linalg.norm(true))
     if length == 0 or expected == 0:
@@ -230,7 +228,7 @@ def epipolar_errors(points0: Array, points1: Array, K0: Array, K1: Array, T_0to1
     essential = cross_matrix(T_0to1[:3, 3]) @ T_0to1[:3, :3]
     line1, line0 = x0 @ essential.T, x1 @ essential
     residual = (x1 * line1).sum(axis=1) ** 2
-    # a match at the epipole has no line: it is as wrong as can be unless the residual is 0, too
+    # a match at the epipole has no line: its error is infinite unless the residual is 0, too
     with np.errstate(divide="ignore", invalid="ignore"):
         weights = 1 / (line1[:, :2] ** 2).sum(axis=1) + 1 / (line0[:, :2] ** 2).sum(axis=1)
         errors = residual * weights
@@ -260,21 +258,21 @@ def transform(points: Array, homography: Array) -> Array:
 
 
 def cross_matrix(v: Array) -> Array:
-    """The matrix whose product with a vector is its cross product with `v`."""
+    """Return the matrix of the cross product with `v`."""
     x, y, z = v
     return np.array([[0, -z, y], [z, 0, -x], [-y, x, 0]], float)
 
 
 def unturned(points: Array, turns: int, size: tuple[int, int]) -> Array:
-    """Pixels of an image from those of the same image turned by quarters counter-clockwise.
+    """Map pixels of an image rotated by quarter turns counter-clockwise to the original image.
 
     Args:
-        points: (N, 2) pixels (x, y) of the turned image.
-        turns: How many quarters.
-        size: Width and height of the image before.
+        points: (N, 2) pixels (x, y) of the rotated image.
+        turns: Number of quarter turns.
+        size: Width and height of the original image.
     """
     x, y = np.asarray(points, float).T
     for turn in range(turns, 0, -1):
-        height = size[0] if turn % 2 else size[1]  # after so many turns
+        height = size[0] if turn % 2 else size[1]  # after this many turns
         x, y = height - 1 - y, x
     return np.stack([x, y], axis=1)

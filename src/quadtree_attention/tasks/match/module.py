@@ -31,37 +31,37 @@ from quadtree_attention.tasks.training.data import Batch, tell
 from quadtree_attention.tasks.training.module import NoDecay, TaskModule
 
 Schedule = Literal["cosine", "step"]
-CORRECT_PIXELS = 3.0  # a match this near to the truth is right
+CORRECT_PIXELS = 3.0  # maximum error of a correct match
 
 
 class MatchModule(TaskModule):
-    """A matcher, trained on pairs of images whose pixels are known to correspond.
+    """A matcher, trained on pairs of images with known correspondence.
 
-    The best epoch is that of the highest F-score of matches, which needs nothing but the network:
-    the same epoch is the best one wherever a run is made. Poses are estimated where opencv and
-    poselib are installed: `val/auc5`, `val/auc10` and `val/auc20` by poselib, `val/opencv_auc5` and
-    so on by OpenCV's RANSAC, as published scores are.
+    The best epoch has the highest F-score of matches. The F-score depends on the network only, so
+    that the choice does not depend on installed packages. Poses are estimated if opencv and poselib
+    are installed: `val/auc5`, `val/auc10` and `val/auc20` by poselib, `val/opencv_auc5` and so on
+    by OpenCV's RANSAC, as published scores.
 
     Args:
         model: Name of a matcher: loftr, loftr_lite, or loftr_quadtree_indoor, _outdoor or
             _small.
-        options: Keyword arguments of `LoFTR` that replace those of the name.
+        options: Keyword arguments of `LoFTR` that override the options of the name.
         lr: Learning rate at a batch of 16 pairs on all processes together; scaled linearly.
-        min_lr: Where the cosine ends, at that batch size too.
+        min_lr: Final learning rate of the cosine, at the same batch size.
         warmup_epochs: Epochs in which the learning rate rises to `lr`.
-        warmup_start: Share of `lr` that warm-up begins with; None: a learning rate of 1e-6.
+        warmup_start: Initial rate of warm-up as a share of `lr`; None: an absolute rate of 1e-6.
         schedule: "cosine", or "step" (the learning rate times `decay` from each of `decay_epochs`
             on).
-        decay_epochs: Where the steps are.
-        decay: Factor of a step.
-        weight_decay: Of AdamW.
-        no_decay: Parameters without it: "vectors" (norms, biases and level weights), "norms", or
+        decay_epochs: Epochs of the steps.
+        decay: Factor of the learning rate at a step.
+        weight_decay: Weight decay of AdamW.
+        no_decay: Parameters without decay: "vectors" (norms, biases and level weights), "norms", or
             "nothing".
         fine_weight: Weight of the fine loss.
-        fine_matches: Matches per pair that the fine stage learns from.
-        least_true: True ones among them, at least; None: a fourth.
-        cnn: File whose CNN the matcher has, which is not trained; "default": the packaged weights.
-        seed: Decides weights and which matches the fine stage sees.
+        fine_matches: Matches per pair for the fine loss.
+        least_true: Minimum number of true matches among them; None: a quarter.
+        cnn: Weights file of a CNN that is kept fixed; "default": the packaged weights.
+        seed: Seed of weights and the sampling of matches for the fine loss.
     """
 
     task = TASK
@@ -94,7 +94,7 @@ class MatchModule(TaskModule):
         super().__init__()
         self.save_hyperparameters()
         self.build(model, options)
-        if cnn is not None:  # takes it from a file; refuses one of another shape
+        if cnn is not None:  # loaded from a file; raises for another shape
             path, prefix = weights_path(cnn, TASK.name), "backbone."
             state = read_checkpoint(path)
             own = {k.removeprefix(prefix): x for k, x in state.items() if k.startswith(prefix)}
@@ -102,14 +102,14 @@ class MatchModule(TaskModule):
             self.model.backbone.load_state_dict(own)
             self.model.backbone.requires_grad_(False).eval()
             self.start = file_sha256(path)
-        self.no_poses: str | None = None  # why poses cannot be estimated here
+        self.no_poses: str | None = None  # reason why poses cannot be estimated; None if they can
         try:
             libraries()
         except MissingDependencyError as error:
             self.no_poses = str(error)
 
     def train(self, mode: bool = True) -> Self:
-        """Sets the mode, but for that of a CNN that is not trained."""
+        """Set the mode; a fixed CNN stays in evaluation mode."""
         super().train(mode)
         if self.hparams.get("cnn") is not None:
             self.model.backbone.eval()
@@ -143,7 +143,7 @@ class MatchModule(TaskModule):
         target, seen = cells.target.flatten(1, 2)[at], cells.seen.flatten(1)[at]
         centre = fine.keypoints1.detach() - fine.offset.detach() * self.model.window_radius
         offset = (target - centre) / self.model.window_radius
-        # what is not seen lies in no window
+        # invisible points are outside of all windows
         offset = torch.where(seen[:, None], offset, torch.inf)
         return fine_loss(fine.offset.float(), fine.std.float(), offset.float())
 
@@ -164,20 +164,20 @@ class MatchModule(TaskModule):
         return None if self.no_poses else MatchMetric()
 
     def scores(self, metric: Any) -> Mapping[str, float]:
-        """The areas of poses: `auc5`, `auc10` and `auc20`, and those of OpenCV."""
+        """Return the AUC of poses: `auc5`, `auc10` and `auc20`, and the same for OpenCV."""
         mean = cast(MatchMetric, metric).compute().mean
         short = {key: key.removeprefix("pose_").removeprefix("poselib_") for key in mean}
         return {name: mean[key] or 0.0 for key, name in short.items() if "_auc" in key}
 
 
 def images(batch: Batch) -> dict[str, Tensor]:
-    """Inputs of the matcher: grey images, and masks of padded images."""
+    """Return the inputs of the matcher: grey images, and masks of padded images."""
     masks = {name: batch[name] for name in ("mask0", "mask1") if name in batch}
     return {name: grey(batch[name]) for name in ("image0", "image1")} | masks
 
 
 def views(batch: Batch) -> tuple[View, View]:
-    """Target positions of pixels, from flow if it is known, else from depth and pose."""
+    """Return target positions of pixels, from flow if available, else from depth and pose."""
     if "flow0to1" not in batch:
         depth0, depth1, K0, K1 = (batch[name] for name in ("depth0", "depth1", "K0", "K1"))
         return (
@@ -191,20 +191,21 @@ def views(batch: Batch) -> tuple[View, View]:
 
 
 def correct(found: dict[str, Tensor], view0: View) -> Tensor:
-    """Whether each match is where the truth is (M,)."""
+    """Return True (M,) for matches within `CORRECT_PIXELS` of the truth."""
     x, y = found["keypoints0"].round().long().unbind(dim=1)
     height, width = view0.seen.shape[1:]
-    # refined points may lie a little outside
+    # refined points may be slightly outside of the image
     at = found["batch_indexes"], y.clamp(0, height - 1), x.clamp(0, width - 1)
     away = (found["keypoints1"] - view0.target[at]).norm(dim=1)
     return (away < CORRECT_PIXELS) & view0.seen[at]
 
 
 def f_scores(found: dict[str, Tensor], right: Tensor, truth: CoarseMatches, pairs: int) -> Tensor:
-    """F-score of each pair (B,): harmonic mean of the share of matches that are right, and of right
-    matches per true match of coarse cells. 0 where nothing is to be found.
+    """F-score of each pair (B,); 0 for pairs without true matches.
 
-    Precision alone would reward a matcher that is silent, their number one that is talkative.
+    It is the harmonic mean of precision, and of correct matches per true match of coarse cells.
+
+    Precision alone would favour few matches, the number of correct matches many.
     """
 
     def count(indexes: Tensor) -> Tensor:
@@ -215,9 +216,9 @@ def f_scores(found: dict[str, Tensor], right: Tensor, truth: CoarseMatches, pair
 
 
 def add_poses(metric: Any, found: dict[str, Tensor], batch: Batch) -> None:
-    """Adds the pairs of a batch with their cameras and motions to a metric.
+    """Add the pairs of a batch with their cameras and motions to a metric.
 
-    Where the batch has `pixels0` and `pixels1` (B, 2), pixels are scaled by these first.
+    If the batch has `pixels0` and `pixels1` (B, 2), points are first multiplied by them.
     """
     names = ("K0", "K1", "T_0to1", *(name for name in ("pixels0", "pixels1") if name in batch))
     arrays = {name: found[name].double().cpu().numpy() for name in ARRAYS}

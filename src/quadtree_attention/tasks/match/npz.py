@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads npz files of unknown origin, also those with arrays of objects, and never runs their code.
+"""Safe reading of npz files of unknown origin, including arrays of objects.
 
-NumPy stores arrays of objects as pickles, and a pickle can call whatever it names. Here it can name
-what NumPy's own pickles of arrays and numbers name, and nothing else; and what these names stand
-for are classes of this file, which look at everything they are given. NumPy's own would take the
-word of a pickle for what lies in memory.
+NumPy stores arrays of objects as pickles, and a pickle can call any function by its name. Here,
+only the names in NumPy's own pickles of arrays and numbers are accepted. They are resolved to
+classes of this module, which check all arguments; NumPy's own classes accept any memory layout.
 """
 
 import pickle
@@ -20,16 +19,16 @@ from quadtree_attention.errors import DataError
 from quadtree_attention.images import Array
 from quadtree_attention.tasks.readers import reading
 
-_CODE = re.compile(r"[biufSU]\d+|O8?")  # numbers, strings, objects; what has no parts
+_CODE = re.compile(r"[biufSU]\d+|O8?")  # dtypes without fields: numbers, strings, objects
 
 
 def read_npz(path: Path, names: Iterable[str] | None = None) -> dict[str, Array]:
-    """Arrays of a file by name; all of them if no names are given.
+    """Read arrays of a file by name; without names, all arrays.
 
     Arrays of objects may hold None, bools, numbers, strings, bytes, arrays, lists and tuples.
 
     Raises:
-        DataError: The file is missing or damaged, lacks an array, or holds something else.
+        DataError: The file is missing or damaged, lacks an array, or contains other objects.
     """
     with reading(path, "get the file again"), zipfile.ZipFile(path) as file:
         there = [name.removesuffix(".npy") for name in file.namelist()]
@@ -48,7 +47,7 @@ def _read(file: zipfile.ZipFile, member: str, path: Path) -> Array:
         read = {
             (1, 0): np.lib.format.read_array_header_1_0,
             (2, 0): np.lib.format.read_array_header_2_0,
-        }.get(version)  # later versions are for names of fields only, and are left to NumPy
+        }.get(version)  # later versions only add names of fields; NumPy reads them
         if read is None or not read(stream)[2].hasobject:
             stream.seek(0)
             return np.lib.format.read_array(stream, allow_pickle=False)
@@ -65,7 +64,7 @@ def _read(file: zipfile.ZipFile, member: str, path: Path) -> Array:
 
 
 class _RefusedError(pickle.UnpicklingError):
-    """A pickle named what it must not; the message is the name."""
+    """A pickle contains a name that is not allowed; the message is the name."""
 
 
 class _DType:
@@ -84,7 +83,7 @@ class _DType:
 
 
 class _Made:
-    """An array in a pickle; made when its contents are known."""
+    """An array in a pickle; created when its contents are known."""
 
     array: Array
 
@@ -114,14 +113,14 @@ def _scalar(kind: _DType, content: bytes) -> Any:
 
 
 def _bytes(text: str, encoding: str) -> bytes:
-    """Encoding of bytes in pickle protocol 2, which NumPy wrote until 1.16."""
+    """Encode bytes as in pickle protocol 2, which NumPy used until 1.16."""
     if not isinstance(text, str) or encoding != "latin1":
         raise pickle.UnpicklingError("bytes are not stored as latin1")
     return text.encode("latin1")
 
 
 def _plain(value: Any) -> Any:
-    """The value with arrays in the place of what stands for them."""
+    """Replace placeholders by arrays."""
     if isinstance(value, _Made):
         return value.array
     if isinstance(value, tuple | list):
@@ -132,7 +131,7 @@ def _plain(value: Any) -> Any:
 
 
 _KNOWN: dict[tuple[str, str], Any] = {
-    ("numpy", "ndarray"): None,  # handed to _reconstruct, which needs no telling
+    ("numpy", "ndarray"): None,  # argument of _reconstruct, unused
     ("numpy", "dtype"): _DType,
     ("_codecs", "encode"): _bytes,
     **{(f"numpy.{core}.multiarray", "_reconstruct"): _reconstruct for core in ("core", "_core")},

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pose and homography from matches, by OpenCV and by poselib.
 
-The two differ by more than matchers do, so results of both belong side by side.
+Results of the two estimators differ by more than results of different matchers; report both.
 """
 
 import os
@@ -24,19 +24,19 @@ PIXELS = 0.5  # RANSAC's threshold for poses
 HOMOGRAPHY_PIXELS = 3.0
 CONFIDENCE = 0.99999
 ITERATIONS = 10_000
-RANSAC = {"success_prob": CONFIDENCE, "max_iterations": ITERATIONS}  # as poselib names them
-POSE_POINTS, HOMOGRAPHY_POINTS = 5, 4  # fewer determine nothing
-FEW, FEW_SHARE = 30, 0.2  # inliers, and of the matches: below, poses are often wrong
+RANSAC = {"success_prob": CONFIDENCE, "max_iterations": ITERATIONS}  # names of poselib
+POSE_POINTS, HOMOGRAPHY_POINTS = 5, 4  # minimum number of matches
+FEW, FEW_SHARE = 30, 0.2  # inliers, and share of the matches: below, poses are often wrong
 
 
 @dataclass(frozen=True)
 class Pose:
-    """Motion from camera 0 to camera 1, up to the length of its translation.
+    """Motion from camera 0 to camera 1, up to the scale of its translation.
 
     Attributes:
         rotation: (3, 3)
         translation: (3,), of length 1.
-        inliers: Boolean (N,), the matches that agree with it.
+        inliers: Boolean (N,), True for inliers.
     """
 
     rotation: Array
@@ -45,12 +45,12 @@ class Pose:
 
     @property
     def degrees(self) -> float:
-        """Angle of the rotation."""
+        """Angle of the rotation in degrees."""
         return rotation_degrees(self.rotation)
 
     @property
     def caution(self) -> str | None:
-        """A sentence about a pose that few matches agree with; None if enough do."""
+        """Warning about a pose with few inliers; None if there are enough."""
         count, total = int(self.inliers.sum()), len(self.inliers)
         if count >= FEW and count >= FEW_SHARE * total:
             return None
@@ -80,7 +80,7 @@ class Homography(NamedTuple):
     """Map of pixels of image 0 to pixels of image 1."""
 
     matrix: Array  # (3, 3), the last entry 1
-    inliers: Array  # boolean (N,), the matches that agree with it
+    inliers: Array  # boolean (N,), True for inliers
 
 
 def relative_pose(
@@ -92,7 +92,7 @@ def relative_pose(
     estimator: Estimator = "poselib",
     threshold: float = PIXELS,
 ) -> Pose | None:
-    """The motion between two cameras, or None where the matches do not give one.
+    """Estimate the motion between two cameras; None if the matches do not determine it.
 
     Args:
         points0: (N, 2) pixels (x, y) of image 0.
@@ -100,7 +100,7 @@ def relative_pose(
         K0: Camera of image 0: a matrix (3, 3), or fx, fy, cx, cy, in pixels.
         K1: Camera of image 1.
         estimator: "poselib" (LO-RANSAC) or "opencv" (RANSAC, five points).
-        threshold: Largest distance of an inlier from its epipolar line, in pixels.
+        threshold: Maximum distance of an inlier from its epipolar line, in pixels.
     """
     one_of(ESTIMATORS, estimator=estimator)
     cameras = camera_matrix(K0, "K0"), camera_matrix(K1, "K1")
@@ -126,13 +126,13 @@ def homography(
     estimator: Estimator = "poselib",
     threshold: float = HOMOGRAPHY_PIXELS,
 ) -> Homography | None:
-    """The homography between two images, or None where the matches do not give one.
+    """Estimate the homography between two images; None if the matches do not determine it.
 
     Args:
         points0: (N, 2) pixels (x, y) of image 0.
         points1: (N, 2) pixels of image 1.
         estimator: "poselib" (LO-RANSAC) or "opencv" (RANSAC).
-        threshold: Largest distance of an inlier from where the homography puts it, in pixels.
+        threshold: Maximum error of an inlier under the homography, in pixels.
     """
     one_of(ESTIMATORS, estimator=estimator)
     points0, points1 = check_points(points0, points1)
@@ -155,7 +155,7 @@ def homography(
 
 
 def libraries() -> tuple[Any, Any]:
-    """OpenCV and poselib, imported when they are needed.
+    """Import OpenCV and poselib.
 
     Raises:
         MissingDependencyError: One of them is not installed.
@@ -179,7 +179,7 @@ def _opencv_pose(
         return None
     best: Pose | None = None
     count = 0
-    for essential in essentials.reshape(-1, 3, 3):  # one to four solutions, below each other
+    for essential in essentials.reshape(-1, 3, 3):  # one to four stacked solutions
         n, rotation, translation, front = cv2.recoverPose(
             essential, x0, x1, np.eye(3), 1e9, mask=mask.copy()
         )[:4]
@@ -189,7 +189,7 @@ def _opencv_pose(
 
 
 def _camera(K: Array, points: Array) -> dict[str, object]:
-    """The camera for poselib, which wants the size of an image that a pinhole has no use for."""
+    """Return the camera for poselib, which requires an image size; a pinhole does not use it."""
     size = np.maximum(points.max(axis=0), 2 * K[:2, 2]).clip(1, 2**31 - 1)
     width, height = np.ceil(size).astype(int).tolist()
     parameters = [K[0, 0], K[1, 1], K[0, 2], K[1, 2]]
@@ -197,10 +197,10 @@ def _camera(K: Array, points: Array) -> dict[str, object]:
 
 
 def camera_matrix(K: Camera, name: str = "K") -> Array:
-    """A camera (3, 3) from such a matrix, its nine numbers row by row, or fx, fy, cx, cy.
+    """Return a camera matrix (3, 3) from a matrix, nine numbers row by row, or fx, fy, cx, cy.
 
     Raises:
-        ShapeError: It is none of these; `name` is what the message calls it.
+        ShapeError: The input is none of these; the message refers to it by `name`.
     """
     given = np.asarray(K, float)
     matrix = given.reshape(3, 3) if given.shape == (9,) else given
@@ -219,11 +219,11 @@ def camera_matrix(K: Camera, name: str = "K") -> Array:
 
 
 def read_camera(name: str, given: str) -> Array:
-    """A camera (3, 3) from the text "fx,fy,cx,cy" or nine numbers, or from a file of either.
+    """Parse a camera (3, 3) from the text "fx,fy,cx,cy" or nine numbers, or from a file of either.
 
     Raises:
-        OptionError: It is none of these; `name` is that of the option.
-        ShapeError: The numbers are no camera.
+        OptionError: The text is none of these; `name` is the name of the option.
+        ShapeError: The numbers are not a camera.
     """
     accepted = "fx,fy,cx,cy in pixels, nine numbers row by row, or a text file with either"
     try:
@@ -237,13 +237,13 @@ def read_camera(name: str, given: str) -> Array:
 
 
 def rotation_degrees(rotation: Array) -> float:
-    """Angle of a rotation (3, 3)."""
+    """Return the angle of a rotation (3, 3) in degrees."""
     cosine = (np.trace(rotation) - 1) / 2
     return float(np.degrees(np.arccos(np.clip(cosine, -1.0, 1.0))))
 
 
 def normalised(points: Array, K: Array) -> Array:
-    """Pixels to rays with depth 1: (N, 2) -> (N, 3)."""
+    """Map pixels to rays with depth 1: (N, 2) -> (N, 3)."""
     return homogeneous(points) @ np.linalg.inv(np.asarray(K, float)).T
 
 

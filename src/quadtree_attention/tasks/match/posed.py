@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Base of data sets of photographs with depth and pose.
 
-A scene lists pairs of photographs and reads them. Training draws as many pairs from every scene in
-every epoch, large or small; which ones follows from the seed, the epoch and the number of the draw.
+A scene lists pairs of photographs and reads them. In every epoch, training draws the same number of
+pairs from every scene; the draws depend on the seed, the epoch and the index only.
 
-Pixels are those of the package: the centre of the first is (0, 0). When an image is resized its
-edges stay in place, and the camera follows. Depth is looked up, never blended: between two surfaces
-there is none.
+The centre of the first pixel is (0, 0). Resizing keeps the edges of an image fixed, and the camera
+is adapted. Depth is sampled by nearest neighbour: a mean of two surfaces is on neither of them.
 """
 
 from collections.abc import Iterable, Sequence
@@ -28,15 +27,15 @@ from quadtree_attention.tasks.contract import Source
 from quadtree_attention.tasks.readers import check_folder, reading
 from quadtree_attention.tasks.training.data import Sample, Split, TaskData
 
-PER_SCENE = 4  # pairs tried in one scene, whose folder may be missing as a whole
+PER_SCENE = 4  # maximum attempts in one scene, whose whole folder may be missing
 
 
 @dataclass(frozen=True, eq=False)
 class PosedTruth:
-    """Depth, cameras and motion of a pair, as they are stored."""
+    """Stored depth, cameras and motion of a pair."""
 
-    depths: Sequence[Array]  # (H, W) of either photograph, 0 or not finite where it is not known
-    cameras: Sequence[Array]  # camera (3, 3) of either
+    depths: Sequence[Array]  # (H, W) of each photograph, 0 or not finite where unknown
+    cameras: Sequence[Array]  # camera (3, 3) of each photograph
     T_0to1: Array  # motion (4, 4) from camera 0 to camera 1
     T_1to0: Array  # its inverse
 
@@ -45,7 +44,7 @@ Scene = Source[PosedTruth]  # pairs of photographs of one place
 
 
 class PosedSource(Source[PosedTruth]):
-    """The pairs of several scenes, one scene after the other: what `TaskData` reads of a source."""
+    """The concatenated pairs of several scenes, as a source for `TaskData`."""
 
     def __init__(self, scenes: Sequence[Scene]) -> None:
         self.scenes = scenes
@@ -63,33 +62,33 @@ class PosedSource(Source[PosedTruth]):
         return self.scenes[number].truth(pair)
 
     def replacement(self, index: int, step: int) -> int:
-        """The pair to try in place of one that cannot be read, of this scene or a later one."""
+        """Return a pair to read in place of an unreadable one, of this scene or a later one."""
         number, pair = self._located(index)
         number = (number + step // PER_SCENE) % len(self.scenes)
         return int(self.starts[number]) + (pair + step) % len(self.scenes[number])
 
     def _located(self, index: int) -> tuple[int, int]:
-        """The scene of a pair, and its place there."""
+        """Return the index of the scene of a pair, and its index in the scene."""
         number = int(np.searchsorted(self.starts, index, side="right")) - 1
         return number, index - self.starts[number]
 
 
 class PosedData(TaskData):
-    """Batches of pairs from scenes. Subclasses say which scenes there are, and what a view is.
+    """Batches of pairs from scenes. Subclasses define the scenes and `view`.
 
     Args:
         root: Folder of the data set.
-        batch_size: Pairs of a batch on one process.
+        batch_size: Batch size per process.
         pairs_per_scene: Pairs drawn from each scene in an epoch.
-        min_overlap: Training pairs have a larger overlap.
-        max_overlap: Training pairs have at most this overlap.
-        scenes: Training scenes to use, evenly spread over those there are; None: all.
-        val_pairs: Most pairs to validate on, evenly spread over those there are.
-        val_scenes: Training scenes, the last ones, to validate on; 0: the official pairs.
-        **common: Those of `TaskData`.
+        min_overlap: Minimum overlap of training pairs (exclusive).
+        max_overlap: Maximum overlap of training pairs.
+        scenes: Number of training scenes, evenly spread over all scenes; None: all.
+        val_pairs: Maximum number of validation pairs, evenly spread over all pairs.
+        val_scenes: Number of last training scenes held out for validation; 0: the official pairs.
+        **common: Arguments of `TaskData`.
     """
 
-    title: str  # of the data set, in messages
+    title: str  # name of the data set in messages
     item = "pair"
     more = "more --data.pairs_per_scene or "
     floats = ("image0", "image1")
@@ -124,18 +123,18 @@ class PosedData(TaskData):
         self.val_pairs, self.val_scenes = val_pairs, val_scenes
 
     def training_scenes(self) -> Sequence[Scene]:
-        """All scenes there are for training; some may be held out."""
+        """Return all training scenes, including held-out ones."""
         raise NotImplementedError
 
     def official_scenes(self) -> Sequence[Scene]:
-        """The scenes that the authors of the index validate on."""
+        """Return the official validation scenes."""
         raise NotImplementedError
 
     def view(self, image: Image.Image, depth: Array, K: Array) -> tuple[Sample, Array]:
-        """`image`, `depth` and, if padded, `mask` of a photograph for the model; its camera.
+        """Return `image`, `depth` and, if padded, `mask` of a photograph for the model; its camera.
 
-        `pixels` (2,) is the width and height, of what thresholds of poses are measured in, of a
-        pixel that the model sees.
+        `pixels` (2,) is the width and height of an input pixel, in the pixels that thresholds of
+        poses refer to.
         """
         raise NotImplementedError
 
@@ -156,7 +155,7 @@ class PosedData(TaskData):
         except DataError as error:
             advice = "pass --data.val_scenes to hold out training ones"
             raise DataError(f"{error}, or {advice}") from None
-        # Both splits at once: the indices of a data set are large
+        # Open both splits at once, since the indices of a data set are large
         both: dict[Split, Any] = {"train": PosedSource(scenes[:kept]), "val": PosedSource(val)}
         self._sources = both
         return both[split]
@@ -188,7 +187,7 @@ class PosedData(TaskData):
 
 
 def folder_of(root: Path, names: Sequence[str], what: str) -> Path:
-    """The first folder of a root that exists."""
+    """Return the first existing folder of a root."""
     folders = [root / name for name in names]
     if found := next((folder for folder in folders if folder.is_dir()), None):
         return found
@@ -196,9 +195,9 @@ def folder_of(root: Path, names: Sequence[str], what: str) -> Path:
 
 
 def scene_files(folder: Path, listed: Path) -> Iterable[Path]:
-    """The npz files of scenes: those that a list names, all of the folder where there is none.
+    """Yield the npz files of scenes: those in a list, or without a list all files of the folder.
 
-    Going through them shows a progress bar: there are many, and they are large.
+    Iteration shows a progress bar: the files are many and large.
     """
     check_folder(folder, "put the indices of the scenes there")
     if not listed.exists():
@@ -214,12 +213,12 @@ def scene_files(folder: Path, listed: Path) -> Iterable[Path]:
 
 
 def resized_image(image: Image.Image, width: int, height: int) -> Tensor:
-    """(3, H, W) in bytes."""
+    """Resize an image; return (3, H, W) uint8."""
     return pil_to_tensor(image.resize((width, height), Image.Resampling.BICUBIC, reducing_gap=3.0))
 
 
 def resized_depth(depth: Array, width: int, height: int) -> Tensor:
-    """Depth (H, W) at the pixels of a resized image; 0 where it is not known."""
+    """Resize depth (H, W) by nearest neighbour; 0 where unknown."""
     rows, columns = (
         ((np.arange(new) + 0.5) * old / new).astype(np.int64)
         for new, old in zip((height, width), depth.shape, strict=True)
@@ -229,7 +228,7 @@ def resized_depth(depth: Array, width: int, height: int) -> Tensor:
 
 
 def resized_camera(K: Array, old: tuple[int, int], new: tuple[int, int]) -> Array:
-    """The camera (3, 3) of an image whose (width, height) changed."""
+    """Return the camera (3, 3) of an image resized from and to (width, height)."""
     scale = np.array([new[0] / old[0], new[1] / old[1], 1.0])
     moved = K * scale[:, None]
     moved[:2, 2] += (scale[:2] - 1) / 2
@@ -237,17 +236,17 @@ def resized_camera(K: Array, old: tuple[int, int], new: tuple[int, int]) -> Arra
 
 
 def pixels(seen: tuple[int, int], measured: tuple[int, int]) -> Tensor:
-    """Width and height (2,) of a seen pixel, in pixels of an image of the size `measured`."""
+    """Width and height (2,) of an input pixel, in pixels of an image of the size `measured`."""
     return torch.tensor(measured) / torch.tensor(seen)
 
 
 def posed_truth(
     depths: Sequence[Array], cameras: Sequence[Array], poses: Sequence[Array], name: str
 ) -> PosedTruth:
-    """The truth of a pair, from two poses that take the world to the cameras.
+    """Return the ground truth of a pair from two poses, which map the world to the cameras.
 
     Raises:
-        DataError: They are no cameras and poses; ScanNet writes infinities where tracking failed.
+        DataError: Cameras or poses are invalid; ScanNet has infinities where tracking failed.
     """
     given = [*cameras, *poses]
     shapes = [array.shape for array in given]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two images in, matches out."""
+"""Predictor of matches between two images."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -19,15 +19,15 @@ from quadtree_attention.tasks.match.guided import GUIDED, Found, Guide, Guided, 
 from quadtree_attention.tasks.match.result import Matches
 from quadtree_attention.tasks.predictor import Predictor
 
-SIZE = 640  # pixels of the longer side that images are matched at
-SMALLEST = 16  # accepted size
-LEAST = 0.25  # of the size for the shorter side of long images, which else are nothing but borders
-MOST_PIXELS = 2  # of an image that is matched, over those of a square of that size
+SIZE = 640  # default longer side of images in pixels
+SMALLEST = 16  # minimum of `size`
+LEAST = 0.25  # minimum shorter side of long images over `size`, since borders have no matches
+MOST_PIXELS = 2  # maximum number of pixels of a resized image, over size * size
 
 
 @dataclass(frozen=True)
 class Preprocess:
-    """Shrinks images to `size` pixels of the longer side, in grey; see `shrunk`."""
+    """Reduction of images to a longer side of `size` pixels, in grey; see `shrunk`."""
 
     size: int
 
@@ -46,7 +46,7 @@ class Preprocess:
 
 
 class Matcher(Predictor[Matches]):
-    """Finds corresponding points of two images of any size and kind.
+    """Predictor of corresponding points of two images of any size.
 
     Images are resized to a longer side of `size` pixels, 640 by default. Smaller images are not
     enlarged, and very long images are reduced less, to keep a usable shorter side.
@@ -55,12 +55,12 @@ class Matcher(Predictor[Matches]):
         network: The network.
         card: Its card.
         size: Pixels of the longer side, at least 16.
-        threshold: Least confidence of a match; None: that of the network.
-        top: Keep so many of the most confident matches, best first; None: all.
-        guided: Matching of images that are turned or zoomed against each other. "auto": where the
-            first pass finds few matches that agree, or a rotation above 40 degrees or a zoom above
-            1.5, the images are aligned and matched again; "always": all pairs are; "never".
-        **common: As for `Predictor`.
+        threshold: Minimum confidence of a match; None: default of the network.
+        top: Maximum number of matches, the most confident first; None: all.
+        guided: Alignment of images with a large relative rotation or scale, which are then matched
+            again. "auto": if the first pass has few inliers, a rotation above 40 degrees or a scale
+            above 1.5; "always"; or "never".
+        **common: Arguments of `Predictor`.
 
     Raises:
         OptionError: An option has a value that is not accepted.
@@ -108,9 +108,9 @@ class Matcher(Predictor[Matches]):
 
     def finish(self, raw: dict[str, Tensor], item: Prepared) -> Matches:
         flat = any(map(_is_flat, item.inputs))
-        if flat:  # the maps show the borders of the image alone
+        if flat:  # the feature maps show only the borders of the image
             raw = {name: values[:0] for name, values in raw.items()}
-        points: list[Array] = []  # edges of image and input coincide, not centres of pixels
+        points: list[Array] = []  # edges of image and input coincide, not pixel centres
         for i, (image, seen) in enumerate(zip(item.images, item.inputs, strict=True)):
             scale = np.array([image.width / seen.shape[-1], image.height / seen.shape[-2]])
             points.append((raw[f"keypoints{i}"].double().numpy() + 0.5) * scale - 0.5)
@@ -123,14 +123,14 @@ class Matcher(Predictor[Matches]):
         return matches if self.top is None else matches.best(self.top)
 
     def _match_views(self, view0: View, views1: Sequence[View]) -> list[Found]:
-        """Matches of a view of image 0 with each of several of image 1."""
+        """Match a view of image 0 with each of several views of image 1."""
         network: Any = self.network
         with self._precision():
             maps0, maps1 = (
                 network.maps(pixels.to(self.device), mask if mask is None else mask.to(self.device))
                 for pixels, mask in (stacked([view0]), stacked(views1))
             )
-            if len(views1) > 1:  # the CNN runs once for image 0
+            if len(views1) > 1:  # run the CNN once for image 0
                 parts = {name: getattr(maps0, name) for name in ("coarse", "fine", "mask")}
                 several = {
                     name: part.expand(len(views1), *part.shape[1:])
@@ -150,17 +150,17 @@ class Matcher(Predictor[Matches]):
 
 
 def _by_pair(found: dict[str, Tensor], count: int) -> list[dict[str, Tensor]]:
-    """Matches of a batch, by pair, on the CPU."""
+    """Split the matches of a batch by pair, on the CPU."""
     arrays = {name: values.cpu() for name, values in found.items()}
     pair = arrays.pop("batch_indexes")
     return [{name: values[pair == i] for name, values in arrays.items()} for i in range(count)]
 
 
 def shrunk(image: Image.Image, size: int) -> Image.Image:
-    """The image with a longer side of `size` pixels, unless it is smaller.
+    """Reduce an image to a longer side of `size` pixels; smaller images are unchanged.
 
-    Of an image that is more than four times as long as wide the shorter side gets `LEAST` * size
-    pixels, as far as the image then has no more than `MOST_PIXELS` * size * size.
+    With an aspect ratio above four, the shorter side becomes `LEAST` * size pixels instead, if the
+    image then has at most `MOST_PIXELS` * size * size pixels.
     """
     longer, shorter = max(image.size), min(image.size)
     scale = max(size / longer, LEAST * size / shorter)
@@ -172,5 +172,5 @@ def shrunk(image: Image.Image, size: int) -> Image.Image:
 
 
 def _is_flat(pixels: Tensor) -> bool:
-    """Whether an image has no texture: one value in all pixels."""
+    """Return True if all pixels have the same value."""
     return bool(pixels.min() == pixels.max())

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files that list pairs of images, one pair to a line, as SuperGlue's do.
+"""Files that list pairs of images, one pair per line, in the format of SuperGlue.
 
-The number of words in a line tells what it holds:
+The number of words of a line determines its content:
 
     2   image0 image1
     4   image0 image1 rotation0 rotation1
@@ -11,7 +11,7 @@ The number of words in a line tells what it holds:
 
 Matrices are written row by row. A rotation is the number of quarter turns counter-clockwise that
 make the image upright. Names with spaces are quoted as in a shell: "my desk/1.jpg". Blank lines and
-lines that begin with # are skipped. The homography is our own addition, for the sets of images of
+lines that begin with # are skipped. The homography is an extension of this package, for images of
 planes.
 
 Example:
@@ -47,22 +47,22 @@ WORDS = (
     "2 (image0 image1), 4 (and rotation0 rotation1), 11 (image0 image1 and a homography), 22 "
     "(image0 image1 rotation0 rotation1 K0 K1) or 38 (and T_0to1)"
 )
-LONGEST = 240  # bytes of a name; with a suffix, systems take 255
-ROUNDING = 1e-2  # how far a written rotation may be from one
+LONGEST = 240  # maximum bytes of a name; with a suffix, file systems accept 255
+ROUNDING = 1e-2  # maximum deviation of a written rotation from a rotation
 
 
 @dataclass(frozen=True, eq=False)
 class PairLine:
-    """One line of a file of pairs; None is what it does not say."""
+    """One line of a file of pairs; None: not in the line."""
 
     line: int  # its number, from 1
-    image0: str  # path, from the folder of the images
+    image0: str  # path relative to the folder of the images
     image1: str
     rotation0: int = 0  # quarter turns counter-clockwise that make the image upright, 0 to 3
     rotation1: int = 0
-    K0: Array | None = None  # camera (3, 3) of image 0, as it was taken (not turned)
+    K0: Array | None = None  # camera (3, 3) of image 0, before rotation
     K1: Array | None = None
-    T_0to1: Array | None = None  # true motion (4, 4) from camera 0 to 1, as held (not turned)
+    T_0to1: Array | None = None  # true motion (4, 4) from camera 0 to 1, before rotation
     H_0to1: Array | None = None  # true homography (3, 3) from pixels of image 0 to those of image 1
     name: str = ""  # of files about the pair, `<stem0>__<stem1>`; see `read_pairs`
     folder: Path = Path()  # of the images
@@ -74,22 +74,22 @@ class PairLine:
 
     @property
     def paths(self) -> tuple[Path, Path]:
-        """The files of both images."""
+        """Files of both images."""
         return self.folder / self.image0, self.folder / self.image1
 
     def read_images(self) -> tuple[Image.Image, Image.Image]:
-        """Both images, turned as the line asks for; raises `DataError` naming the file."""
+        """Read both images and rotate them; raise `DataError` with the path of the file."""
         image0, image1 = map(to_image, self.paths)
         return _turned(image0, self.rotation0), _turned(image1, self.rotation1)
 
     def sizes(self) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Width and height of both images, not turned; raises `DataError` naming the file."""
+        """Width and height of both images before rotation; raises `DataError` with the path."""
         path0, path1 = self.paths
         return image_size(path0), image_size(path1)
 
 
 class PairsSource(Source[PairLine]):
-    """The pairs of a file. Lines with the same images, turned alike, share name and prediction."""
+    """The pairs of a file. Lines with equal images and rotations share name and prediction."""
 
     def __init__(self, pairs: Sequence[PairLine]) -> None:
         self.pairs = pairs
@@ -103,7 +103,7 @@ class PairsSource(Source[PairLine]):
         return self.pairs[index].read_images()
 
     def truth(self, index: int) -> PairLine:
-        """The line of a pair, with a pose or a homography."""
+        """Return the line of a pair; it has a pose or a homography."""
         pair = self.pairs[index]
         if pair.T_0to1 is None and pair.H_0to1 is None:
             raise DataError(
@@ -121,18 +121,18 @@ def open_source(
     images: StrPath | None = None,
     truth: bool = True,
 ) -> PairsSource:
-    """The pairs that a file lists.
+    """Open the pairs of a file.
 
     Args:
         root: The file of pairs.
         split: "val": a file of pairs has no splits.
-        strict: Without effect: files are read when their pair is matched.
-        images: Folder of the images; None: that of the file.
-        truth: Refuse pairs without a true pose or homography.
+        strict: No effect: images are read when their pair is matched.
+        images: Folder of the images; None: folder of the file.
+        truth: Raise an error for pairs without a true pose or homography.
 
     Raises:
-        DataError: The file cannot be read or lists nothing, a line is wrong or lacks the truth, or
-            there is no folder of images.
+        DataError: The file cannot be read or is empty, a line is invalid or lacks the truth, or
+            the folder of images does not exist.
     """
     one_of(("val",), split=split)
     source = PairsSource(read_pairs(root, images))
@@ -143,17 +143,16 @@ def open_source(
 
 
 def _turned(image: Image.Image, rotation: int) -> Image.Image:
-    turn = f"ROTATE_{90 * rotation}"  # degrees, counter-clockwise
+    turn = f"ROTATE_{90 * rotation}"  # in degrees, counter-clockwise
     return image.transpose(Image.Transpose[turn]) if rotation else image
 
 
 def read_pairs(path: StrPath, images: StrPath | None = None) -> list[PairLine]:
-    """The pairs that a file lists; None: the images are in its folder.
+    """Read the pairs of a file; `images` None: the images are in the folder of the file.
 
-    A pair is called `<stem0>__<stem1>`. Where that would be the name of two different pairs, both
-    are named by their whole paths, with "-" for "/" (`desk-1__desk-2`), and if these are the same,
-    too, by their paths and line (`desk-1__desk-2-17`). Lines with the same images, turned alike,
-    have one name: their matches are the same.
+    The name of a pair is `<stem0>__<stem1>`. If two different pairs would have the same name, both
+    are named by their whole paths, with "-" for "/" (`desk-1__desk-2`). If these are equal, too,
+    the line is appended (`desk-1__desk-2-17`). Lines with equal images and rotations have one name.
     """
     path = Path(path)
     with reading(path, "pass a file of pairs, text in UTF-8"):
@@ -186,7 +185,7 @@ def _parse_line(where: str, number: int, line: str) -> PairLine:
             words = list(reader)
         except ValueError as error:
             try:
-                return _parse(where, number, words)  # a name that begins with a quote
+                return _parse(where, number, words)  # a name that starts with a quote
             except DataError:
                 raise DataError(
                     f"{where}: a quotation is not closed, got {line.strip()}; quote a whole name, "
@@ -253,7 +252,7 @@ def _camera(where: str, what: str, words: Sequence[str]) -> Array:
 
 
 def _with_unique_names(pairs: list[PairLine]) -> list[PairLine]:
-    first: dict[tuple[str, str, int, int], int] = {}  # the line that names its repetitions
+    first: dict[tuple[str, str, int, int], int] = {}  # first line of each pair
     for p in pairs:
         first.setdefault(_matched(p), p.line)
     for longer in (_by_paths, lambda p: f"{_by_paths(p)}-{first[_matched(p)]}"):
@@ -263,7 +262,7 @@ def _with_unique_names(pairs: list[PairLine]) -> list[PairLine]:
 
 
 def _matched(pair: PairLine) -> tuple[str, str, int, int]:
-    """Identity of a pair: all that its matches depend on."""
+    """Identity of a pair: everything that its matches depend on."""
     return pair.image0, pair.image1, pair.rotation0, pair.rotation1
 
 

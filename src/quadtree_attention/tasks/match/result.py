@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Matches of two images, what follows from them, and their files."""
+"""Matches of two images, poses and homographies computed from them, and their files."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -23,11 +23,11 @@ class Matches(Result):
     """Corresponding points of two images: row i of one belongs to row i of the other.
 
     Attributes:
-        keypoints0: (N, 2) pixels (x, y) of image 0 as it was given, upright; the centre of the
-            first pixel is (0, 0).
+        keypoints0: (N, 2) pixels (x, y) of image 0 at its original size, upright; the centre of
+            the first pixel is (0, 0).
         keypoints1: (N, 2) pixels of image 1.
-        confidence: (N,), from 0 to 1.
-        poses: The relative pose by estimator, None where there is none; see `with_poses`.
+        confidence: (N,), in [0, 1].
+        poses: The relative pose by estimator, None if it has none; see `with_poses`.
     """
 
     task: ClassVar[str] = "match"
@@ -41,23 +41,23 @@ class Matches(Result):
         return len(self.confidence)
 
     def best(self, count: int) -> Self:
-        """The `count` most confident ones, best first, without poses."""
+        """Return the `count` most confident matches, best first, without poses."""
         order = np.argsort(-self.confidence, kind="stable")[:count]
         return replace(self, poses={}, **{name: getattr(self, name)[order] for name in ARRAYS})
 
     def homography(self, estimator: Estimator = "poselib", **options: Any) -> Homography | None:
-        """The homography from image 0 to image 1, or None; see `pose.homography`."""
+        """Estimate the homography from image 0 to image 1, or None; see `pose.homography`."""
         return pose.homography(self.keypoints0, self.keypoints1, estimator=estimator, **options)
 
     def relative_pose(
         self, K0: Camera, K1: Camera, estimator: Estimator = "poselib", **options: Any
     ) -> Pose | None:
-        """The motion from camera 0 to camera 1, or None; see `pose.relative_pose`."""
+        """Estimate the motion from camera 0 to camera 1, or None; see `pose.relative_pose`."""
         points = self.keypoints0, self.keypoints1
         return pose.relative_pose(*points, K0, K1, estimator=estimator, **options)
 
     def with_poses(self, K0: Camera, K1: Camera) -> Self:
-        """These matches with the poses of both estimators, and a warning where inliers are few."""
+        """Add the poses of both estimators, and a warning if there are few inliers."""
         poses = {name: self.relative_pose(K0, K1, name) for name in pose.ESTIMATORS}
         cautions = tuple(
             f"{name}: {found.caution}" for name, found in poses.items() if found and found.caution

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pairs of frames of ScanNet, by the indices that LoFTR was trained with.
+"""Pairs of frames of ScanNet, from the indices that LoFTR was trained with.
 
-What a folder must hold::
+Required files::
 
     <root>/scannet_indices/           or index/
         intrinsics.npz                camera matrix (3x3) of the depth images by name of the scene
@@ -17,7 +17,7 @@ What a folder must hold::
         test.npz                      name (1500, 4), as above, without scores
     <root>/test/scene0707_00/         their frames
 
-Poses are measured in pixels of images of 640x480, whatever size the model sees.
+Thresholds of poses are in pixels of images of 640x480, for any input size of the model.
 """
 
 from dataclasses import dataclass
@@ -37,7 +37,7 @@ from quadtree_attention.tasks.readers import reading
 from quadtree_attention.tasks.training.data import Sample
 
 MILLIMETRES = 1000
-MEASURED = (640, 480)  # width and height that published thresholds of poses are for
+MEASURED = (640, 480)  # width and height that published thresholds of poses refer to
 
 
 class ScanNetData(posed.PosedData):
@@ -45,12 +45,12 @@ class ScanNetData(posed.PosedData):
 
     Args:
         source: "scannet".
-        height: Of what the model sees.
-        width: Of what the model sees.
+        height: Height of the model's input in pixels.
+        width: Width of the model's input in pixels.
         pairs_per_scene: Pairs drawn from each scene in an epoch.
-        min_overlap: Training pairs have a larger overlap; in the paper 0.4 to 0.8.
-        **common: As for `PosedData`; `root` has `scannet_indices`, `train`, `scannet_test_1500` and
-            `test`.
+        min_overlap: Minimum overlap of training pairs (exclusive); in the paper 0.4 to 0.8.
+        **common: Arguments of `PosedData`; `root` has `scannet_indices`, `train`,
+            `scannet_test_1500` and `test`.
     """
 
     title = "ScanNet"
@@ -115,13 +115,13 @@ class ScanNetScene(posed.Scene):
         return posed.posed_truth(depths, [K, K], poses, f"frames {frames} in {folder}")
 
     def _located(self, index: int) -> tuple[Path, int, int]:
-        """The folder of a pair, and its frames."""
+        """Return the folder of a pair, and its frames."""
         scene, part, frame0, frame1 = self.pairs[index].tolist()
         return self.frames / f"scene{scene:04d}_{part:02d}", frame0, frame1
 
 
 def read_pairs(path: Path, overlap: tuple[float, float] | None) -> Array:
-    """The pairs (N, 4) of an index with an overlap above one limit and up to the other, or all."""
+    """Read the pairs (N, 4) of an index with an overlap in (low, high], or all."""
     wanted = ("name",) if overlap is None else ("name", "score")
     arrays = read_npz(path, wanted)
     pairs = arrays["name"]
@@ -139,7 +139,7 @@ def read_pairs(path: Path, overlap: tuple[float, float] | None) -> Array:
 
 
 def read_depth(path: Path) -> Array:
-    """Depth (H, W) in metres from a PNG of 16 bits in millimetres."""
+    """Read depth (H, W) in metres from a 16-bit PNG in millimetres."""
     with reading(path, "get the depth again"), Image.open(path) as image:
         if not image.mode.startswith("I"):
             raise DataError(f"{path} must be grey with 16 bits, got the mode {image.mode}")
@@ -147,7 +147,7 @@ def read_depth(path: Path) -> Array:
 
 
 def read_pose(path: Path) -> Array:
-    """The matrix (4, 4) from the world to the camera; the file has its inverse."""
+    """Read the matrix (4, 4) from the world to the camera; the file contains its inverse."""
     with reading(path, "get the pose again"):
         pose = np.loadtxt(path)
         if pose.shape != (4, 4) or not np.isfinite(pose).all():

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The true matches of a pair of images, from where its pixels go.
+"""The true matches of a pair of images, from the positions of its pixels in the other image.
 
-A coarse cell stands for one pixel, that at (stride * column, stride * row). Two cells match if each
-is the nearest to where the pixel of the other goes, and both pixels can be seen in both images.
+A coarse cell represents the pixel at (stride * column, stride * row). Two cells match if each is
+the nearest cell to the position of the other cell's pixel, and both pixels are visible in both
+images.
 """
 
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from torch import Tensor
 from quadtree_attention.models.parts.coarse_matching import CoarseMatches
 from quadtree_attention.synthetic.cameras import pixel_grid, project, rotate, unproject
 
-DEPTH_TOLERANCE = 0.2  # share by which depths may differ and still be of one surface
+DEPTH_TOLERANCE = 0.2  # maximum relative difference of depths of one surface
 
 
 @dataclass(frozen=True)
@@ -22,25 +23,25 @@ class View:
 
     Attributes:
         target: (B, H, W, 2), pixels (x, y) of the other image.
-        seen: (B, H, W) bool, whether what the pixel shows can be seen there.
+        seen: (B, H, W) bool, True for pixels visible in the other image.
     """
 
     target: Tensor
     seen: Tensor
 
     def at_cells(self, stride: int) -> "View":
-        """The pixels that coarse cells stand for: ceil(H / stride) x ceil(W / stride)."""
+        """Return the view at the pixels of coarse cells: ceil(H / stride) x ceil(W / stride)."""
         return View(self.target[:, ::stride, ::stride], self.seen[:, ::stride, ::stride])
 
 
 def view_from_flow(flow: Tensor, seen: Tensor) -> View:
-    """From how far every pixel moves, (B, H, W, 2)."""
+    """Return the view from the flow (B, H, W, 2) of pixels."""
     _, height, width, _ = flow.shape
     return View(pixel_grid(height, width, like=flow) + flow, seen)
 
 
 def view_from_depth(depth: Tensor, other: Tensor, K: Tensor, other_K: Tensor, T: Tensor) -> View:
-    """From measured depths; a point is seen if the depth found where it goes agrees with its own.
+    """Return the view from measured depths; a point is visible if the depth at its target agrees.
 
     Args:
         depth: (B, H, W) of this view, 0 where unknown.
@@ -49,16 +50,16 @@ def view_from_depth(depth: Tensor, other: Tensor, K: Tensor, other_K: Tensor, T:
         other_K: Camera of the other view.
         T: Motion (B, 4, 4) from this camera to the other.
     """
-    # No matrix products: a training step runs in bfloat16, which would move points by pixels
+    # No matrix products: autocast would run them in bfloat16, which moves points by pixels
     points = rotate(T[:, :3, :3], unproject(depth, K)) + T[:, None, None, :3, 3]
     target = project(points, other_K)
-    found = depth_at(other, target)  # 0 where the point is behind the camera
+    found = depth_at(other, target)  # 0 for points behind the camera
     agrees = (found > 0) & ((found - points[..., 2]).abs() < DEPTH_TOLERANCE * found)
     return View(target, (depth > 0) & agrees)
 
 
 def depth_at(depth: Tensor, points: Tensor) -> Tensor:
-    """Depth (B, h, w) at the pixel nearest to each point (B, ..., 2); 0 outside of the image."""
+    """Depth (B, h, w) at the pixel nearest to each point (B, ..., 2); 0 outside the image."""
     batch, height, width = depth.shape
     x, y = points.round().unbind(dim=-1)
     inside = (x >= 0) & (x < width) & (y >= 0) & (y < height)
@@ -68,7 +69,7 @@ def depth_at(depth: Tensor, points: Tensor) -> Tensor:
 
 
 def true_matches(view0: View, view1: View, stride: int) -> tuple[CoarseMatches, Tensor]:
-    """Coarse cells that match, by sample and then by cell of image 0.
+    """Return matching coarse cells, sorted by sample and by cell of image 0.
 
     Args:
         view0: Image 0.
@@ -76,7 +77,7 @@ def true_matches(view0: View, view1: View, stride: int) -> tuple[CoarseMatches, 
         stride: Pixels per coarse cell.
 
     Returns:
-        The matches, and where in image 1 the pixel of each cell of image 0 truly is (M, 2).
+        The matches, and the true position in image 1 of the pixel of each cell of image 0 (M, 2).
     """
     cells0, cells1 = view0.at_cells(stride), view1.at_cells(stride)
     to1 = _nearest(cells0, cells1, stride)  # (B, L0)
@@ -90,7 +91,7 @@ def true_matches(view0: View, view1: View, stride: int) -> tuple[CoarseMatches, 
 
 
 def _nearest(cells: View, other: View, stride: int) -> Tensor:
-    """The cell of the other map nearest to where each cell goes (B, L); -1 where it is not seen."""
+    """Return the cell of the other map nearest to each cell's target (B, L); -1 if not visible."""
     _, height, width, _ = other.target.shape
     x, y = (cells.target / stride).round().unbind(dim=-1)
     inside = (x >= 0) & (x < width) & (y >= 0) & (y < height) & cells.seen

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Augmentation of an image and its labels.
 
-Transforms of torchvision for pairs of an image and a mask: both get the same geometry, the image
-alone other colours.
+Transforms of torchvision for pairs of an image and a mask: geometric transforms apply to both,
+colour transforms to the image only.
 """
 
 from typing import Any
@@ -18,17 +18,17 @@ from quadtree_attention.images import Array
 from quadtree_attention.tasks.segment.metrics import IGNORE
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-GREY = tuple(round(255 * channel) for channel in MEAN)  # becomes about 0
-LONGEST = 4  # times the shorter side: longer images are made no larger than that
-_TRIES = 10  # at a crop that shows more than one class
+GREY = tuple(round(255 * channel) for channel in MEAN)  # about 0 after normalisation
+LONGEST = 4  # maximum aspect ratio after scaling
+_TRIES = 10  # attempts at a crop with more than one class
 
 
 class RandomScale(v2.Transform):  # type: ignore[misc] # torchvision is not typed
-    """Scales image and labels by a factor drawn evenly.
+    """Random scale of image and labels, uniformly distributed.
 
     Args:
-        scale: Least and greatest factor.
-        base: Pixels of the shorter side at factor 1; None leaves images as large as they are.
+        scale: Minimum and maximum factor.
+        base: Shorter side in pixels at factor 1; None: original size.
     """
 
     def __init__(self, scale: tuple[float, float], base: int | None = None) -> None:
@@ -47,9 +47,9 @@ class RandomScale(v2.Transform):  # type: ignore[misc] # torchvision is not type
 
 
 class RandomColours(v2.RandomPhotometricDistort):  # type: ignore[misc]
-    """Random brightness, contrast, saturation and hue; channels stay in their order.
+    """Random brightness, contrast, saturation and hue, without a permutation of channels.
 
-    What torchvision has swaps them as well: a red car may become a blue one, and the sky a lawn.
+    torchvision's transform also permutes channels, which confuses classes such as sky and lawn.
     """
 
     def make_params(self, flat_inputs: list[Any]) -> dict[str, Any]:
@@ -57,13 +57,13 @@ class RandomColours(v2.RandomPhotometricDistort):  # type: ignore[misc]
 
 
 class RandomCrop(v2.Transform):  # type: ignore[misc]
-    """Cuts out a part of fixed size; what an image is too small for is padded, and ignored.
+    """Random crop of fixed size; smaller images are padded, and the padding is ignored.
 
     Args:
-        height: Of the part.
-        width: Of the part.
-        most: Greatest share of one class among the pixels that have one. A part with more is drawn
-            again, at most ten times, so that a model does not learn from sky alone.
+        height: Height of the crop in pixels.
+        width: Width of the crop in pixels.
+        most: Maximum share of one class among the labelled pixels. A crop with a larger share is
+            drawn again, at most ten times.
     """
 
     def __init__(self, height: int, width: int, *, most: float = 1.0) -> None:
@@ -79,7 +79,7 @@ class RandomCrop(v2.Transform):  # type: ignore[misc]
                 top, left = corner
                 part = masks[0][..., top : top + self.height, left : left + self.width]
                 counts = torch.bincount(part[part != IGNORE].flatten().long())
-                total = int(counts.sum())  # of pixels with a class
+                total = int(counts.sum())  # number of labelled pixels
                 if total and int(counts.max()) / total <= self.most:
                     break
                 corner = self._corner(height, width)
@@ -93,7 +93,7 @@ class RandomCrop(v2.Transform):  # type: ignore[misc]
         return TF.crop(inpt, *params["corner"], self.height, self.width)
 
     def _corner(self, height: int, width: int) -> tuple[int, int]:
-        """Row and column of the upper left pixel of a part."""
+        """Draw the row and column of the upper left pixel of a crop."""
         rows, columns = max(0, height - self.height), max(0, width - self.width)
         top = int(torch.randint(rows + 1, ()))
         return top, int(torch.randint(columns + 1, ()))
@@ -109,34 +109,34 @@ def training_transform(
     jitter: bool = True,
     most: float = 0.75,
 ) -> v2.Transform:
-    """Random scale, crop, flip and colours of an image with its labels."""
+    """Return the transform of an image with its labels: scale, crop, flip and colours."""
     steps = [RandomScale(scale, base), RandomCrop(height, width, most=most)]
     steps += [v2.RandomHorizontalFlip(flip), *([RandomColours(p=0.5)] * jitter)]
     return v2.Compose(steps)
 
 
 def as_tensors(image: Image.Image, labels: Array) -> tuple[tv_tensors.Image, tv_tensors.Mask]:
-    """Image (3, H, W), uint8, and labels (H, W), int16, as torchvision takes them."""
+    """Return image (3, H, W) uint8 and labels (H, W) int16 as tensors of torchvision."""
     return tv_tensors.Image(image), tv_tensors.Mask(torch.from_numpy(labels.copy()))
 
 
 def normalised(images: Tensor) -> Tensor:
-    """Bytes (..., 3, H, W) to what a model sees: mean 0 and deviation 1 over ImageNet."""
+    """Normalise bytes (..., 3, H, W) to mean 0 and standard deviation 1 over ImageNet."""
     mean, std = (images.new_tensor(x, dtype=torch.float32).view(3, 1, 1) for x in (MEAN, STD))
     return (images.float() / 255 - mean) / std
 
 
 def at_base(image: Image.Image, shorter: int | None, longer: int | None = None) -> Image.Image:
-    """The image at the size that `base_factor` gives it."""
+    """Resize an image by `base_factor`."""
     factor = base_factor(image.size, shorter, longer)
     width, height = (max(1, round(side * factor)) for side in image.size)
     return image.resize((width, height), Image.Resampling.BILINEAR, reducing_gap=3.0)
 
 
 def base_factor(size: tuple[int, int], shorter: int | None, longer: int | None = None) -> float:
-    """The scale that brings an image to a shorter or a longer side, or the less of both.
+    """Return the factor of an image to a shorter or a longer side, or the smaller of both.
 
-    Without either it stays as it is. A longer side of more than four shorter ones becomes that.
+    Without either it is 1. The resulting longer side is at most four times `shorter`.
     """
     factors = [] if longer is None else [longer / max(size)]
     if shorter is not None:

@@ -18,21 +18,21 @@ from quadtree_attention.viz.palette import Colour
 
 
 class LabelMapData(data.TaskData):
-    """Images and label maps: random crops to train, whole images to validate.
+    """Images and label maps: random crops for training, whole images for validation.
 
     Args:
-        height: Of a training crop, in pixels.
-        width: Of a training crop.
-        base_size: Shorter side that images are scaled to before the random scale, and in
-            validation; None leaves them as large as they are. Scores are at the size of the labels.
-        scale_min: Least random scale of a training image.
-        scale_max: Greatest random scale.
+        height: Height of a training crop in pixels.
+        width: Width of a training crop in pixels.
+        base_size: Shorter side of images before the random scale, and in validation; None:
+            original size. Scores are computed at the size of the labels.
+        scale_min: Minimum random scale of a training image.
+        scale_max: Maximum random scale.
         flip: Probability of a horizontal flip.
         jitter: Random brightness, contrast, saturation and hue.
-        most_of_one_class: Crops with a greater share of one class are drawn again; 1 takes all.
-        batch_size: Crops of a batch on one process.
-        eval_batch_size: Images of a validation batch; those of one size go through together.
-        **common: Those of `TaskData`.
+        most_of_one_class: Crops with a larger share of one class are drawn again; 1 accepts all.
+        batch_size: Batch size per process.
+        eval_batch_size: Validation batch size; images of equal size share a forward pass.
+        **common: Arguments of `TaskData`.
     """
 
     replaces = False
@@ -72,11 +72,11 @@ class LabelMapData(data.TaskData):
         return _plain(*self.transform(*as_tensors(images[0], truth)))
 
     def val_sample(self, images: tuple[Image.Image], truth: Array) -> Sample:
-        """An image at its base size, and its labels as they are."""
+        """Return an image at its base size, and its labels at their original size."""
         return _plain(*as_tensors(at_base(images[0], self.base_size), truth))
 
     def collate(self, samples: list[Sample], *, training: bool) -> Batch:
-        """Crops: images (B, 3, H, W) and labels (B, H, W); whole images: lists of any sizes."""
+        """Stack crops to (B, 3, H, W) and labels (B, H, W); list whole images of any sizes."""
         return data.stacked(samples) if training else data.listed(samples, "images", "labels")
 
 
@@ -86,11 +86,11 @@ class SegmentData(LabelMapData):
     Args:
         root: Folder with `images/<split>`, `labels/<split>` and `classes.json`, or ADE20K.
         source: "auto" (by what is in `root`), "folder" or "ade20k".
-        train_split: Folder of the training images; ADE20K's "training" is meant by "train" too.
+        train_split: Folder of the training images; "train" also selects ADE20K's "training".
         val_split: Folder of the validation images.
-        strict: Read every file first, and refuse to start if one is bad, instead of counting and
-            replacing bad ones on the way.
-        **common: Those of `LabelMapData`.
+        strict: Read all files first, and raise an error if one is invalid, instead of counting and
+            replacing invalid ones during training.
+        **common: Arguments of `LabelMapData`.
     """
 
     def __init__(
@@ -126,9 +126,9 @@ class GeneratedSegmentData(LabelMapData):
 
     Args:
         source: "generated".
-        generated_count: Images of an epoch; a quarter of it for validation.
-        generated_size: Pixels of their shorter side.
-        **common: Those of `LabelMapData`.
+        generated_count: Training images per epoch; validation has a quarter as many.
+        generated_size: Shorter side of the images in pixels.
+        **common: Arguments of `LabelMapData`.
     """
 
     def __init__(
@@ -149,6 +149,6 @@ class GeneratedSegmentData(LabelMapData):
 
 
 def _plain(*pair: torch.Tensor) -> Sample:
-    """Image and labels as plain tensors: torchvision's subclasses are of no use in a batch."""
+    """Convert image and labels from torchvision's subclasses to plain tensors."""
     plain = (tensor.as_subclass(torch.Tensor) for tensor in pair)
     return dict(zip(("images", "labels"), plain, strict=True))

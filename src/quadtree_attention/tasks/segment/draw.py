@@ -12,25 +12,25 @@ from quadtree_attention.tasks.segment.result import Segmentation
 from quadtree_attention.viz.canvas import Canvas, Entry, Size, lay_out, resized
 from quadtree_attention.viz.palette import Colour
 
-OPACITY = 0.55  # of colours over the image
-GREYED = 0.55  # share of the image's own colours that is removed, so that those of classes show
+OPACITY = 0.55  # opacity of colours over the image
+GREYED = 0.55  # share by which the image is desaturated below the colours of classes
 OUTLINE, OUTLINE_OPACITY = (255, 255, 255), 0.85  # between classes
-SMOOTHED = 64  # most classes with smooth outlines, each of which takes time
+SMOOTHED = 64  # maximum number of classes with smooth outlines, whose time is linear in it
 UNLABELLED = "unlabelled"
 
 
 def draw(
     result: Segmentation, *, title: str | None = None, image: ImageLike | None = None
 ) -> Image.Image:
-    """The image under the colours of its classes, with the share that each has of it.
+    """Draw the image with the colours of its classes, and a legend with the share of each.
 
     Args:
         result: Labels; negative ones are of pixels without a class.
         title: Text above the picture; None: the number of classes.
-        image: The image, for a result without one.
+        image: The image, if the result has none.
 
     Raises:
-        OptionError: There is no image.
+        OptionError: No image is available.
         ShapeError: Labels and image have different sizes.
     """
     if image is None and not result.images:
@@ -54,7 +54,7 @@ def draw(
 
 
 def legend(labels: Array, names: Sequence[str], palette: Sequence[Colour]) -> list[Entry]:
-    """Classes in the labels, largest share first; pixels without a class come last."""
+    """Return the classes in the labels, largest share first, pixels without a class last."""
     counts = np.bincount(labels[labels >= 0].ravel(), minlength=len(names))
     shares = counts / max(1, labels.size)
     order = np.argsort(-shares, kind="stable")
@@ -67,12 +67,12 @@ def legend(labels: Array, names: Sequence[str], palette: Sequence[Colour]) -> li
 def colour_in(
     image: Image.Image, labels: Array, palette: Sequence[Colour], size: Size
 ) -> Image.Image:
-    """The image at a size, in the colours of its classes, which are outlined."""
+    """Return the image at a size, with the colours and outlines of its classes."""
     shown = resized(image, size)
     grey = shown.convert("L").convert("RGB")
     pixels = np.asarray(Image.blend(shown, grey, GREYED), np.float32)
     classes = _resized(labels, *size)
-    tones = np.asarray([*palette, (0, 0, 0)], np.float32)[classes]  # -1 is the last
+    tones = np.asarray([*palette, (0, 0, 0)], np.float32)[classes]  # -1 selects the last one
     opacity = np.where(classes < 0, 0.0, OPACITY)[..., None]
     pixels = pixels * (1 - opacity) + tones * opacity
     edge = outlines(classes)[..., None] * OUTLINE_OPACITY
@@ -81,7 +81,7 @@ def colour_in(
 
 
 def outlines(classes: Array) -> Array:
-    """(H, W), True for pixels whose right or lower neighbour has another class."""
+    """Return (H, W), True for pixels whose right or lower neighbour has another class."""
     edge = np.zeros(classes.shape, bool)
     edge[:, :-1] |= classes[:, :-1] != classes[:, 1:]
     edge[:-1] |= classes[:-1] != classes[1:]
@@ -89,10 +89,10 @@ def outlines(classes: Array) -> Array:
 
 
 def _resized(labels: Array, width: int, height: int) -> Array:
-    """Labels at another size; where they are enlarged, outlines are smoothed."""
+    """Resize labels; outlines of enlarged labels are smoothed."""
     rows = ((np.arange(height) + 0.5) * labels.shape[0] / height).astype(np.int64)
     columns = ((np.arange(width) + 0.5) * labels.shape[1] / width).astype(np.int64)
-    classes = labels[rows[:, None], columns].astype(np.int64)  # of the pixel at the centre
+    classes = labels[rows[:, None], columns].astype(np.int64)  # class of the pixel at the centre
     present = np.unique(labels)
     if width <= labels.shape[1] or len(present) > SMOOTHED:
         return classes

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scores of predicted labels. All of them follow from the confusion matrix."""
+"""Scores of predicted labels, computed from the confusion matrix."""
 
 import math
 from collections.abc import Sequence
@@ -17,8 +17,8 @@ from quadtree_attention.tasks.readers import match_classes
 if TYPE_CHECKING:
     from quadtree_attention.tasks.segment.result import Segmentation
 
-IGNORE = -1  # in the truth: a pixel without a class
-LISTED = 30  # classes in a table, the worst ones
+IGNORE = -1  # ground truth of a pixel without a class
+LISTED = 30  # classes in the table: those with the lowest IoU
 COLUMNS = (
     Column("name", "class", None),
     Column("iou", "IoU %"),
@@ -41,17 +41,17 @@ class SegmentMetric(Metric[Array, "Segmentation"]):
         self.names = list(source.classes or ())
         count = len(self.names)
         ours = self.names if classes is None else list(classes)
-        # The class of the data for each class of the predictions; `count` where it is none of them
+        # Class of the data for each class of the predictions; `count` if the data do not have it
         self.table = torch.full((len(ours),), count)
         self.table[match_classes(self.names, ours)] = torch.arange(count)
         self.matrix = torch.zeros(count, count + 1, dtype=torch.long)
         self.images = 0
 
     def update(self, name: str, truth: Array, found: "Segmentation | None") -> None:
-        """Adds an image.
+        """Add an image.
 
         Raises:
-            DataError: The label map has another size than the truth, or unknown classes.
+            DataError: The label map has another size than the ground truth, or unknown classes.
         """
         if found is None:
             return
@@ -70,7 +70,7 @@ class SegmentMetric(Metric[Array, "Segmentation"]):
         self.images += 1
 
     def add(self, predicted: Tensor, truth: Tensor) -> None:
-        """Adds pixels: predicted and true classes of any shape, on any device."""
+        """Add pixels: predicted and true classes of any shape, on any device."""
         count = len(self.names)
         found = self.table.to(predicted.device)[predicted.long()]
         self.matrix = self.matrix.to(predicted.device)
@@ -84,10 +84,10 @@ class SegmentMetric(Metric[Array, "Segmentation"]):
         self.images = sum(images for _, images in states)
 
     def compute(self) -> Scores:
-        """The scores; rows are classes, the lowest IoU first.
+        """Return the scores; rows are classes, the lowest IoU first.
 
         Raises:
-            DataError: No pixel of the truth has a class.
+            DataError: No pixel of the ground truth has a class.
         """
         if not self.matrix.any():
             raise DataError("no pixel of the truth has a class; there is nothing to score")
@@ -95,7 +95,7 @@ class SegmentMetric(Metric[Array, "Segmentation"]):
         columns = values["iou"].tolist(), values["recall"].tolist(), self.matrix.sum(dim=1).tolist()
         keys = ("name", "iou", "recall", "pixels")
         rows: list[dict[str, Any]] = [
-            {k: None if v != v else v for k, v in zip(keys, row, strict=True)}  # no NaN
+            {k: None if v != v else v for k, v in zip(keys, row, strict=True)}  # NaN becomes None
             for row in zip(self.names, *columns, strict=True)
         ]
         seen = [row["recall"] for row in rows if row["recall"] is not None]
@@ -110,11 +110,11 @@ class SegmentMetric(Metric[Array, "Segmentation"]):
 
 
 def confusion(predicted: Tensor, truth: Tensor, num_classes: int) -> Tensor:
-    """Pixels by true class (row) and predicted class (column): (C, C), int64.
+    """Count pixels by true class (row) and predicted class (column): (C, C), int64.
 
     Args:
         predicted: Classes from 0 to `num_classes` - 1, of any shape.
-        truth: The same, or `IGNORE` for pixels that do not count.
+        truth: The same, or `IGNORE` for ignored pixels.
         num_classes: C.
     """
     counted = truth != IGNORE
@@ -124,10 +124,10 @@ def confusion(predicted: Tensor, truth: Tensor, num_classes: int) -> Tensor:
 
 
 def class_scores(matrix: Tensor) -> dict[str, Tensor]:
-    """Scores in percent that follow from a confusion matrix; NaN where there is nothing to score.
+    """Compute scores in percent from a confusion matrix; NaN if undefined.
 
     Args:
-        matrix: (C, C), or (C, C + 1) with a column for predicted classes that are none of C.
+        matrix: (C, C), or (C, C + 1) with a column for predictions outside of the C classes.
 
     Returns:
         "iou" (C): intersection over union of predicted and true pixels, NaN for a class in neither;

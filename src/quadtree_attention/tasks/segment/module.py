@@ -24,23 +24,23 @@ class SegmentModule(TaskModule):
 
     Args:
         model: Name of a segmenter: "semfpn_" and the name of a backbone, "semfpn_quadtree_b_b0".
-        options: Keyword arguments of that segmenter and its backbone, other than those below.
-        num_classes: Classes; comes from the data.
-        backbone_weights: Weights to start the backbone from, of `quadtree train classify`
-            (`best.safetensors`) or `quadtree convert`; their classifier is left out.
+        options: Keyword arguments of the segmenter and its backbone, except those below.
+        num_classes: Number of classes; set from the data.
+        backbone_weights: Initial weights of the backbone: `best.safetensors` of `quadtree train
+            classify`, or a file written by `quadtree convert`; their classifier is dropped.
         lr: Learning rate at a batch of 16 images on all processes together; scaled linearly.
-        min_lr: Where the schedule ends, at that batch size too.
+        min_lr: Final learning rate, at the same batch size.
         schedule: "poly", or "cosine".
-        power: Of the polynomial.
+        power: Exponent of "poly".
         warmup_epochs: Epochs in which the learning rate rises to `lr`.
-        weight_decay: Of AdamW.
-        no_decay: Parameters without it: "vectors" (norms, biases and level weights), "norms" (but
-            for those of the head), or "nothing".
+        weight_decay: Weight decay of AdamW.
+        no_decay: Parameters without decay: "vectors" (norms, biases and level weights), "norms"
+            (except in the head), or "nothing".
         head_lr: Factor of the learning rate of the head, the layers after the feature pyramid.
         drop_path: Stochastic depth of the last block of the backbone.
         grad_checkpointing: Recompute blocks in backward to save memory.
         compile: Compile the model with `torch.compile`.
-        seed: Decides weights and dropout.
+        seed: Seed of weights and dropout.
     """
 
     task = TASK
@@ -80,7 +80,7 @@ class SegmentModule(TaskModule):
         self.save_hyperparameters()
         start: dict[str, Any] = {"backbone_weights": backbone_weights, "drop_path_rate": drop_path}
         self.build(model, options, num_classes=num_classes, **start)
-        self.pretrained: dict[str, str] | None = None  # what the backbone started from
+        self.pretrained: dict[str, str] | None = None  # origin of the backbone's weights
         if backbone_weights is not None:
             sha256 = file_sha256(backbone_weights)
             self.pretrained = {"backbone": Path(backbone_weights).name, "sha256": sha256}
@@ -113,7 +113,7 @@ class SegmentModule(TaskModule):
 
 
 def pixel_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """Mean cross entropy of the pixels that have a class; 0 where none has.
+    """Mean cross entropy of the pixels with a class; 0 without such pixels.
 
     Args:
         logits: (B, classes, H, W).
@@ -124,14 +124,14 @@ def pixel_loss(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def at_size(logits: Tensor, labels: Tensor) -> Tensor:
-    """The logits at the size of the labels, where images were scaled and labels were not."""
+    """Resize logits to the size of the labels."""
     if logits.shape[2:] == labels.shape[1:]:
         return logits
     return F.interpolate(logits, labels.shape[1:], mode="bilinear", align_corners=False)
 
 
 def equal_sizes(batch: dict[str, Any]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Images (B, 3, H, W) and labels (B, H, W) of a batch, those of one size together."""
+    """Yield images (B, 3, H, W) and labels (B, H, W) of a batch, grouped by size."""
     groups: dict[tuple[torch.Size, torch.Size], list[tuple[Tensor, Tensor]]] = {}
     for image, labels in zip(batch["images"], batch["labels"], strict=True):
         groups.setdefault((image.shape, labels.shape), []).append((image, labels))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An image in, a class for every pixel out.
+"""Semantic segmentation with a trained segmenter.
 
 Example:
     >>> import tempfile
@@ -38,12 +38,12 @@ from quadtree_attention.tasks.segment.augment import at_base, normalised
 from quadtree_attention.tasks.segment.result import BYTE, Segmentation
 from quadtree_attention.viz.palette import Colour, colour, distinct
 
-_NUMBERS_AT_ONCE = 2**26  # logits that are enlarged together: 256 MB
+_NUMBERS_AT_ONCE = 2**26  # logits that are enlarged at a time: 256 MB
 
 
 @dataclass(frozen=True)
 class Preprocess:
-    """Scales an image as the network is to see it; without options it stays as large as it is."""
+    """Resizing of an image to the network's input; without options, the original size."""
 
     shorter_side: int | None = None
     size: int | None = None
@@ -55,18 +55,18 @@ class Preprocess:
 
 
 class Segmenter(Predictor[Segmentation]):
-    """Predicts the class of every pixel of images, at the size of the image as given.
+    """Predictor of the class of every pixel, at the original size of the image.
 
     Args:
         network: The segmenter.
-        card: Its card; without names of classes, names are numbers.
-        size: Pixels of the longer side that the network sees, at most if `shorter_side` is given.
-        shorter_side: Pixels of the shorter side that the network sees. Without `size` and
+        card: Its card. If the card has no class names, names are numbers.
+        size: Longer side of the network's input in pixels; its maximum if `shorter_side` is given.
+        shorter_side: Shorter side of the network's input in pixels. Without `size` and
             `shorter_side`: as trained.
-        window: Pixels of a window that slides over images, for images that are too large for
-            memory; None: whole images.
+        window: Side of a sliding window in pixels, for images that exceed the memory; None: whole
+            images.
         stride: Pixels between windows; None: two thirds of the window.
-        **common: Options of all predictors.
+        **common: Arguments of `Predictor`.
 
     Raises:
         CheckpointError: The card does not fit the network.
@@ -109,7 +109,7 @@ class Segmenter(Predictor[Segmentation]):
 
     def forward(self, batch: Sequence[Prepared]) -> list[tuple[Tensor, float]]:
         (pixels,) = self.stack(batch)
-        # Pillow's order of numbers in memory, which some convolutions run faster in
+        # channels last, Pillow's memory format, in which some convolutions are faster
         images = normalised(pixels.contiguous(memory_format=torch.channels_last))
         window, stride = self.options["window"], self.options["stride"]
         if window is None:
@@ -135,10 +135,9 @@ class Segmenter(Predictor[Segmentation]):
 
 
 def best_classes(logits: Tensor, size: tuple[int, int]) -> tuple[Tensor, float]:
-    """The best class of every pixel (H, W) at a size, and its mean probability.
+    """Return the best class of every pixel (H, W) at a size, and its mean probability.
 
-    A few classes are enlarged at a time: all of them would take 150 numbers for every pixel of a
-    photo.
+    Classes are enlarged in chunks to limit the memory: ADE20K has 150 logits per pixel.
 
     Args:
         logits: (classes, h, w).
@@ -146,7 +145,7 @@ def best_classes(logits: Tensor, size: tuple[int, int]) -> tuple[Tensor, float]:
     """
     step = max(1, _NUMBERS_AT_ONCE // (size[0] * size[1]))
     best = logits.new_full(size, -torch.inf)
-    total = best.clone()  # logarithm of the sum of all exponentials
+    total = best.clone()  # log-sum-exp
     labels = torch.zeros(size, dtype=torch.long, device=logits.device)
     for first in range(0, len(logits), step):
         part = logits[None, first : first + step]

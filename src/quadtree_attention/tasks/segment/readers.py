@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Images with a class for every pixel, from folders or a generator.
 
-Label maps are images of one channel, of 8 or 16 bits, or with a palette; a pixel's value is the
-number of its class. Here they become int16, `IGNORE` where a pixel has no class.
+Label maps are images of one channel with 8 or 16 bits, or with a palette; pixel values are class
+numbers. They are read as int16, with `IGNORE` for pixels without a class.
 """
 
 import colorsys
@@ -25,28 +25,28 @@ from quadtree_attention.tasks.segment.metrics import IGNORE
 from quadtree_attention.viz.palette import Colour, colour, distinct
 
 Kind = Literal["auto", "folder", "ade20k"]
-MOST_CLASSES = 2**15 - 1  # that int16 holds
-LABEL_SUFFIXES = frozenset({".bmp", ".gif", ".png", ".tif", ".tiff"})  # without loss
+MOST_CLASSES = 2**15 - 1  # maximum of int16
+LABEL_SUFFIXES = frozenset({".bmp", ".gif", ".png", ".tif", ".tiff"})  # lossless formats
 CLASSES = "classes.json"
 ADE20K_CLASSES, ADE20K_NAMES = 150, "objectInfo150.txt"
 ADE20K_SPLITS = {"train": "training", "val": "validation"}
-SHAPES = ("background", "disc", "square", "triangle")  # of the generated source
+SHAPES = ("background", "disc", "square", "triangle")  # classes of the generated source
 _HUES = (0.6, 0.0, 0.33, 0.15)
 
 
 def open_source(
     root: StrPath | None, *, split: str, strict: bool = False, layout: Kind = "auto"
 ) -> "FolderSource":
-    """The images of a split.
+    """Open the images of a split.
 
     Args:
         root: Folder of the data.
         split: "train" or "val", or the name of the folder.
-        strict: Raise if a file cannot be used by its name, instead of leaving it out.
+        strict: Raise an error for a file with an unsupported name, instead of leaving it out.
         layout: "folder", "ade20k", or "auto" (by what is in `root`).
 
     Raises:
-        OptionError: There is no such layout, or no root.
+        OptionError: The layout does not exist, or `root` is missing.
         DataError: The data cannot be read.
     """
     one_of(get_args(Kind), source=layout)
@@ -62,7 +62,7 @@ def open_source(
 
 
 def refuse(bad: Sequence[str], split: str) -> None:
-    """Raises `DataError` for files of a split that cannot be used, if there are any."""
+    """Raise `DataError` for files of a split that cannot be used, if there are any."""
     if bad:
         raise DataError(
             f"{len(bad)} files of {split} cannot be used: {summary(bad)}; correct or remove them, "
@@ -75,12 +75,12 @@ class Classes:
     """Meaning of the values of label maps."""
 
     names: list[str]
-    palette: list[Colour]  # a colour for each
+    palette: list[Colour]  # colour of each class
     ignored: tuple[int, ...]  # values of pixels that belong to no class
     first: int = 0  # value of the first class
 
     def table(self) -> Array:
-        """Table from 16-bit values to a class, `IGNORE`, or `IGNORE` - 1 for unknown values."""
+        """Table from 16-bit values to classes, `IGNORE`, or `IGNORE` - 1 for unknown values."""
         table = np.full(2**16, IGNORE - 1, np.int16)
         table[self.first : self.first + len(self.names)] = np.arange(len(self.names))
         table[list(self.ignored)] = IGNORE
@@ -88,13 +88,14 @@ class Classes:
 
 
 class FolderSource(Source[Array]):
-    """Images and label maps of the same name in two folders, which may hold folders.
+    """Images and label maps of the same name in two folders, which may have subfolders.
 
-    `root/images/<split>/*.jpg`, `root/labels/<split>/*.png`, and `root/classes.json`, which is like
+    The files are `root/images/<split>/*.jpg`, `root/labels/<split>/*.png` and `root/classes.json`:
     `{"classes": ["sky", "road"], "ignore_index": 255, "palette": [[70, 130, 180], [128, 64, 128]]}`
-    (without the last two: 255, or nothing where 255 is a class, and colours of ours). With `ade20k`
-    the layout of that set: `images/training`, `annotations/training`, `.../validation`, 150 classes
-    from 1 on, 0 for none, names from `objectInfo150.txt`.
+    The last two entries are optional: by default 255 is ignored unless it is a class, and the
+    palette is that of this package. With `ade20k`, the layout is ADE20K's: `images/training`,
+    `annotations/training`, `.../validation`, 150 classes from 1 on, 0 for no class, names from
+    `objectInfo150.txt`.
     """
 
     classes: list[str]
@@ -173,12 +174,12 @@ class FolderSource(Source[Array]):
 
 
 class GeneratedSource(Source[Array]):
-    """Coloured shapes on noise; the class is the shape. For trying things out without data.
+    """Coloured shapes on noise; the class is the shape. Needs no data.
 
     Args:
-        split: "train" or another, which share no image.
-        count: Images.
-        size: Pixels of the shorter side; every second image is half as wide again.
+        split: "train" or another; splits share no images.
+        count: Number of images.
+        size: Shorter side in pixels; every second image has an aspect ratio of 1.5.
     """
 
     def __init__(self, split: str, *, count: int, size: int) -> None:
@@ -209,7 +210,7 @@ class GeneratedSource(Source[Array]):
 
 
 def read_classes(path: Path, *, first: int = 0) -> Classes:
-    """The classes of a data set, from its `classes.json`; label maps have the first as `first`."""
+    """Read the classes of a data set from `classes.json`; `first` is the value of the first one."""
     accepted = '{"classes": ["sky", "road"], "ignore_index": 255}, palette optional'
     with reading(path, f"it must be like {accepted}"):
         entries = json.loads(path.read_text(encoding="utf-8"))
@@ -237,11 +238,11 @@ def read_classes(path: Path, *, first: int = 0) -> Classes:
 
 
 def read_label_map(path: str | Path) -> Array:
-    """The values of a label map (H, W), uint16; of a palette image the numbers, not the colours.
+    """Read the values of a label map (H, W), uint16; palette images give indices, not colours.
 
     Raises:
-        DataError: The file cannot be read, or has other than one channel, or values that 16 bits
-            do not hold.
+        DataError: The file cannot be read, has more than one channel, or values outside of 16
+            bits.
     """
     with opened(read_bytes(path), str(path)) as image:
         mode, values = image.mode, np.asarray(image)
@@ -250,7 +251,7 @@ def read_label_map(path: str | Path) -> Array:
             f"{path} must be a label map of one channel, of 8 or 16 bits or with a palette, got "
             f"an image of mode {mode}; write numbers of classes, not colours"
         )
-    outside = (values < 0) | (values >= 2**16)  # of files of 32 bits
+    outside = (values < 0) | (values >= 2**16)  # possible in files of 32 bits
     if outside.any():
         found = _few(np.unique(values[outside]).tolist())
         raise DataError(
@@ -276,7 +277,7 @@ def _ade20k_classes(root: Path) -> Classes:
                 f"{table} must name {ADE20K_CLASSES} classes, got {len(listed)}; remove it, or get "
                 "it again"
             )
-        # Some names are there twice, for different things
+        # Some names occur twice, for different classes
         names = [n if listed.count(n) == 1 else f"{n} {i}" for i, n in enumerate(listed, start=1)]
     return Classes(names, distinct(len(names)), (0,), first=1)
 

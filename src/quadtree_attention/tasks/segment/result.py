@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The class of every pixel of an image, and the PNG files that hold it."""
+"""The class of every pixel of an image, and its PNG files."""
 
 import io
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ from quadtree_attention.tasks.contract import Codec, Result, share_lines
 from quadtree_attention.tasks.segment.readers import read_label_map
 from quadtree_attention.viz.palette import Colour, distinct
 
-BYTE = 256  # classes of a label map of 8 bits
+BYTE = 256  # maximum number of classes of an 8-bit label map
 
 
 @dataclass(frozen=True, eq=False, kw_only=True, repr=False)
@@ -38,13 +38,13 @@ class Segmentation(Result):
     confidence: float | None = None
 
     def shares(self) -> dict[str, float]:
-        """The share of the image that each class covers, largest first, without empty classes."""
+        """Return the share of the image of each class, largest first, without empty classes."""
         counts = np.bincount(self.labels.ravel(), minlength=len(self.names))
         order = np.argsort(-counts, kind="stable")
         return {self.names[i]: float(counts[i]) / self.labels.size for i in order if counts[i]}
 
     def facts(self) -> list[str]:
-        """Confidence and time, where they are known."""
+        """Return confidence and time, if known."""
         confidence = [] if self.confidence is None else [f"mean confidence {self.confidence:.2f}"]
         return confidence + ([f"{self.seconds:.2f} s"] if self.seconds else [])
 

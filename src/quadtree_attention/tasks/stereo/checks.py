@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether two images look like a rectified pair, left one first, from a few points in both.
+"""Checks of two images for a rectified pair in the right order, from a few corresponding points.
 
-A network for stereo answers whatever it is given. The points are found without it, by SIFT, so they
-tell what is wrong with a pair whose disparities make no sense.
+A stereo network returns disparities for any input. The points are found by SIFT, independently of
+the network, and are the basis of warnings about unrectified or swapped pairs.
 """
 
 from typing import NamedTuple
@@ -17,38 +17,38 @@ from quadtree_attention.tasks.stereo.result import OCCLUDED
 with needs("models", "checking pairs"):
     import cv2
 
-SIZE = 640  # pixels of the longer side that points are looked for at
+SIZE = 640  # longer side in pixels at which points are detected
 FEATURES = 800
-RATIO = 0.75  # of the distances of the nearest and the next descriptor
-FEWEST = 20  # points that settle anything
-# Of 16 known pairs at most 10 % of the points are off their rows and 2 % behind; turned by 1.5
-# degrees, moved by 4 pixels or swapped, at least 45 % and 95 % are.
+RATIO = 0.75  # maximum ratio of the distances of the two nearest descriptors
+FEWEST = 20  # minimum number of points for a decision
+# In 16 known pairs, at most 10 % of the points are off their rows and 2 % behind; after a rotation
+# by 1.5 degrees, a shift by 4 pixels or a swap, at least 45 % and 95 %.
 ROW_PIXELS, MOST_OFF_ROWS = 2.0, 0.3
 BEHIND_PIXELS, MOST_BEHIND = 1.0, 0.5
-ZERO_PIXELS = 0.5  # disparities below are about zero
-MOST_AT_ZERO = 0.6  # of what both views see; skies and far walls alone are less
+ZERO_PIXELS = 0.5  # disparities below count as zero
+MOST_AT_ZERO = 0.6  # maximum share of non-occluded pixels; skies and far walls have less
 MOST_OCCLUDED = 0.7
 
 
 class Points(NamedTuple):
     """Displacements of points from the left to the right image, both at a side of `SIZE`."""
 
-    dx: Array  # (N,) pixels to the left, that is, disparities
+    dx: Array  # (N,) disparities in pixels
     dy: Array  # (N,) pixels down; about 0 in a rectified pair
 
     @property
     def off_rows(self) -> float:
-        """The share of points that left their row; 0 where there are too few to tell."""
+        """Share of points in a different row; 0 if there are too few points."""
         return float((np.abs(self.dy) > ROW_PIXELS).mean()) if len(self.dy) >= FEWEST else 0.0
 
     @property
     def behind(self) -> float:
-        """The share of points that moved the wrong way; 0 where there are too few to tell."""
+        """Share of points with a negative disparity; 0 if there are too few points."""
         return float((self.dx < -BEHIND_PIXELS).mean()) if len(self.dx) >= FEWEST else 0.0
 
 
 def pair_warnings(left: Image.Image, right: Image.Image) -> tuple[str, ...]:
-    """Sentences about what looks wrong with a pair of images of the same size; mostly none."""
+    """Return warnings about a pair of images of the same size."""
     points = common_points(left, right)
     found = []
     if points.off_rows > MOST_OFF_ROWS:
@@ -67,9 +67,9 @@ def pair_warnings(left: Image.Image, right: Image.Image) -> tuple[str, ...]:
 
 
 def result_warnings(disparity: Array, occlusion: Array, *, scale: float = 1.0) -> tuple[str, ...]:
-    """Sentences about what looks wrong with a result: (H, W) pixels and probabilities.
+    """Return warnings about a result: disparities and probabilities of occlusion, (H, W).
 
-    `scale` is the number of pixels of the images that one pixel was that the network saw.
+    `scale` is the size of a pixel of the network's input in pixels of the images.
     """
     seen = occlusion <= OCCLUDED
     hidden = 1 - float(seen.mean())
@@ -82,13 +82,13 @@ def result_warnings(disparity: Array, occlusion: Array, *, scale: float = 1.0) -
     if at_zero > MOST_AT_ZERO:
         return (
             f"{100 * at_zero:.0f} % of the disparities are about zero; check that the images "
-            "differ, that the left one is first, and that the scene is near enough",
+            "differ, that the left one is first, and that the scene is not too distant",
         )
     return ()
 
 
 def common_points(left: Image.Image, right: Image.Image) -> Points:
-    """Points that SIFT finds in both images, mutual nearest neighbours that pass Lowe's test."""
+    """Return SIFT points of both images: mutual nearest neighbours that pass Lowe's ratio test."""
     detector = cv2.SIFT.create(nfeatures=FEATURES)
     found: list[tuple[Array, Array]] = []
     for image in (left, right):

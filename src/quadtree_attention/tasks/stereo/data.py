@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batches of rectified pairs with disparity: rendered on the device that trains, or from files."""
+"""Batches of rectified pairs with disparity: rendered on the training device, or from files."""
 
 from typing import Any, Literal
 
@@ -16,18 +16,18 @@ from quadtree_attention.tasks.training import data
 from quadtree_attention.tasks.training.data import Batch, Sample, Split
 
 IMAGES = ("image0", "image1")
-BETWEEN = 0.3  # share of the colour jitter by which the views of a pair differ
+BETWEEN = 0.3  # share of the colour jitter that differs between the views of a pair
 
 
 class SyntheticStereoData(data.SyntheticData):
-    """Synthetic scenes seen by two cameras side by side; nothing is read but textures.
+    """Rectified pairs of synthetic scenes; only textures are read from files.
 
     Args:
         source: "synthetic".
-        height: Of the images.
-        width: Of the images.
+        height: Height of the images in pixels.
+        width: Width of the images in pixels.
         scene: Options of the scenes (`StereoOptions`).
-        **common: As for `SyntheticData`.
+        **common: Arguments of `SyntheticData`.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class SyntheticStereoData(data.SyntheticData):
         self.scene: StereoOptions = data.options_of(StereoOptions, "scene", scene)
 
     def render(self, textures: Textures, indices: list[int], *, training: bool) -> Batch:
-        """Rectified scenes, all of whose pixels are known."""
+        """Render rectified pairs; the disparity of every pixel is known."""
         pair = stereo_pairs(textures, indices, options=self.scene, **self.seeded(training=training))
         names = (*IMAGES, "disparity0", "occluded0")
         known = {"known0": torch.ones_like(pair.occluded0), "visible0": ~pair.occluded0}
@@ -57,16 +57,16 @@ class StereoData(data.TaskData):
         root: Folder of the pairs.
         layout: Of the folder: auto, folder, scenes, middlebury2014, kitti2015, kitti2012, sceneflow
             or torchvision:NAME (see `open_source`).
-        val_root: Folder of the pairs to validate on; None: those below folders val, validation,
-            test or testing of the root, which training does not see.
-        height: Of training crops; smaller images are continued below.
-        width: Of training crops; smaller images are continued to the right.
-        batch_size: Training pairs of a batch on one process; validation takes one at a time.
-        val_pairs: Most pairs to validate on, evenly spread over those there are.
-        jitter: Strength of changes of brightness, contrast, colours and gamma in training, which
-            differ a little between the views; 0 turns them off.
-        flip: Share of training pairs turned upside down.
-        **common: Those of `TaskData`.
+        val_root: Folder of the validation pairs; None: pairs below folders val, validation, test
+            or testing of the root, which training does not use.
+        height: Height of training crops; smaller images are padded at the bottom.
+        width: Width of training crops; smaller images are padded on the right.
+        batch_size: Training batch size per process; validation has batch size 1.
+        val_pairs: Maximum number of validation pairs, evenly spread over all pairs.
+        jitter: Strength of changes of brightness, contrast, colours and gamma in training, slightly
+            different for the two views; 0: none.
+        flip: Share of training pairs flipped vertically.
+        **common: Arguments of `TaskData`.
     """
 
     item = "pair"
@@ -109,7 +109,7 @@ class StereoData(data.TaskData):
             raise DataError(f"{error}; pass pairs to validate on with --data.val_root") from error
 
     def train_sample(self, images: Any, truth: StereoTruth) -> Sample:
-        """A window of a pair, its colours changed."""
+        """Return a crop of a pair with colour jitter."""
         sample = self.val_sample(images, truth)
         known = sample["known0"].shape
         room = (max(0, have - want) for have, want in zip(known, self.size, strict=True))
@@ -122,15 +122,15 @@ class StereoData(data.TaskData):
         return sample
 
     def val_sample(self, images: Any, truth: StereoTruth) -> Sample:
-        """Tensors of one pair; images (3, H, W) in bytes."""
+        """Return the tensors of one pair; images (3, H, W) uint8."""
         sample = dict(zip(IMAGES, map(TF.pil_to_tensor, images), strict=True))
         return sample | {f"{k}0": torch.from_numpy(array) for k, array in vars(truth).items()}
 
 
 def cropped(sample: Sample, top: int, left: int, size: tuple[int, int]) -> Sample:
-    """The same window of both views, continued below and to the right where they end.
+    """Crop both views to the same window, padded at the bottom and right.
 
-    Partners of pixels at the left edge are then outside of the right view.
+    Corresponding points of pixels at the left edge are then outside of the right view.
     """
     rows, columns = torch.arange(top, top + size[0]), torch.arange(left, left + size[1])
     height, width = sample["known0"].shape
@@ -149,7 +149,7 @@ def cropped(sample: Sample, top: int, left: int, size: tuple[int, int]) -> Sampl
 
 
 def _recoloured(image0: Tensor, image1: Tensor, strength: float) -> Batch:
-    """Both views in other colours, mostly alike: the cameras of a rig differ a little."""
+    """Apply colour jitter to both views, with a small difference, as between cameras of a rig."""
     shared = torch.rand(4) * 2 - 1
     changed = []
     for image in (image0, image1):

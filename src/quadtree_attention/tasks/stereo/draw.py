@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pictures of disparity: the left image, and its disparity in colours."""
+"""Pictures of disparity: the left image, and a colour map of its disparity."""
 
 import numpy as np
 from PIL import Image
@@ -9,21 +9,21 @@ from quadtree_attention.tasks.stereo.result import OCCLUDED, Disparity, spread
 from quadtree_attention.viz.canvas import Canvas, Scale, Size, lay_out, resized
 from quadtree_attention.viz.palette import BACKGROUND, LUMA, NEARNESS, TEXT, ramp
 
-PERCENTILES = (1.0, 99.0)  # that the colours span: a few wild values do not wash out the rest
-STRIPE = 4  # pixels of the picture that a stripe of the hatching is wide
-DARK_STRIPES, LIGHT_STRIPES = 0.68, 0.32  # their opacity, on bright and dark colours
+PERCENTILES = (1.0, 99.0)  # range of the colours, which excludes outliers
+STRIPE = 4  # width of a stripe of the hatching in pixels of the picture
+DARK_STRIPES, LIGHT_STRIPES = 0.68, 0.32  # opacity on bright and on dark colours
 NOT_KNOWN = (52, 55, 62)
 
 
 def draw(disparity: Disparity, *, title: str | None = None) -> Image.Image:
-    """The left image, and beside it (very wide ones below it) the disparities in colours.
+    """Draw the left image and a colour map of the disparities, stacked if very wide.
 
     Near is bright and far is dark. The colours of the bar span the 1st to the 99th percentile of
-    the pixels that both images show. Occluded pixels are hatched, values that are not finite are
-    grey. Without an image there are the disparities alone.
+    non-occluded pixels. Occluded pixels are hatched, values that are not finite are grey. Without
+    an image, only the disparities are drawn.
 
     Args:
-        disparity: What to draw.
+        disparity: The result to draw.
         title: Text above the picture; None: the range of all disparities, as in `to_text`.
     """
     values = np.asarray(disparity.disparity, np.float64)
@@ -43,7 +43,7 @@ def draw(disparity: Disparity, *, title: str | None = None) -> Image.Image:
 
 
 def words(disparity: Disparity) -> tuple[str, list[str]]:
-    """The range of all disparities, as in `to_text`, and facts about the colours and the result."""
+    """Return the range of all disparities, as in `to_text`, and facts about colours and result."""
     values = disparity.disparity[np.isfinite(disparity.disparity)]
     low, _, high = spread(values)
     facts = ["colours: percentiles {:g} to {:g}".format(*PERCENTILES)]
@@ -59,10 +59,10 @@ def words(disparity: Disparity) -> tuple[str, list[str]]:
 
 
 def shown_range(values: Array, occluded: Array) -> tuple[float, float]:
-    """The disparities of the darkest and of the brightest colour.
+    """Return the disparities of the darkest and of the brightest colour.
 
-    Pixels that both images show decide; without any, all finite ones. A scene all at one depth gets
-    a range of one pixel, or its noise would look like structure.
+    The range is computed from non-occluded pixels, or without any from all finite ones. It is at
+    least one pixel, so that noise of a scene at one depth is not amplified.
     """
     finite = np.isfinite(values)
     chosen = values[finite & ~occluded]
@@ -78,7 +78,7 @@ def _coloured(values: Array, occluded: Array, size: Size, low: float, high: floa
     known = np.isfinite(values)
     pixels = ramp(NEARNESS, (np.where(known, values, low) - low) / (high - low))
     pixels[~known] = NOT_KNOWN
-    # Colours are shrunk, not values, so that an edge between near and far keeps both
+    # Colours are resized, not values, which would be averaged at depth edges
     smaller = size[0] < values.shape[1]
     filtering = Image.Resampling.BOX if smaller else Image.Resampling.NEAREST
     shown = Image.fromarray(pixels).resize(size, filtering)

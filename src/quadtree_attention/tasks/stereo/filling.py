@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Disparities of what the right view does not show, from what is around it.
+"""Filling of occluded disparities from their surroundings.
 
-What is hidden lies behind what hides it. Along a row, it continues what is farther away of the
-nearest pixels that both views show; a median over a few rows removes streaks.
+Occluded surfaces are behind the occluding ones. An occluded pixel gets the disparity of the farther
+of the two nearest non-occluded pixels in its row; a median over a few rows removes streaks.
 """
 
 import numpy as np
@@ -10,14 +10,14 @@ import numpy as np
 from quadtree_attention.images import Array
 from quadtree_attention.tasks.stereo.result import OCCLUDED
 
-ROWS = 9  # of a column: a filled pixel gets the median of what was filled in them
+ROWS = 9  # of a column: a filled pixel gets the median of the filled pixels in these rows
 
 
 def fill_hidden(disparity: Array, occlusion: Array) -> Array:
-    """Disparities (H, W), with those filled in whose probability of occlusion (H, W) is high."""
+    """Fill disparities (H, W) of pixels with a high probability of occlusion (H, W)."""
     hidden = occlusion > OCCLUDED
     farther = from_farther_side(disparity, ~hidden)
-    fills = hidden & np.isfinite(farther)  # not in rows that have no pixel to continue
+    fills = hidden & np.isfinite(farther)  # not in rows without a non-occluded pixel
     margin = ((ROWS // 2, ROWS // 2), (0, 0))
     values = np.pad(np.where(fills, farther, np.nan), margin, constant_values=np.nan)
     windows = np.lib.stride_tricks.sliding_window_view(values, ROWS, axis=0)
@@ -27,7 +27,7 @@ def fill_hidden(disparity: Array, occlusion: Array) -> Array:
 
 
 def from_farther_side(values: Array, sure: Array) -> Array:
-    """The smaller of the nearest sure values (H, W) on the left and right; infinite without any."""
+    """The smaller of the nearest valid values (H, W) on the left and right; else infinity."""
     width = values.shape[1]
     columns = np.arange(width)
     before = np.maximum.accumulate(np.where(sure, columns, -1), axis=1)

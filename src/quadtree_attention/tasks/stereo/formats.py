@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files of disparity: PFM, PNG and NPY, whichever way they say that a pixel is not known."""
+"""Files of disparity: PFM, PNG and NPY, with their conventions for unknown pixels."""
 
 import io
 import re
@@ -18,8 +18,8 @@ from quadtree_attention.tasks.readers import reading
 
 READ = (".pfm", ".png", ".npy", ".npz")
 WRITTEN = (".npy", ".pfm", ".png")
-KITTI_SCALE = 256.0  # of 16-bit PNG
-LARGEST = 65535 / KITTI_SCALE  # pixels that a 16-bit PNG holds
+KITTI_SCALE = 256.0  # factor of values in 16-bit PNG
+LARGEST = 65535 / KITTI_SCALE  # maximum disparity of a 16-bit PNG
 _PFM = re.compile(rb"\s*(P[fF])\s+(\d{1,9})\s+(\d{1,9})\s+(\S{1,40})(?:\r\n|\s|\Z)")  # header
 
 
@@ -34,21 +34,21 @@ class DisparityMap:
 def read_disparity(
     path: StrPath, scale: float | None = None, *, truth: bool = True
 ) -> DisparityMap:
-    """Reads a file of disparity; infinite, NaN, zero and negative values are not known.
+    """Read a file of disparity; infinite, NaN, zero and negative values are unknown.
 
-    Disparities that are all negative are taken for positive ones: Scene Flow stores those of one
-    side that way.
+    If all disparities are negative, their sign is flipped, since Scene Flow stores the disparities
+    of one side negated.
 
     Args:
         path: .pfm of either byte order; .png with one channel; .npy, or .npz with the array
             `disparity` or one array only.
-        scale: What stored values are divided by; None: 256 for a PNG of 16 bits, as in KITTI, and
-            1 for floating-point numbers. A PNG of 8 bits needs it.
-        truth: Whether it is one; a prediction is taken as it is, negative values too, and counts as
-            0 where it is not finite.
+        scale: Divisor of stored values; None: 256 for a 16-bit PNG, as in KITTI, and 1 for
+            floating-point numbers. Required for an 8-bit PNG.
+        truth: True for ground truth. A prediction keeps negative values, and values that are not
+            finite become 0.
 
     Raises:
-        DataError: The file cannot be read, is damaged, or holds something else; names it.
+        DataError: The file cannot be read, is damaged, or contains something else.
         OptionError: The scale is not positive.
     """
     path = Path(path)
@@ -64,7 +64,7 @@ def read_disparity(
             f"{path} is a PNG of 8 bits, whose values are disparities times a scale that it does "
             "not tell; pass the scale, in a data set as disparity_scale in meta.json"
         )
-    with np.errstate(over="ignore"):  # what float32 does not hold is infinite, and so not known
+    with np.errstate(over="ignore"):  # values beyond float32 become infinite, which is unknown
         stored = values.astype(np.float32)
     values = stored / np.float32(own if scale is None else scale)
     known = np.isfinite(values)
@@ -77,10 +77,10 @@ def read_disparity(
 
 
 def encode_disparity(values: Array, suffix: str) -> bytes:
-    """A file of disparities in the format that the suffix names.
+    """Encode disparities in the format of a suffix.
 
-    What is not finite is not known: NaN in .npy, infinite in .pfm and 0 in .png. A PNG has 16 bits,
-    the disparity times 256; its smallest known value is 1 / 256, since 0 is taken.
+    Values that are not finite are written as unknown: NaN in .npy, infinite in .pfm and 0 in .png.
+    A PNG has 16 bits, the disparity times 256; its smallest known value is 1 / 256.
 
     Args:
         values: (H, W) pixels.
@@ -107,7 +107,7 @@ def encode_disparity(values: Array, suffix: str) -> bytes:
 
 
 def _read_pfm(content: bytes, path: Path) -> tuple[Array, float]:
-    """Values, upper row first. The size of the scale in the header is of no use: few fill it in."""
+    """Return the values, upper row first. The magnitude of the scale in the header is ignored."""
     header = _PFM.match(content)
     try:
         kind, *numbers = header.groups() if header else ()
@@ -156,7 +156,7 @@ def _read_npy(content: bytes, path: Path) -> tuple[Array, float]:
     if values.ndim != 2 or values.size == 0 or values.dtype.kind not in "fiu":
         raise DataError(
             f"disparity must be numbers of shape (height, width), got {values.dtype} of shape "
-            f"{values.shape} in {path}; write the file anew"
+            f"{values.shape} in {path}; write the file again"
         )
     return values, 1.0
 

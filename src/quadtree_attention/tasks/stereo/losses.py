@@ -17,18 +17,18 @@ def stereo_losses(
     at_cells: Callable[[Tensor], Tensor],
     max_disparity: float | None = None,
 ) -> dict[str, Tensor]:
-    """The four parts of the loss; each is a mean over what it is about.
+    """Return the four parts of the loss; each is a mean over its valid pixels.
 
     Args:
-        output: Of the network, with the true disparity given to it.
+        output: Output of the network, which was called with the true disparity.
         batch: `disparity0`, `known0`, `visible0` and `occluded0` (B, H, W).
-        at_cells: From pixels to cells of the network's maps, `STTR.at_cells`.
-        max_disparity: Largest disparity that the network can find; larger ones are left out.
+        at_cells: Function from maps of pixels to maps of cells, `STTR.at_cells`.
+        max_disparity: Maximum disparity of the network; larger ones are left out.
 
     Returns:
-        assignment: How improbable the true partner is, and having none where there is none.
-        raw: Distance of disparities before refinement, where the other view shows the same.
-        disparity: Distance after it, of all that is known: what is hidden is to be filled in.
+        assignment: Negative log-likelihood of the true match, or of the dustbin if occluded.
+        raw: Distance of disparities before refinement, for non-occluded pixels.
+        disparity: Distance after refinement, for all known pixels, including occluded ones.
         occlusion: Binary cross entropy of occlusion.
     """
     truth, known = batch["disparity0"], batch["known0"]
@@ -48,10 +48,10 @@ def stereo_losses(
 
 
 def _distance(disparity: Tensor, truth: Tensor, where: Tensor) -> Tensor:
-    """Quadratic below a pixel, linear above: single large errors do not rule."""
+    """Smooth L1 distance: quadratic below one pixel, linear above."""
     return _mean(F.smooth_l1_loss(disparity.float(), truth, reduction="none"), where)
 
 
 def _mean(values: Tensor, chosen: Tensor) -> Tensor:
-    """Mean of the chosen values; 0, with a gradient of 0, where there are none."""
+    """Mean of the chosen values; 0, with a gradient of 0, if there are none."""
     return torch.where(chosen, values, 0).sum() / chosen.sum().clamp(min=1)

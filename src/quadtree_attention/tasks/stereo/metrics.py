@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Metrics of disparities and occlusions.
 
-Pure functions on tensors or arrays of any one shape. Without any pixel that counts a score is NaN.
-A prediction that is not a number is infinitely wrong.
+Pure functions on tensors or arrays of equal shape. A score without valid pixels is NaN. The error
+of a NaN prediction is infinite.
 """
 
 from collections.abc import Iterable, Mapping
@@ -61,13 +61,13 @@ class StereoMetric(Metric[StereoTruth, Disparity]):
 def occlusion_iou(
     predicted: Values, occluded: Values, where: Values, *, both: bool = False
 ) -> float:
-    """Pixels that are occluded and predicted so, over those that are either.
+    """IoU of predicted and true occlusion.
 
     Args:
         predicted: Probability of occlusion, or bool.
-        occluded: The truth, bool.
-        where: Pixels of which it is known.
-        both: Count visible pixels likewise and add both up before dividing, as STTR does; this is
+        occluded: Ground truth, bool.
+        where: Pixels with ground truth.
+        both: Add intersections and unions of visible pixels before dividing, as STTR does; this is
             much higher, since most pixels are visible.
     """
     where = torch.as_tensor(where)
@@ -89,17 +89,19 @@ def scores(
     *,
     visible: Values | None = None,
 ) -> dict[str, float]:
-    """All scores of one image: `epe` (mean error in pixels), `bad1`, `bad2` and `bad3` (percent of
-    errors above so many pixels), `d1` (outliers of KITTI in percent), each with `_noc` (pixels that
-    are not occluded) and `_all` (all known pixels); `occlusion_iou` and `occlusion_iou_both`.
+    """Return all scores of one image.
+
+    These are `epe` (mean error in pixels), `bad1`, `bad2` and `bad3` (percent of errors above 1, 2
+    and 3 pixels), `d1` (outliers of KITTI in percent), each with `_noc` (non-occluded pixels) and
+    `_all` (all known pixels); `occlusion_iou` and `occlusion_iou_both`.
 
     Args:
         disparity: Predicted, in pixels.
-        truth: Likewise.
-        known: Where the truth is known, bool.
-        occluded: What is known to be hidden in the other view or outside of it, bool.
-        predicted_occlusion: Probability; None leaves the scores of occlusion out.
-        visible: Known to be visible in both views; None: all that is known and not occluded.
+        truth: True disparity, in pixels.
+        known: Pixels with ground truth, bool.
+        occluded: Pixels occluded in, or outside of, the other view, bool.
+        predicted_occlusion: Probability; None omits the scores of occlusion.
+        visible: Pixels visible in both views; None: all known pixels that are not occluded.
     """
     known, occluded = torch.as_tensor(known), torch.as_tensor(occluded)
     seen = known & ~occluded if visible is None else torch.as_tensor(visible)
@@ -118,7 +120,7 @@ def scores(
 
 
 def mean_scores(images: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Means over images, large or small; an image without a score (NaN) does not count in it."""
+    """Means over images with equal weight; images without a score (NaN) are left out."""
     gathered: dict[str, list[float]] = {}
     for image in images:
         for name, value in image.items():

@@ -25,24 +25,23 @@ class StereoModule(TaskModule):
 
     Args:
         model: Name of a network: sttr, sttr_quadtree or sttr_quadtree_small.
-        options: Keyword arguments of `STTR` that replace those of the name.
-        weights: Weights to start from, of such a network: a file, or "default" for those of the
-            package.
+        options: Keyword arguments of `STTR` that override the options of the name.
+        weights: Initial weights of the same network: a file, or "default" for the packaged weights.
         lr: Learning rate at a batch of 8 pairs on all processes together; scaled linearly.
-        min_lr: Where cosine and onecycle end, at that batch size too.
+        min_lr: Final learning rate of cosine and onecycle, at the same batch size.
         warmup_epochs: Epochs in which the learning rate rises to `lr`.
-        warmup_start: Share of `lr` that warm-up begins with; None: a learning rate of 1e-6.
+        warmup_start: Initial rate of warm-up as a share of `lr`; None: an absolute rate of 1e-6.
         schedule: "cosine", "onecycle" (PyTorch's OneCycleLR), or "step" (the learning rate times
             `decay` from each of `decay_epochs` on).
-        decay_epochs: Where the steps are.
-        decay: Factor of a step.
-        weight_decay: Of AdamW.
-        no_decay: Parameters without it: "vectors" (norms, biases and level weights), "norms", or
+        decay_epochs: Epochs of the steps.
+        decay: Factor of the learning rate at a step.
+        weight_decay: Weight decay of AdamW.
+        no_decay: Parameters without decay: "vectors" (norms, biases and level weights), "norms", or
             "nothing".
         head_lr: Factor of the learning rate of assignment and refinement.
-        grad_checkpointing: Take less memory and more time.
+        grad_checkpointing: Recompute layers in backward to save memory.
         compile: Compile the convolutional parts with `torch.compile`.
-        seed: Decides weights.
+        seed: Seed of weights.
     """
 
     task = TASK
@@ -92,6 +91,6 @@ class StereoModule(TaskModule):
             found = scores(*predicted, visible=visible)
             logged = {name: found[name] for name in LOGGED} | {"good3": 100 - found["bad3_all"]}
             for name, value in logged.items():
-                if value == value:  # else there was no such pixel
+                if value == value:  # NaN: no such pixel
                     on_bar = name in ("epe_all", "good3")
                     self.log_mean(f"val/{name}", value, 1, prog_bar=on_bar)

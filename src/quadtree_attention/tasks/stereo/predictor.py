@@ -29,18 +29,18 @@ from quadtree_attention.tasks.stereo.checks import pair_warnings, result_warning
 from quadtree_attention.tasks.stereo.filling import fill_hidden
 from quadtree_attention.tasks.stereo.result import Disparity
 
-SIZE = 800  # pixels of the longer side that pairs are matched at, at most: it was trained so wide
-SMALL = 640  # below which pairs are enlarged: cells are of two pixels, and what is thin is lost
-LARGEST_SCALE = 2.0  # of that enlargement; beyond it images hold no more detail
-LEAST_SIDE = 16  # pixels of the shorter side, below which there is nothing to compare
+SIZE = 800  # default maximum of the longer side in pixels: the width of training images
+SMALL = 640  # smaller pairs are enlarged to it, since a cell has two pixels
+LARGEST_SCALE = 2.0  # maximum factor of this enlargement
+LEAST_SIDE = 16  # minimum shorter side in pixels
 
 
 @dataclass(frozen=True)
 class Preprocess:
-    """A pair at the size it is matched at."""
+    """Resizing of a pair to the network's input."""
 
-    size: int  # most pixels of the longer side
-    max_disparity: float | None  # in pixels of the images as given; None: that of the network
+    size: int  # maximum longer side in pixels
+    max_disparity: float | None  # in pixels of the original images; None: default of the network
 
     def __call__(self, left: ImageLike, right: ImageLike) -> Prepared:
         images = to_image(left), to_image(right)
@@ -61,18 +61,18 @@ class Preprocess:
 
 
 class StereoMatcher(Predictor[Disparity]):
-    """Estimates the disparity of rectified pairs of any size.
+    """Predictor of the disparity of rectified pairs of any size.
 
-    `from_pretrained` without a name takes the packaged weights.
+    `from_pretrained` without a name loads the packaged weights.
 
     Args:
         network: The network.
         card: Its card.
-        size: Most pixels of the longer side that pairs are matched at; None: 800. Pairs below 640
-            are enlarged to it, at most twofold. Disparities are in pixels of the images as given.
-        max_disparity: Largest disparity to look for, in pixels of the images as given; None: that
-            of the weights, mostly the whole width. A small one saves mistakes and memory.
-        **common: Those of `Predictor`.
+        size: Maximum longer side of the network's input in pixels; None: 800. Pairs below 640
+            are enlarged to it, at most twofold. Disparities are in pixels of the original images.
+        max_disparity: Maximum disparity in pixels of the original images; None: that
+            of the weights, usually the whole width. A small one reduces errors and memory.
+        **common: Arguments of `Predictor`.
     """
 
     task = TASK
@@ -110,7 +110,7 @@ class StereoMatcher(Predictor[Disparity]):
 
 
 def check_pair(left: Image.Image, right: Image.Image) -> None:
-    """Raises `DataError` for two images that cannot be a rectified pair."""
+    """Raise `DataError` for two images that cannot be a rectified pair."""
     if left.size != right.size:
         sizes = f"{left.width}x{left.height} on the left, {right.width}x{right.height} on the right"
         raise DataError(
@@ -125,17 +125,17 @@ def check_pair(left: Image.Image, right: Image.Image) -> None:
 
 
 def working_size(size: tuple[int, int], longer: int) -> tuple[int, int]:
-    """Width and height with a longer side of at most `longer` pixels, small images enlarged."""
+    """Width and height with a longer side of at most `longer` pixels; small images are enlarged."""
     scale = min(max(1.0, min(LARGEST_SCALE, SMALL / max(size))), longer / max(size))
     width, height = (max(LEAST_SIDE, round(side * scale)) for side in size)
     return width, height
 
 
 def resized(values: Tensor, size: tuple[int, int]) -> Tensor:
-    """A map (h, w) at (height, width): smooth surfaces stay smooth, edges stay edges.
+    """Resize a map (h, w) to (height, width): bilinear on surfaces, nearest neighbour at edges.
 
-    Nothing lies half-way between two surfaces, so that interpolated values there are replaced by
-    the nearest value.
+    Interpolated values between two surfaces lie on neither of them; they are replaced by the
+    nearest value.
     """
     if values.shape == size:
         return values
@@ -146,6 +146,6 @@ def resized(values: Tensor, size: tuple[int, int]) -> Tensor:
 
 
 def pixels(image: Image.Image, size: tuple[int, int]) -> Tensor:
-    """(3, H, W) in [0, 1]."""
+    """Resize an image; return (3, H, W) in [0, 1]."""
     image = image.resize(size, Image.Resampling.BICUBIC, reducing_gap=3.0)
     return torch.from_numpy(np.asarray(image, np.float32) / 255).permute(2, 0, 1).contiguous()

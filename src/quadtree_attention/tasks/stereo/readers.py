@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Readers of rectified pairs with true disparity, in several folder layouts.
 
-What is hidden in the right view is read from a mask where there is one, found by comparing the
-disparities of both views where there are both, and otherwise only known of pixels whose partner
-lies outside of the right view.
+Occlusion is read from a mask if there is one, or computed by comparing the disparities of both
+views if both exist. Otherwise it is known only for pixels whose corresponding point is outside of
+the right view.
 """
 
 import inspect
@@ -25,7 +25,7 @@ from quadtree_attention.tasks.contract import Source, file_identity
 from quadtree_attention.tasks.readers import check_folder, reading, summary
 from quadtree_attention.tasks.stereo.formats import READ, DisparityMap, read_disparity
 
-TORCHVISION = "torchvision:"  # and the name of one of its classes
+TORCHVISION = "torchvision:"  # prefix of the name of one of its classes
 LOSE_WHAT_IS_HIDDEN = ("ETH3DStereo", "Middlebury2014Stereo")  # classes of torchvision
 IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".ppm", ".tif", ".tiff")  # in this order
 VALIDATION = {"val", "validation", "test", "testing", "TEST"}  # folders of that split
@@ -36,7 +36,7 @@ PASSES = (  # folders of Scene Flow's images; final ones where there are no clea
 MASKS = ("occlusion", "disparity_occlusions")  # of Scene Flow
 CONSISTENT = 1.0  # pixels by which the disparities of both views may differ
 VISIBLE, HIDDEN = 255, 128  # in mask0nocc.png of Middlebury and ETH3D
-_DEEPEST = 6  # folders below the root that are looked into
+_DEEPEST = 6  # maximum depth of folders below the root
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,8 @@ class StereoTruth:
 
     disparity: Array  # (H, W) float32 pixels, 0 where not known
     known: Array  # (H, W) bool
-    occluded: Array  # (H, W) bool: known to be hidden in, or outside of, the right view
-    visible: Array  # (H, W) bool: disparity is known, and nothing speaks against being visible
+    occluded: Array  # (H, W) bool: known to be occluded in, or outside of, the right view
+    visible: Array  # (H, W) bool: disparity is known, and not known to be occluded
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Incomplete(NamedTuple):
 
 
 class FileSource(Source[StereoTruth]):
-    """Pairs whose files are listed, and the reasons why others are not among them."""
+    """Pairs by their listed files, and the reasons why other pairs are skipped."""
 
     def __init__(self, files: Sequence[StereoFiles], skipped: Sequence[str] = ()) -> None:
         self.files, self.skipped = list(files), list(skipped)
@@ -134,7 +134,7 @@ class TorchvisionSource(Source[StereoTruth]):
             raise DataError(f"torchvision's {kind} has no pairs of the split 'val' in {root}")
         try:
             self._data: Any = made(**options)
-        except Exception as error:  # it fails by file, pattern and value
+        except Exception as error:  # errors of files, patterns and values
             reason = " ".join(str(error).split())
             raise DataError(
                 f"torchvision's {kind} finds no data in {root}: {reason}; see its documentation "
@@ -164,7 +164,7 @@ class TorchvisionSource(Source[StereoTruth]):
         mask = np.asarray(masks[0], bool) if masks and masks[0] is not None else None
         occluded = np.zeros_like(known)
         if mask is not None and self.kind == "SintelStereo":
-            occluded = ~mask  # what others call invalid is hidden or outside here
+            occluded = ~mask  # invalid pixels are occluded or outside in this data set
         elif mask is not None:
             known &= mask
         name = f"the disparity of {self.name(index)}"
@@ -181,7 +181,7 @@ class TorchvisionSource(Source[StereoTruth]):
 def open_source(
     root: StrPath, *, split: str | None = None, strict: bool = True, layout: str = "auto"
 ) -> Source[StereoTruth]:
-    """The pairs in a folder and in all folders below it.
+    """Open the pairs in a folder and its subfolders.
 
     Layouts:
 
@@ -199,15 +199,15 @@ def open_source(
 
     Args:
         root: Folder.
-        split: "val": what lies in a folder val, validation, test or testing; "train": the rest;
+        split: "val": pairs in a folder val, validation, test or testing; "train": the rest;
             None or "all": everything.
-        strict: Refuse a folder in which a file of a pair is missing; else such pairs are left out
+        strict: Raise an error if a file of a pair is missing; otherwise such pairs are left out
             and listed in `skipped`.
         layout: One of them; "auto" takes all but torchvision's.
 
     Raises:
         OptionError: There is no such layout or split.
-        DataError: There are no pairs, or, if strict, some are not whole.
+        DataError: There are no pairs, or, if strict, some are incomplete.
     """
     folder = Path(root)
     checks.one_of(("all", "train", "val"), split=split)
@@ -219,7 +219,7 @@ def open_source(
         return TorchvisionSource(layout.removeprefix(TORCHVISION), folder, split)
     finders = list(_FINDERS.values()) if layout == "auto" else [_FINDERS[layout]]
     found = _search(folder, folder, finders)
-    if split is not None:  # what lies in folders for validation, or what does not
+    if split is not None:  # pairs inside or outside of validation folders
         held_out = (not VALIDATION.isdisjoint(Path(entry.name).parts[:-1]) for entry in found)
         found = [e for e, val in zip(found, held_out, strict=True) if val == (split == "val")]
     pairs = [entry for entry in found if isinstance(entry, StereoFiles)]
@@ -240,7 +240,7 @@ def open_source(
 
 
 def _search(place: Path, root: Path, finders: Sequence[Finder], depth: int = 0) -> list[Found]:
-    """Items found in a folder, or else below it."""
+    """Items of a folder, or if it has none, of its subfolders."""
     for finder in finders:
         within = place.relative_to(root)
         try:
@@ -249,7 +249,7 @@ def _search(place: Path, root: Path, finders: Sequence[Finder], depth: int = 0) 
             return [Incomplete((within / place.resolve().name).as_posix(), str(error))]
         if found is not None:
             return found
-    if depth == _DEEPEST:  # links may lead round in circles
+    if depth == _DEEPEST:  # links may be cyclic
         return []
     try:
         children = sorted(p for p in place.iterdir() if p.is_dir() and p.name[0] != ".")
@@ -302,7 +302,7 @@ def _find_scene(place: Path, within: Path) -> list[Found] | None:
 def _find_kitti(
     images: tuple[str, str], all_known: str, visible: str, place: Path, within: Path
 ) -> list[Found] | None:
-    """Pairs with disparity; other frames and the test images have none."""
+    """Find pairs with disparity; other frames and the test images have none."""
     left, right = (place / name for name in images)
     if not (left.is_dir() and right.is_dir()):
         return None
@@ -353,7 +353,7 @@ _FINDERS: dict[str, Finder] = {
 
 
 def _stems(folder: Path, suffixes: Sequence[str]) -> dict[str, Path]:
-    """The files of a folder by their names without suffixes."""
+    """Return the files of a folder by their names without suffixes."""
     if not folder.is_dir():
         return {}
     files = sorted(p for p in folder.iterdir() if p.suffix.lower() in suffixes)
@@ -366,7 +366,7 @@ def _first(folder: Path, stems: Iterable[str], suffixes: Sequence[str]) -> Path 
 
 
 def _scale(path: Path) -> float | None:
-    """`disparity_scale` of a file that tells about a folder."""
+    """Read `disparity_scale` from the metadata file of a folder."""
     if not path.exists():
         return None
     advice = "it must be an object with disparity_scale, by which stored values are divided"
@@ -378,7 +378,7 @@ def _scale(path: Path) -> float | None:
 
 
 def _occlusion(files: StereoFiles, truth: DisparityMap) -> tuple[Array, Array]:
-    """(H, W) bool each: what is hidden or outside, and what may be."""
+    """Return pixels that are occluded or outside, and pixels that may be, (H, W) bool each."""
     shape = truth.values.shape
     unsure = np.zeros(shape, bool)
     if files.visibility is not None:
@@ -400,14 +400,14 @@ def _occlusion(files: StereoFiles, truth: DisparityMap) -> tuple[Array, Array]:
 
 
 def _outside(values: Array, known: Array) -> Array:
-    """Pixels whose partner is left of the right view."""
+    """Return pixels whose corresponding point is left of the right view."""
     return known & (np.arange(values.shape[1]) < values)
 
 
 def _compare(truth: DisparityMap, other: DisparityMap) -> tuple[Array, Array]:
-    """What the right view has another disparity for, and where it has none at all.
+    """Return pixels with another disparity in the right view, and with an unknown one.
 
-    A partner lies between two pixels, of which one has to agree.
+    The corresponding point lies between two pixels; one of them must agree.
     """
     column = np.arange(truth.values.shape[1]) - truth.values
     agrees, there = np.zeros_like(truth.known), np.zeros_like(truth.known)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The disparities of a pair, and the files that hold them."""
+"""The disparities of a pair, and their files."""
 
 import io
 from collections.abc import Mapping
@@ -29,10 +29,10 @@ class Disparity(Result):
     """The horizontal shift of each left pixel in the right image.
 
     Attributes:
-        disparity: (H, W) float32, pixels of the images as given: what is at (x, y) on the left is
-            at (x - disparity, y) on the right. Occluded pixels continue the background.
-        occlusion: (H, W) float32, the probability that the right image does not show the pixel;
-            None where a file has none.
+        disparity: (H, W) float32, in pixels of the original images: (x, y) on the left corresponds
+            to (x - disparity, y) on the right. Occluded pixels continue the background.
+        occlusion: (H, W) float32, the probability that the pixel is occluded in the right image;
+            None if a file has none.
     """
 
     task: ClassVar[str] = "stereo"
@@ -41,12 +41,12 @@ class Disparity(Result):
     occlusion: Array | None = None
 
     def depth(self, focal: float, baseline: float, *, offset: float = 0.0) -> Array:
-        """(H, W) float32, the distance along the optical axis, in the unit of `baseline`.
+        """Return the distance along the optical axis, (H, W) float32, in the unit of `baseline`.
 
-        It is baseline * focal / (disparity + offset), and infinite where that is not positive.
+        It is baseline * focal / (disparity + offset), or infinite if this is not positive.
 
         Args:
-            focal: Focal length of the rectified images as given, in pixels.
+            focal: Focal length of the original rectified images, in pixels.
             baseline: Distance between the cameras.
             offset: Pixels by which the right camera's centre is further right than the left one's
                 (`doffs` of Middlebury).
@@ -69,18 +69,18 @@ class Disparity(Result):
         occluded: bool = False,
         farthest: float | None = None,
     ) -> tuple[Array, Array]:
-        """Points (N, 3) float32 and their colours (N, 3) uint8, one for each pixel with a depth.
+        """Return points (N, 3) float32 and colours (N, 3) uint8, one per pixel with a depth.
 
         x is to the right, y down and z along the optical axis, from the left camera, in the unit of
-        `baseline`. Colours are those of the left image, grey where a file has none.
+        `baseline`. Colours are from the left image, or grey if a file has no image.
 
         Args:
             focal: As for `depth`.
             baseline: As for `depth`.
             offset: As for `depth`.
             centre: Principal point (x, y) in pixels; None: the middle of the image.
-            occluded: Include pixels that the right image does not show, whose disparity is a guess.
-            farthest: Largest z; None: any.
+            occluded: Include occluded pixels, whose disparity is extrapolated.
+            farthest: Maximum z; None: no limit.
 
         Raises:
             OptionError: As for `depth`, or `farthest` is not positive.
@@ -103,18 +103,18 @@ class Disparity(Result):
         return found.astype(np.float32), colours
 
     def save_points(self, path: StrPath, focal: float, baseline: float, **options: Any) -> None:
-        """Writes `points` as .ply, all or nothing."""
+        """Write `points` as .ply, atomically."""
         if Path(path).suffix != ".ply":
             raise OptionError(f"points are written as .ply, got {str(path)!r}; name it so")
         write_whole(path, encode_ply(*self.points(focal, baseline, **options)))
 
     @property
     def occluded(self) -> float:
-        """The share of pixels that are occluded."""
+        """Share of pixels that are occluded."""
         return 0.0 if self.occlusion is None else float((self.occlusion > OCCLUDED).mean())
 
     def draw_occlusion(self, path: StrPath | None = None) -> Image.Image:
-        """A grey picture of the size of the image, white where the right image does not show it."""
+        """Draw occlusion as a grey picture of the size of the image, white if occluded."""
         shown = np.zeros_like(self.disparity) if self.occlusion is None else self.occlusion
         picture = Image.fromarray((np.clip(shown, 0, 1) * 255).round().astype(np.uint8))
         if path is not None:
@@ -122,7 +122,7 @@ class Disparity(Result):
         return picture
 
     def save_depth(self, path: StrPath, focal: float, baseline: float, **options: float) -> None:
-        """Writes `depth` as .npy, all or nothing."""
+        """Write `depth` as .npy, atomically."""
         if Path(path).suffix != ".npy":
             raise OptionError(f"depth is written as .npy, got {str(path)!r}; name it so")
         content = io.BytesIO()
@@ -162,7 +162,7 @@ def spread(values: Array) -> tuple[float, float, float]:
 
 
 def check_cameras(focal: float, baseline: float, offset: float = 0.0) -> None:
-    """Raises `OptionError` for cameras that have no depth; see `Disparity.depth`."""
+    """Raise `OptionError` for cameras that have no depth; see `Disparity.depth`."""
     checks.above(0, focal=focal, baseline=baseline)
     if not np.isfinite(offset):
         raise OptionError(f"offset must be finite, got {offset}; pass that of the cameras")

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The training engine all tasks share."""
+"""Training, shared by all tasks."""

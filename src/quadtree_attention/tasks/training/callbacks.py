@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Callbacks of a run: progress, a table of its epochs, and their curves."""
+"""Callbacks of a run: progress bar, table of epochs, and curves."""
 
 import csv
 import io
@@ -52,11 +52,11 @@ class Progress(TQDMProgressBar):
 class History(Callback):
     """Writes `history.csv`, one row per epoch, and `curves.png` beside it.
 
-    On a GPU a row also tells the most memory held (`peak_mib`). Rows of epochs that were not
-    validated lack what validation tells.
+    On a GPU a row also has the peak memory (`peak_mib`). Rows of epochs without validation have no
+    validation metrics.
 
-    The rows are part of the checkpoint: a run that goes on keeps those of before. Metrics named
-    `train/x` and `val/x` share the picture of `x`.
+    The rows are part of the checkpoint, so that a resumed run keeps them. Metrics named `train/x`
+    and `val/x` share the plot of `x`.
     """
 
     def __init__(self) -> None:
@@ -78,7 +78,7 @@ class History(Callback):
         self._validated = True
 
     def on_train_epoch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        # the trainer goes on telling what the last validation found
+        # the trainer still reports the metrics of the last validation
         told = ("train/", "val/") if self._validated else ("train/",)
         metrics = {
             name: float(value)
@@ -110,10 +110,10 @@ def write_table(rows: list[Row], path: Path) -> None:
 
 
 def draw_curves(rows: list[Row], path: Path) -> None:
-    """One picture per metric, over epochs, training and validation in one."""
+    """Draw one plot per metric over epochs, for training and validation."""
     try:
         from matplotlib.figure import Figure
-    except ModuleNotFoundError:  # the table has it all; training goes on without pictures
+    except ModuleNotFoundError:  # training continues without plots
         return
 
     names = {name for row in rows for name in row if "/" in name}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints that are whole or not there, and that never run code when they are read."""
+"""Checkpoints that are written atomically and read without executing code."""
 
 import os
 from collections.abc import Callable
@@ -19,13 +19,13 @@ BEST = "best.ckpt"
 
 
 class SafeCheckpointIO(TorchCheckpointIO):
-    """Writes beside the old file and then replaces it; reads tensors and plain values only."""
+    """Checkpoint IO that writes atomically, and reads tensors and plain values only."""
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
     ) -> None:
         target = Path(path)
-        # One name for all: what a killed run leaves is large, and the next one writes over it
+        # One name for all: the next run overwrites the large file of a killed run
         unfinished = target.with_name(target.name + ".unfinished")
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -59,7 +59,7 @@ def read_training_checkpoint(path: Any) -> dict[str, Any]:
     """Read a training checkpoint.
 
     Raises:
-        CheckpointError: There is no such file, or it is damaged, or would run code.
+        CheckpointError: The file does not exist, is damaged, or would execute code.
     """
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
@@ -67,7 +67,7 @@ def read_training_checkpoint(path: Any) -> dict[str, Any]:
         raise CheckpointError(
             f"there is no checkpoint {path}; pass one that a run has written, such as its {LAST}"
         ) from None
-    except Exception as error:  # damaged files fail in every possible way
+    except Exception as error:  # damaged files raise many kinds of errors
         reason = f" ({error.strerror})" if isinstance(error, OSError) and error.strerror else ""
         raise CheckpointError(
             f"cannot read the checkpoint {path}{reason}: it is damaged, or no training run wrote "
@@ -82,9 +82,9 @@ def read_training_checkpoint(path: Any) -> dict[str, Any]:
 
 
 class LastCheckpoint(Callback):
-    """Keeps `last.ckpt` up to date: every so many steps, and after every epoch.
+    """Callback that writes `last.ckpt` every `every_n_steps` steps and after every epoch.
 
-    A run that ends inside an epoch, by `max_steps` or `max_time`, can go on from there.
+    A run that ends inside an epoch, by `max_steps` or `max_time`, can be resumed there.
 
     Args:
         every_n_steps: Optimizer steps between two checkpoints inside an epoch.
@@ -106,7 +106,7 @@ class LastCheckpoint(Callback):
             self._save(trainer)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        if trainer.is_last_batch:  # else it was cut short, and would count as whole
+        if trainer.is_last_batch:  # an interrupted epoch would count as complete
             self._save(trainer)
 
     def _save(self, trainer: pl.Trainer) -> None:

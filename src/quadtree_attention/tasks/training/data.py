@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 Batch = dict[str, Any]
 Sample = dict[str, Any]
 Split = Literal["train", "val"]
-ATTEMPTS = 50  # unreadable samples in a row, after which something else is wrong
-FIX = "mend it, or leave out --data.strict"
+ATTEMPTS = 50  # maximum number of consecutive unreadable samples
+FIX = "fix it, or leave out --data.strict"
 PROCEDURAL = 96
 
 
@@ -38,19 +38,19 @@ class TaskData(pl.LightningDataModule):
     `available` and `place`. Everything random in a sample is drawn from (seed, epoch, index).
 
     Args:
-        batch_size: Samples of a training batch on one process.
+        batch_size: Training batch size per process.
         workers: Processes that read files; None: one per core, 8 at most; 0 reads in the process.
         strict: Fail at the first file that cannot be used instead of counting and replacing it.
-        seed: Decides order and augmentation.
-        limit_images: Use the first so many samples of either split only.
+        seed: Seed of order and augmentation.
+        limit_images: Maximum number of samples per split, the first ones.
     """
 
     item: ClassVar[str] = "image"  # a sample, in messages
-    more: ClassVar[str] = ""  # what else fills a batch, such as "more --data.pairs or "
+    more: ClassVar[str] = ""  # advice to fill a batch, such as "more --data.pairs or "
     # An unusable sample of validation is replaced by the next one, as in training; False: left out
     replaces: ClassVar[bool] = True
-    floats: ClassVar[tuple[str, ...]] = ()  # entries of a batch that travel as bytes
-    val_pairs: int | None = None  # most samples to validate on, evenly spread over those there are
+    floats: ClassVar[tuple[str, ...]] = ()  # entries of a batch that are copied as bytes
+    val_pairs: int | None = None  # maximum number of validation samples, evenly spread
 
     def __init__(
         self,
@@ -99,11 +99,11 @@ class TaskData(pl.LightningDataModule):
         return min(self.available(split), self.limit_images or sys.maxsize)
 
     def place(self, split: Split, index: int) -> int:
-        """Which sample of the source the sample `index` of an epoch is; may draw."""
+        """Return the index in the source of sample `index` of an epoch; may be random."""
         return index * len(self.source(split)) // self.available(split)
 
     def source(self, split: Split) -> Any:
-        """The samples of a split, opened once; what it skips is reported, classes are compared."""
+        """Open the samples of a split once; report skipped samples and compare classes."""
         if split not in self._sources:
             source = self.open(split)
             if source.skipped:
@@ -119,7 +119,7 @@ class TaskData(pl.LightningDataModule):
         return self._sources[split]
 
     def report(self, source: Any) -> str:
-        """Message about the samples that a source skips."""
+        """Return a message about the samples that a source skips."""
         return f"skipped {len(source.skipped)} files: {summary(source.skipped)}"
 
     @property
@@ -150,7 +150,7 @@ class TaskData(pl.LightningDataModule):
         return self.loader("val")
 
     def sampler(self, split: Split) -> EpochSampler:
-        """The share of this process, which the trainer knows, in an epoch."""
+        """Return the sampler of this process for an epoch."""
         training = split == "train"
         return EpochSampler(
             self.count(split),
@@ -167,7 +167,7 @@ class TaskData(pl.LightningDataModule):
         options: dict[str, Any] = {"pin_memory": torch.cuda.is_available()}
         if self.workers > 0:
             options |= {"num_workers": self.workers, "persistent_workers": True}
-        alone = copy.copy(self)  # workers get no trainer, and so no network
+        alone = copy.copy(self)  # workers get no trainer and no network
         alone.trainer, alone._sources = None, {split: source}
         dataset = loader.SeededDataset(sampler.size, partial(alone.read, split), self.seed)
         collate = partial(alone.collate, training=split == "train")
@@ -244,20 +244,20 @@ def tell(message: str) -> None:
 
 
 class SyntheticData(TaskData):
-    """Pairs that are rendered on the device that trains; loaders give their numbers only.
+    """Pairs that are rendered on the training device; loaders only yield their numbers.
 
     Subclasses define `render`.
 
     Args:
-        textures: Folder of photographs to cover surfaces with; None: procedural textures only.
-        procedural: Procedural textures; 96 by default, but no more than photographs if those are
-            there.
-        texture_size: Pixels on a side of a texture.
+        textures: Folder of photographs used as textures; None: procedural textures only.
+        procedural: Number of procedural textures; by default 96, or at most the number of
+            photographs.
+        texture_size: Side of a texture in pixels.
         size: (height, width) of the images.
-        pairs: Pairs of an epoch.
-        val_pairs: Pairs to validate on, always the same.
-        batch_size: Pairs of a batch on one process.
-        seed: Decides scenes and order.
+        pairs: Pairs per epoch.
+        val_pairs: Validation pairs, the same in every epoch.
+        batch_size: Batch size per process.
+        seed: Seed of scenes and order.
     """
 
     item = "pair"
@@ -291,7 +291,7 @@ class SyntheticData(TaskData):
         return self.pairs if split == "train" else self.val_pairs
 
     def setup(self, stage: str | None = None) -> None:
-        """Make textures where they are used: a GPU takes seconds, a CPU minutes."""
+        """Create the textures on the training device: a GPU takes seconds, a CPU minutes."""
         if self._textures is not None:
             return
         device = self.trainer.strategy.root_device if self.trainer else torch.device("cpu")
@@ -305,16 +305,16 @@ class SyntheticData(TaskData):
 
     def loader(self, split: Split) -> ResumableLoader:
         numbers = PairNumbers(self.count(split), training=split == "train")
-        return ResumableLoader(numbers, self.sampler(split), collate_fn=dict)  # is a batch already
+        return ResumableLoader(numbers, self.sampler(split), collate_fn=dict)  # a sample is a batch
 
     def transfer_batch_to_device(
         self, batch: Batch, device: torch.device, dataloader_idx: int
     ) -> Batch:
-        """Leaves the numbers where they are: to read them back would wait for the device."""
+        """Keep the numbers on the CPU: reading them back would synchronise with the device."""
         return {**batch, "device": device}
 
     def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
-        """Renders the pairs whose numbers the batch holds."""
+        """Render the pairs whose numbers the batch holds."""
         assert self._textures is not None
         textures = self._textures.to(batch.get("device", batch["indices"].device))
         training = batch["training"]
@@ -322,13 +322,13 @@ class SyntheticData(TaskData):
         return self.finish(batch, training=training)
 
     def seeded(self, *, training: bool) -> dict[str, Any]:
-        """Size and seed of scenes; validation has a seed whose scenes training does not see."""
+        """Size and seed of scenes; training and validation have different seeds."""
         return {"size": self.size, "seed": loader.seed_from(self.seed, 0 if training else 1)}
 
 
 @dataclass(eq=False)
 class PairNumbers(Dataset[Batch]):
-    """Numbers of pairs, new ones in every epoch of training."""
+    """Numbers of pairs, different in every training epoch."""
 
     count: int
     training: bool
@@ -343,7 +343,7 @@ class PairNumbers(Dataset[Batch]):
 
 
 def options_of(kind: Any, name: str, given: dict[str, Any] | None) -> Any:
-    """Options of a dataclass from a recipe, whose ranges come as lists."""
+    """Create options of a dataclass from a recipe, in which ranges are lists."""
     for key in given or {}:
         known(key, [field.name for field in fields(kind)], f"an option of {name}")
     values = {key: tuple(v) if isinstance(v, list) else v for key, v in (given or {}).items()}

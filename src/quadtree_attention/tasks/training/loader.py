@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batches that depend on nothing but the seed, the epoch and their number.
+"""Batches determined by the seed, the epoch and their number.
 
-Every random choice about a sample is drawn from `(seed, epoch, index)`, whichever worker or process
-makes it. So a run can stop after any batch and go on, and several processes together see the same
-batches as one process with the batch size of all of them.
+All random numbers of a sample are drawn from `(seed, epoch, index)`, independently of the worker or
+process. A run can therefore be resumed after any batch, and several processes together get the
+same batches as one process with their total batch size.
 """
 
 import random
@@ -32,23 +32,23 @@ def seed_from(*numbers: int) -> int:
 
 
 def set_seed(seed: int) -> None:
-    """Seeds Python, NumPy and torch, all devices included."""
+    """Seed Python, NumPy and torch, all devices included."""
     random.seed(seed)
-    np.random.seed(seed)  # transforms of libraries draw from it
+    np.random.seed(seed)  # transforms of libraries use it
     torch.manual_seed(seed)
 
 
 @dataclass(eq=False)
 class EpochSampler(Sampler[Draw]):
-    """The share of one process in the batches of an epoch.
+    """Sampler of the share of one process in the batches of an epoch.
 
-    With `shuffle`, as in training, there is a new order every epoch, and only batches that are
-    whole on all processes. Otherwise every sample comes once, in order.
+    With `shuffle`, as in training, the order changes every epoch, and only batches that are
+    complete on all processes are used. Otherwise every sample is used once, in order.
     """
 
     size: int  # samples of the data set
     batch_size: int  # on one process
-    seed: int = 0  # decides the order of every epoch
+    seed: int = 0  # seed of the order of every epoch
     shuffle: bool = False
     rank: int = 0  # this process
     world_size: int = 1
@@ -77,7 +77,7 @@ class EpochSampler(Sampler[Draw]):
 
 @dataclass(eq=False)
 class SeededDataset(Dataset[Any]):
-    """Reads samples by index with every generator seeded from `(seed, epoch, index)`."""
+    """Dataset that seeds all generators from `(seed, epoch, index)` before it reads a sample."""
 
     size: int
     read: Callable[[int], Any]
@@ -92,9 +92,9 @@ class SeededDataset(Dataset[Any]):
 
 
 class ResumableLoader(DataLoader[Any]):
-    """A `DataLoader` that knows how many batches of the epoch it has given out.
+    """A `DataLoader` that counts the yielded batches of the epoch.
 
-    Lightning stores `state_dict()` in every checkpoint and gives it back before the first batch.
+    Lightning stores `state_dict()` in every checkpoint and restores it before the first batch.
     """
 
     sampler: EpochSampler
@@ -109,7 +109,7 @@ class ResumableLoader(DataLoader[Any]):
             for batch in super().__iter__():
                 self.given += 1
                 yield batch
-        except QuadtreeAttentionError as error:  # without the traceback that a worker's brings
+        except QuadtreeAttentionError as error:  # drop the traceback of the worker
             kind = f"{type(error).__module__}.{type(error).__qualname__}: "
             raise type(error)(str(error).rpartition(kind)[2].strip()) from error
 

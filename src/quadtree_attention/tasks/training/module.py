@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Lightning module that all tasks share: network, optimizer, schedules, logging, scores."""
+"""The Lightning module of all tasks: network, optimizer, schedules, logging, scores."""
 
 import math
 from collections.abc import Mapping
@@ -24,9 +24,9 @@ from quadtree_attention.tasks.training.loader import seed_from, set_seed
 if TYPE_CHECKING:
     from quadtree_attention.tasks.contract import Metric, Task
 
-CHECK_EVERY = 20  # batches; looking at the loss makes a GPU wait
-DECAY = 0.1  # factor of the learning rate at each of `decay_epochs`, unless `decay` says another
-WARMUP_START = 1e-6  # learning rate that warm-up begins with, unless `warmup_start` says another
+CHECK_EVERY = 20  # batches; reading the loss synchronises with the GPU
+DECAY = 0.1  # factor of the learning rate at each of `decay_epochs`, unless `decay` is given
+WARMUP_START = 1e-6  # learning rate that warm-up begins with, unless `warmup_start` is given
 # Parameters without weight decay; vectors are norms, biases and level weights
 NoDecay = Literal["vectors", "norms", "nothing"]
 
@@ -37,7 +37,7 @@ class OneCycle(Scheduler):
     Args:
         optimizer: Its learning rates are the highest ones.
         steps: Of the run.
-        warmup_t: Steps in which rates rise along a cosine; along another they fall in the rest.
+        warmup_t: Steps in which rates rise along a cosine; in the rest they fall along another.
         warmup_lr_init: Where they start.
         min_lr: Where they end.
     """
@@ -85,9 +85,9 @@ class TaskModule(pl.LightningModule):
 
     task: ClassVar["Task"]
     monitor: ClassVar[str]  # the metric whose highest value marks the best epoch
-    batch_of_lr: ClassVar[int]  # samples of a batch, on all processes, that `lr` is meant for
+    batch_of_lr: ClassVar[int]  # total batch size of all processes that `lr` refers to
     schedules: ClassVar[tuple[str, ...]] = ("cosine",)  # values of the hyper-parameter `schedule`
-    heads: ClassVar[tuple[str, ...]] = ()  # starts of the names of parameters that `head_lr` is for
+    heads: ClassVar[tuple[str, ...]] = ()  # prefixes of parameters with `head_lr`
     bar: ClassVar[tuple[str, ...]] = ()  # scores on the progress bar beside `monitor`
     set_by: ClassVar[dict[str, str]] = {}  # what sets arguments of the network; no options are
 
@@ -95,10 +95,10 @@ class TaskModule(pl.LightningModule):
 
     def __init__(self) -> None:
         super().__init__()
-        self.skipped: dict[str, None] = {}  # files that cannot be used, in the order they were met
+        self.skipped: dict[str, None] = {}  # unusable files, in order of occurrence
         self._told = 0
         self.kwargs: dict[str, Any] = {}  # of the network, for the card
-        self.start: str | None = None  # checksum of the weights that training started from
+        self.start: str | None = None  # checksum of the initial weights
         self.metric: Metric[Any, Any] | None = None
 
     def build(
@@ -110,7 +110,7 @@ class TaskModule(pl.LightningModule):
         num_classes: int | None = None,
         **unsaved: Any,
     ) -> None:
-        """Check the hyper-parameters, and make the network that they describe.
+        """Check the hyper-parameters and create the network.
 
         Args:
             model: Name of the network.
@@ -120,7 +120,7 @@ class TaskModule(pl.LightningModule):
             unsaved: Further arguments of the network that its weights do not depend on.
 
         Raises:
-            OptionError: A hyper-parameter is out of range, or the network refuses an option.
+            OptionError: A hyper-parameter is out of range, or an option does not exist.
         """
         for name in self.set_by.keys() & (options or {}).keys():
             raise OptionError(
@@ -158,7 +158,7 @@ class TaskModule(pl.LightningModule):
             self.compile_model()
 
     def compile_model(self) -> None:
-        """Compile the network in place: the names of its weights stay."""
+        """Compile the network in place, without changing the names of its weights."""
         self.model.compile()
 
     def losses(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
@@ -205,12 +205,12 @@ class TaskModule(pl.LightningModule):
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         self.note_skipped(batch)
-        if size_of(batch):  # else none of its samples could be read
+        if size_of(batch):  # empty if none of its samples could be read
             self.validate(batch)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        # All that is drawn in a step depends on the number of its batch alone, so that a run that
-        # was stopped goes on as if it had not been.
+        # All random numbers of a step depend on the number of its batch only, so that a run that
+        # was resumed equals one that was not interrupted.
         numbers = (self.hparams["seed"], self.current_epoch, batch_idx, self.global_rank)
         set_seed(seed_from(*numbers))
 
@@ -222,7 +222,7 @@ class TaskModule(pl.LightningModule):
             return
         self.gather(self.metric)
         found = self.scores(self.metric)
-        if not found and not self.trainer.sanity_checking:  # whose few samples may all be bad
+        if not found and not self.trainer.sanity_checking:  # its few samples may all be unreadable
             raise DataError(
                 f"none of the validation samples can be scored: {summary(list(self.skipped))}; "
                 "check the files"
@@ -232,14 +232,14 @@ class TaskModule(pl.LightningModule):
             self.log(f"val/{name}", value, prog_bar=on_bar, sync_dist=False)
 
     def gather(self, metric: "Metric[Any, Any]") -> None:
-        """Give the metric of every process what those of all processes have seen."""
+        """Merge the states of the metric of all processes into the metric of each."""
         if self.trainer.world_size > 1:
             states: list[Any] = [None] * self.trainer.world_size
             torch.distributed.all_gather_object(states, metric.state())
             metric.merge(states)
 
     def note_skipped(self, batch: Mapping[str, Any]) -> None:
-        """Remembers the files that a batch has to do without, to be told after the epoch."""
+        """Record the skipped files of a batch, to be reported after the epoch."""
         self.skipped |= dict.fromkeys(batch.get("skipped", ()))
 
     def on_train_epoch_end(self) -> None:
@@ -303,7 +303,7 @@ class TaskModule(pl.LightningModule):
         """The learning rate over the steps of a run; `warmup` are options of timm's schedulers."""
         h = self.hparams
         if h.get("schedule") == "step":
-            # timm's scheduler decays one step before the one it is told
+            # timm's scheduler decays one step before the given one
             decays = [round(epoch * steps_per_epoch) + 1 for epoch in h["decay_epochs"]]
             return DecaySchedule(optimizer, decays, decay_rate=h.get("decay", DECAY), **warmup)
         if h.get("schedule") == "onecycle":
@@ -317,12 +317,12 @@ class TaskModule(pl.LightningModule):
         scheduler.step_update(self.global_step)
 
     def weights(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The network's own tensors out of the state dict of this module."""
+        """Return the tensors of the network from the state dict of this module."""
         own = {name: tensor for name, tensor in state.items() if name.startswith("model.")}
         return {name.removeprefix("model."): tensor for name, tensor in own.items()}
 
     def log_mean(self, name: str, value: Tensor | float, count: int, **options: Any) -> None:
-        """Logs the mean over an epoch and all processes."""
+        """Log the mean over an epoch and all processes."""
         options = {"sync_dist": True, "on_step": False, "on_epoch": True, **options}
         self.log(name, value, batch_size=count, **options)
 
@@ -333,10 +333,10 @@ def size_of(batch: Batch) -> int:
 
 
 def run_length(trainer: pl.Trainer, batches_per_epoch: int) -> tuple[int, float]:
-    """Optimizer steps and epochs of a whole run, be it ended by `max_epochs` or by `max_steps`.
+    """Optimizer steps and epochs of a whole run with `max_epochs` or `max_steps`.
 
-    Unlike `Trainer.estimated_stepping_batches` this makes no loader: made before the checkpoint is
-    read, a loader would not start where the checkpoint says.
+    Unlike `Trainer.estimated_stepping_batches`, it creates no loader: a loader created before the
+    checkpoint is read would not resume at the batch of the checkpoint.
 
     Raises:
         OptionError: Nothing ends the run.

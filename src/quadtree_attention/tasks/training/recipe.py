@@ -22,10 +22,10 @@ class Recipe:
 
     Attributes:
         path: The file.
-        task: What it trains; None in a file without this key, such as `config.yaml` of a run.
-        variant: The variants that were asked for; empty: the default.
+        task: The task; None in a file without this key, such as `config.yaml` of a run.
+        variant: The requested variants; empty: the default.
         variants: All variants that there are; the first is the default.
-        settings: What the parser of the task takes.
+        settings: Input of the task's parser.
         results: Published and own scores, by variant and metric.
     """
 
@@ -38,7 +38,7 @@ class Recipe:
 
     @property
     def name(self) -> str:
-        """The name of a run: that of the file and those of the variants asked for."""
+        """Name of a run: names of the file and of the requested variants."""
         return "-".join([self.path.stem, *self.variant])
 
     def to_text(self) -> str:
@@ -54,8 +54,8 @@ def read_recipe(path: StrPath, variant: str | Sequence[str] | None = None) -> Re
         variant: Names, in a list or separated by commas; None: the first of the file.
 
     Raises:
-        OptionError: The file cannot be read, is no recipe, or has no such variant. The message
-            about a file that was replaced by a variant of another one names both.
+        OptionError: The file cannot be read, is not a recipe, or has no such variant. For a file
+            that was replaced by a variant of another file, the message names both.
     """
     path = Path(path)
     content = _load(path)
@@ -75,7 +75,7 @@ def read_recipe(path: StrPath, variant: str | Sequence[str] | None = None) -> Re
 
 
 def merged(base: Mapping[str, Any], change: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of `base` with those of `change` in their place, group by group."""
+    """Override the settings of `base` by those of `change`, recursively."""
     both = dict(base)
     for key, value in change.items():
         groups = isinstance(both.get(key), Mapping) and isinstance(value, Mapping)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training from a recipe: `train()` in Python, and what stands behind `quadtree train`."""
+"""Training from a recipe: `train()` in Python, and the implementation of `quadtree train`."""
 
 import difflib
 import inspect
@@ -38,7 +38,7 @@ from quadtree_attention.tasks.training.module import TaskModule
 from quadtree_attention.tasks.training.recipe import Recipe, merged, read_recipe
 
 LATEST = "latest"  # --resume without a path
-_UNKNOWN = (  # the ways in which the parser speaks of a name it does not know
+_UNKNOWN = (  # messages of the parser about an unknown name
     re.compile(r"""[Kk]ey ["']?(?P<name>[\w.]+)["']? is not expected"""),
     re.compile(r"nrecognized arguments: --(?P<name>[\w.]+)"),
     re.compile(r"Group '(?P<group>[\w.]+)' does not accept option '(?P<name>[\w.]+)'"),
@@ -115,7 +115,7 @@ def _run(task: str, args: Sequence[str], *, tell: bool = False) -> Run:
     cli = prepare(task, args)
     folder = cli.run_dir()
     checkpoint = _checkpoint(cli.config.resume, folder)
-    if checkpoint:  # looked at before any work
+    if checkpoint:  # checked before any work
         check_fit(cli.model, checkpoints.read_training_checkpoint(checkpoint)["state_dict"])
     with ExitStack() as stack:
         if cli.trainer.is_global_zero:
@@ -131,9 +131,9 @@ def _run(task: str, args: Sequence[str], *, tell: bool = False) -> Run:
 
 
 def prepare(task: str, args: Sequence[str]) -> "TrainCLI":
-    """Model, data and trainer of a recipe; nothing has run yet. Arguments as for `run_command`."""
+    """Create model, data and trainer of a recipe without running it; arguments of `run_command`."""
     found = get_task(task)
-    # Advice of libraries that a user of a recipe can do nothing about
+    # Advice of libraries that does not apply to recipes
     for name in ("pytorch_lightning", "lightning_fabric", "lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)
     for text in ("does not have many workers", "LeafSpec", "lr_scheduler.step", "is not empty"):
@@ -162,7 +162,7 @@ def prepare(task: str, args: Sequence[str]) -> "TrainCLI":
 
 
 class TrainCLI(LightningCLI):
-    """Options and recipe files of a task, and the trainer that runs them."""
+    """Parser of the options and recipe files of a task, with its trainer."""
 
     module: type[TaskModule]
     recipes: Sequence[Recipe]
@@ -198,8 +198,8 @@ class TrainCLI(LightningCLI):
             callbacks=[*own, *self._callbacks()],
             plugins=[*(self.config_init.trainer.plugins or []), checkpoints.SafeCheckpointIO()],
             default_root_dir=str(self.run_dir()),
-            logger=False,  # History writes what there is to log, and goes on after a resume
-            use_distributed_sampler=False,  # samplers share the work themselves
+            logger=False,  # History writes the log, also after a resume
+            use_distributed_sampler=False,  # samplers divide the work
             **kwargs,
         )
 
@@ -211,7 +211,7 @@ class TrainCLI(LightningCLI):
             mode="max",
             enable_version_counter=False,
         )
-        # Last of all, so that what the others store about the epoch is in it
+        # Last, so that it contains the state of the other callbacks
         last = checkpoints.LastCheckpoint(self.config.save_every)
         bar = [Progress()] if self.config.trainer.enable_progress_bar is not False else []
         return [*bar, History(), best, last]
@@ -222,7 +222,7 @@ class RunConfig(SaveConfigCallback):
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         self.overwrite = True
-        self.config.resume = None  # belongs to this start, not to the recipe
+        self.config.resume = None  # an option of this call, not of the recipe
         self.config.variant = None  # merged already
         super().setup(trainer, pl_module, stage)
 
@@ -238,9 +238,9 @@ def _flattened(settings: Mapping[str, Any], prefix: str = "--") -> Iterator[str]
 
 
 def _expanded(task: str, args: Sequence[str]) -> tuple[list[str], list[Recipe], str | None]:
-    """Options with the content of recipes in place of their paths; recipes; `data.source`.
+    """Replace paths of recipes by their content; return options, recipes and `data.source`.
 
-    Later options and recipes win.
+    Later options and recipes take precedence.
     """
     options: list[tuple[str, Any]] = []  # names and values
     rest = iter(args)
@@ -270,7 +270,7 @@ def _expanded(task: str, args: Sequence[str]) -> tuple[list[str], list[Recipe], 
     for name, one in options:  # a recipe, or the value of another option
         if isinstance(one, Recipe):
             data = one.settings.get("data")
-            if isinstance(data, dict) and "source" in data:  # its class would refuse another one
+            if isinstance(data, dict) and "source" in data:  # its class accepts no other one
                 one = replace(one, settings=merged(one.settings, {"data": {"source": source}}))
             one = one.to_text()
         expanded += [name] if one is None else [name, one]
@@ -280,7 +280,7 @@ def _expanded(task: str, args: Sequence[str]) -> tuple[list[str], list[Recipe], 
 
 
 def _parse(task: Task, source: str | None, args: list[str], recipes: Sequence[Recipe]) -> TrainCLI:
-    """Model, data (whose class `source` selects) and trainer that the options stand for."""
+    """Create model, data (class selected by `source`) and trainer from the options."""
     names: list[str] = []
 
     class TaskCLI(TrainCLI):
@@ -308,7 +308,7 @@ def _parse(task: Task, source: str | None, args: list[str], recipes: Sequence[Re
 
 
 def _explain(message: str, names: list[str], task: Task, source: str | None) -> str:
-    """One line for what the parser or the trainer said, with the right name for a misspelt one."""
+    """Convert an error of the parser or the trainer to one line, with a suggested name."""
     message = " ".join(message.split())
     found = next((match for rule in _UNKNOWN if (match := rule.search(message))), None)
     if found is None:
@@ -316,7 +316,7 @@ def _explain(message: str, names: list[str], task: Task, source: str | None) -> 
     parts = found.groupdict()
     name = ".".join(part for part in (parts.get("group"), parts["name"]) if part)
     for other in task.data:
-        # of the class, or of one it is derived from
+        # of the class or of a base class
         kinds = task.load("data", other).__mro__[:-1]
         options = {option for kind in kinds for option in inspect.signature(kind).parameters}
         if name.startswith("data.") and name.split(".")[1] in options:
@@ -330,7 +330,7 @@ def _explain(message: str, names: list[str], task: Task, source: str | None) -> 
 
 
 def _checkpoint(resume: str | None, folder: Path) -> str | None:
-    """The checkpoint to go on with, or None for a new run in a folder that holds none."""
+    """Return the checkpoint to resume from, or None for a new run in a folder without one."""
     last = folder / LAST
     if resume is None:
         if last.exists():
@@ -349,20 +349,20 @@ def _checkpoint(resume: str | None, folder: Path) -> str | None:
 
 @contextmanager
 def _folder(folder: Path) -> Iterator[None]:
-    """A folder for a run; removed again where nothing was written to it."""
+    """Create a folder for a run; remove it if nothing was written to it."""
     new = [path for path in (folder, *folder.parents) if not path.exists()]
     make_folder(folder)
     try:
         yield
     finally:
-        with suppress(OSError):  # it is not empty
+        with suppress(OSError):  # the folder is not empty
             for path in new:
                 path.rmdir()
 
 
 @contextmanager
 def _interrupts(trainer: pl.Trainer, folder: Path) -> Iterator[None]:
-    """Turns the exit of Lightning after Ctrl-C into `KeyboardInterrupt` with how to continue."""
+    """Turn the exit of Lightning after Ctrl-C into `KeyboardInterrupt` with how to continue."""
     before = signal.getsignal(signal.SIGINT)
     try:
         yield
@@ -378,10 +378,10 @@ def _interrupts(trainer: pl.Trainer, folder: Path) -> Iterator[None]:
 
 
 def _finish(trainer: pl.Trainer, module: Any, folder: Path, command: list[str]) -> Run:
-    """Writes the best weights on their own."""
+    """Write the best weights to a file of their own."""
     best, weights = folder / BEST, folder / "best.safetensors"
     rows = [row for c in cast(Any, trainer).callbacks if isinstance(c, History) for row in c.rows]
-    if not best.exists():  # no validation, no best
+    if not best.exists():  # without validation there is no best epoch
         return Run(folder, None, rows)
     if trainer.is_global_zero and trainer.state.finished:
         state = checkpoints.read_training_checkpoint(best)
