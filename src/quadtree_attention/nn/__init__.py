@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quadtree attention as modules, and the attentions it is compared with."""
+"""Modules of quadtree attention and of baseline attentions."""
 
 from quadtree_attention.nn.attention import QuadtreeAttention
 from quadtree_attention.nn.baselines import BASELINES, make_attention

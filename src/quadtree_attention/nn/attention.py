@@ -46,12 +46,12 @@ class QuadtreeAttention(nn.Module):
         num_levels: Levels of the pyramids; 1 is full attention.
         topk: Cells kept per query cell: one number, or one per level that selects
             (`num_levels - 1`, coarse -> fine).
-        variant: "B" mixes levels by learned weights, "A" hands scores down the tree.
+        variant: "B" mixes levels by learned weights; "A" multiplies scores along the tree.
         ndim: Grid axes: 1 for rows, 2 for images, 3 for volumes.
         qkv_bias: Whether the query, key and value projections have a bias.
         scale: Factor on the scores; None means `head_dim ** -0.5`.
-        value_pyramid: "mean" averages values like queries and keys; "conv" learns every coarser
-            value map from the next finer one.
+        value_pyramid: "mean" averages values like queries and keys; "conv" computes every coarser
+            value map from the next finer one by learned layers.
         value_act: Activation in a learned value pyramid, "gelu" or "relu"; only with
             `value_pyramid="conv"`.
         lepe: Add a depthwise convolution of every level's value map to that level's message.
@@ -59,8 +59,8 @@ class QuadtreeAttention(nn.Module):
         proj_drop: Dropout after the output projection.
         backend: "auto" or the name of a backend.
 
-    `level_logits`, the learned mix of variant B, starts from a standard normal as in the original:
-    a fresh module mixes its levels at random.
+    `level_logits`, the learned mix of variant B, are initialised from a standard normal as in the
+    original: the initial mix of levels is random.
 
     Example:
         >>> import torch
@@ -109,7 +109,7 @@ class QuadtreeAttention(nn.Module):
         self.k_proj = nn.Linear(dim, dim, bias=qkv_bias, **dd)
         self.v_proj = nn.Linear(dim, dim, bias=qkv_bias, **dd)
         self.level_logits = nn.Parameter(torch.randn(num_levels, **dd)) if variant == "B" else None
-        self.value_branches = nn.ModuleList(  # entry i makes level i from level i + 1
+        self.value_branches = nn.ModuleList(  # entry i computes level i from level i + 1
             ValueBranch(dim, 2**ndim, value_act or "gelu", **dd)
             for _ in range(num_levels - 1 if value_pyramid == "conv" else 0)
         )
@@ -128,13 +128,13 @@ class QuadtreeAttention(nn.Module):
         mask: Tensor | None = None,
         context_mask: Tensor | None = None,
     ) -> Tensor:
-        """Attends from `x` to `context`, or to itself.
+        """Attend from `x` to `context`, or to `x` itself.
 
         Args:
             x: Map (B, *grid, C).
             context: The other map (B, *context_grid, C) of cross attention; None: x itself.
-            mask: Boolean (B, *grid), True = visible; hidden cells of x influence nothing.
-            context_mask: Boolean (B, *context_grid), likewise; only with `context`.
+            mask: Boolean (B, *grid), True = visible; hidden cells of x have no effect.
+            context_mask: Boolean (B, *context_grid), True = visible; only with `context`.
 
         Returns:
             (B, *grid, C)
@@ -151,7 +151,7 @@ class QuadtreeAttention(nn.Module):
         backend = choose(self.backend, problem)
         values = [v]
         shown: list[Tensor | None] = []
-        if self.value_pyramid != "mean" or self.lepe:  # plain means are left to the backend
+        if self.value_pyramid != "mean" or self.lepe:  # the backend computes plain means
             shown = visible_levels(problem.key_tree, context_mask)
             values = self._value_levels(v, problem.key_tree, shown, backend.name)
         out = self.attend(
@@ -182,7 +182,7 @@ class QuadtreeAttention(nn.Module):
             mask: Visible cells of the queries (B, *grid).
             context_mask: Visible cells of the keys (B, *key_grid).
             problem: Sizes and options of the call.
-            backend: The backend that was chosen for it.
+            backend: The backend selected for the call.
         """
         with without_autocast(problem.device.type):
             out, _ = backend.attend(
@@ -200,17 +200,17 @@ class QuadtreeAttention(nn.Module):
         )
 
     def _projected(self, x: Tensor, context: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries of x (B, *grid, C), keys and values of the context."""
+        """Project x (B, *grid, C) to queries, and the context to keys and values."""
         layers = [self.q_proj, self.k_proj, self.v_proj]
         if self.merged is None or not self.merged.stands_for(layers):
             fused = fuses_more() and fuses(x, self.backend)
             if not (fused and x is context and can_merge(layers)):
                 return self.q_proj(x), self.k_proj(context), self.v_proj(context)
             q, k, v = as_one(layers, x)
-            return q, k, v.contiguous()  # its pyramid and position encoding read dense maps
+            return q, k, v.contiguous()  # value pyramid and position encoding need dense maps
         if x is not context:
             (q,), (k, v) = self.merged(x, 0, 1), self.merged(context, 1, 3)
-        elif self.value_branches:  # their norms read dense maps
+        elif self.value_branches:  # the norms need dense maps
             (q, k), (v,) = self.merged(x, 0, 2), self.merged(x, 2, 3)
         else:
             q, k, v = self.merged(x, 0, 3)
@@ -223,7 +223,7 @@ class QuadtreeAttention(nn.Module):
     def _value_levels(
         self, v: Tensor, tree: Tree, shown: list[Tensor | None], backend: str
     ) -> list[Tensor]:
-        """Value maps (B, *grid_at(level), C), coarse -> fine."""
+        """Return value maps (B, *grid_at(level), C), coarse -> fine."""
         levels = [v]
         for i in reversed(range(self.num_levels - 1)):
             parents = tree.grid_at(i)
@@ -237,7 +237,7 @@ class QuadtreeAttention(nn.Module):
     def _plus_position(
         self, out: Tensor, values: list[Tensor], shown: list[Tensor | None], backend: str
     ) -> Tensor:
-        """LePE of all levels, merged like their messages, and the message (B, *grid, C)."""
+        """Add LePE, mixed over levels like the messages, to the message (B, *grid, C)."""
         assert self.level_logits is not None
         maps = [hide(level, visible) for level, visible in zip(values, shown, strict=True)]
         convs: list[Any] = list(self.lepe)

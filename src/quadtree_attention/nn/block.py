@@ -19,7 +19,7 @@ class ConvMlp(nn.Module):
         dim: Channels in and out.
         hidden_dim: Channels between the layers.
         ndim: Grid axes.
-        extra_relu: Put a ReLU before the convolution, as the matching network does.
+        extra_relu: Add a ReLU before the convolution, as in the matching network.
         drop: Dropout after each layer.
     """
 
@@ -43,7 +43,7 @@ class ConvMlp(nn.Module):
         self.drop = nn.Dropout(drop)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """(B, *grid, C) -> (B, *grid, C); cells hidden by `mask` do not reach their neighbours."""
+        """(B, *grid, C) -> (B, *grid, C); cells hidden by `mask` do not affect their neighbours."""
         x = self.dwconv(hide(self.fc1(x), mask))
         return self.drop(self.fc2(self.drop(x)))
 
@@ -70,8 +70,8 @@ class Block(nn.Module):
 
     Args:
         dim: Channels.
-        attn: The attention; it needs an argument `mask` if the block is to get one.
-        mlp: The MLP: a `ConvMlp`, or one that acts on every cell by itself.
+        attn: The attention; it needs an argument `mask` if the block is called with one.
+        mlp: The MLP: a `ConvMlp`, or a module that acts on every cell separately.
         norm_eps: Epsilon of the layer norms.
         drop_path: Rate of stochastic depth on both branches.
 
@@ -112,7 +112,7 @@ class Block(nn.Module):
     def forward(self, x: Tensor, *, mask: Tensor | None = None) -> Tensor:
         """(B, *grid, C) -> (B, *grid, C)
 
-        Cells that `mask` (B, *grid) hides, where it is False, influence no others.
+        Cells with False in `mask` (B, *grid) are hidden and do not affect other cells.
         """
         if mask is None:
             x = x + self.drop_path(self.attn(self.norm1(x)))
@@ -124,7 +124,7 @@ class Block(nn.Module):
 
 
 class ContextBlock(Block):
-    """A block around an attention that can look at another map, and that masks reach.
+    """A block with self or cross attention and masks.
 
     Args:
         dim: Channels.
@@ -142,7 +142,7 @@ class ContextBlock(Block):
         mask: Tensor | None = None,
         context_mask: Tensor | None = None,
     ) -> Tensor:
-        """Arguments and result as `QuadtreeAttention.forward`."""
+        """See `QuadtreeAttention.forward` for arguments and result."""
         normed_context = None if context is None else self.norm1(context)
         attended = self.attn(self.norm1(x), normed_context, mask=mask, context_mask=context_mask)
         x = x + self.drop_path(attended)
@@ -156,7 +156,7 @@ class QuadtreeBlock(ContextBlock):
         dim: Channels.
         num_heads: Heads.
         mlp_ratio: Hidden channels of the MLP per channel.
-        extra_relu: Put a ReLU before the convolution of the MLP, as the matching network does.
+        extra_relu: Add a ReLU before the convolution of the MLP, as in the matching network.
         norm_eps: Epsilon of the layer norms (1e-6 in the backbones, 1e-5 in the matching network).
         drop_path: Rate of stochastic depth on both branches.
         proj_drop: Dropout after the attention's projection and in the MLP.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models with fewer launches, for inference."""
+"""Fusion of layers for inference, with fewer kernel launches."""
 
 from typing import TypeVar
 
@@ -19,19 +19,19 @@ _FUSED = (QuadtreeAttention, DepthwiseConv, NormActLinear)
 def fuse_for_inference(model: Model, *, graphs: bool = False) -> Model:
     """Merge and fuse layers of a model in place for inference, and return the model.
 
-    Without gradients, queries, keys and values of an attention come from one matrix product (keys
+    Without gradients, one matrix product computes queries, keys and values of an attention (keys
     and values in cross attention). On a GPU, learned value pyramids, position encodings and the
-    convolutions of MLPs run by fused kernels. Results are the same up to rounding.
+    convolutions of MLPs use fused kernels. Results are the same up to rounding.
 
     Parameters keep their names. Weights may be changed in place, replaced or moved afterwards.
-    Linear layers that were replaced or have hooks run one by one, also where that happens later.
-    All of them do with gradients and in compiled models.
+    Linear layers that are replaced or get hooks, also later, run one by one. With gradients and in
+    compiled models, all linear layers run one by one.
 
     Args:
         model: Any model with layers of this package; weights are not cast: use
             `model.to(torch.bfloat16)` or autocast.
-        graphs: Record a CUDA graph per shape of the input when it is seen for the second time, and
-            replay it from then on. The model must do the same on the GPU for all inputs of a shape.
+        graphs: Capture a CUDA graph at the second call with an input shape, and replay it from
+            then on. The model must launch the same kernels for all inputs of a shape.
 
     Example:
         >>> import torch

@@ -10,23 +10,23 @@ import torch
 from torch import Tensor, nn
 
 Model = TypeVar("Model", bound=nn.Module)
-Replay = Callable[[], Any]  # runs what was captured, and gives its results
+Replay = Callable[[], Any]  # replays the graph and returns its results
 Capture = Callable[[Callable[[], Any]], Replay]
-MOST = 8  # graphs of a model
-WARM_UP = 2  # runs before the capture: libraries set themselves up in them
+MOST = 8  # maximum number of graphs of a model
+WARM_UP = 2  # runs before the capture, in which libraries are initialised
 
 
 class Graphs:
-    """A function of tensors, captured when a shape is seen for the second time.
+    """A function of tensors, captured as a CUDA graph at the second call with an input shape.
 
-    The first call of a shape runs the function. The graph that was used least recently makes room
-    for a new one. Inputs are copied into the memory of the graph, results are copied out of it.
+    The first call with a shape runs the function. A new graph replaces the least recently used one.
+    Inputs are copied to the memory of the graph, and results are copied from it.
 
     Args:
         run: The function. Its results are tensors, or lists, tuples and dicts of them.
-        owner: Whose parameters and buffers it reads; graphs are dropped where one lies elsewhere.
-        capture: Captures a function without arguments; the default captures a CUDA graph.
-        most: Graphs that are kept.
+        owner: Module with the parameters and buffers; if one has moved, the graphs are dropped.
+        capture: Function that captures a function without arguments; default: a CUDA graph.
+        most: Maximum number of graphs.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class Graphs:
         self.lock = threading.Lock()
 
     def __call__(self, *inputs: Tensor) -> Any:
-        """The results of `run(*inputs)`, in memory of their own."""
+        """Return the results of `run(*inputs)`, in new memory."""
         with self.lock:
             places = [(x.data_ptr(), x.dtype) for x in _state(self.owner)]
             if places != self.places:
@@ -71,7 +71,7 @@ class Graphs:
 
 
 def capture_cuda() -> Capture:
-    """A capture of CUDA graphs that share one pool of memory."""
+    """Return a function that captures CUDA graphs, which share one memory pool."""
     pool: list[Any] = []
 
     def capture(run: Callable[[], Any]) -> Replay:
@@ -97,9 +97,9 @@ def capture_cuda() -> Capture:
 
 
 def graphed(model: Model, capture: Capture | None = None) -> Model:
-    """Let a model replay graphs where it may, see `Graphs`, and return it.
+    """Make a model replay CUDA graphs, see `Graphs`, and return it.
 
-    It may in eval mode without gradients, with tensors on a GPU as its only arguments.
+    Graphs are used in eval mode without gradients, if all arguments are tensors on a GPU.
     """
     without_graphs(model)
     run = model.forward

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Linear layers of one input, run as one."""
+"""Linear layers with the same input, merged into one."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,11 +12,11 @@ from torch import Tensor, nn
 class MergedLinear:
     """Linear layers with the same input, in one matrix product.
 
-    Their weights become views of one tensor, so weights that are changed in place are seen. Weights
-    that were replaced (`.data =`, `load_state_dict(assign=True)`, `model.to(...)`) are merged anew.
+    Their weights become views of one tensor, so that in-place changes take effect. Weights that
+    were replaced (`.data =`, `load_state_dict(assign=True)`, `model.to(...)`) are merged again.
 
     Args:
-        layers: Linear layers with as many inputs and outputs, all of them with a bias or none.
+        layers: Linear layers of equal size, all of them with a bias or none.
     """
 
     def __init__(self, layers: Sequence[nn.Linear]) -> None:
@@ -24,7 +24,7 @@ class MergedLinear:
         self.weight, self.bias = _merged(self.layers, "weight"), _merged(self.layers, "bias")
 
     def stands_for(self, layers: Sequence[nn.Module]) -> bool:
-        """Whether a call may take it for these layers: nothing differentiates or observes them."""
+        """True if it can replace these layers: no gradients, no compilation, no hooks."""
         return (
             not torch.is_grad_enabled()
             and not torch.compiler.is_compiling()
@@ -32,7 +32,7 @@ class MergedLinear:
         )
 
     def __call__(self, x: Tensor, start: int, end: int) -> tuple[Tensor, ...]:
-        """Results (..., C) of the layers from `start` to `end`."""
+        """Return the results (..., C) of the layers from `start` to `end`."""
         if not (_is_view(self.layers, "weight", self.weight)):
             self.weight = _merged(self.layers, "weight")
         if not (_is_view(self.layers, "bias", self.bias)):
@@ -44,7 +44,7 @@ class MergedLinear:
         return F.linear(x, self.weight[rows], bias).split(size, dim=-1)
 
     def release(self) -> None:
-        """Give every layer memory of its own again."""
+        """Give every layer separate memory again."""
         with torch.inference_mode(mode=False):
             for layer in self.layers:
                 for parameter in layer.parameters():
@@ -52,14 +52,14 @@ class MergedLinear:
 
 
 def as_one(layers: Sequence[nn.Linear], x: Tensor) -> tuple[Tensor, ...]:
-    """Results (..., C) of layers that `can_merge`, from one matrix product with gradients."""
+    """Compute the results (..., C) of layers that `can_merge` by one product, with gradients."""
     weight = torch.cat([layer.weight for layer in layers])
     bias = None if layers[0].bias is None else torch.cat([layer.bias for layer in layers])
     return F.linear(x, weight, bias).split(layers[0].out_features, dim=-1)
 
 
 def is_plain(layer: nn.Module) -> bool:
-    """Whether calling a layer does what its weight and bias say, and nothing else."""
+    """True for an unmodified `nn.Linear` without hooks."""
     hooks: Any = layer
     return (
         type(layer) is nn.Linear
@@ -79,7 +79,7 @@ def can_merge(layers: Sequence[nn.Module]) -> bool:
 
 
 def _merged(layers: Sequence[nn.Linear], name: str) -> Tensor | None:
-    """One tensor of all weights or biases, which become views of it; None: there are none."""
+    """Merge weights or biases into one tensor, of which they become views; None without biases."""
     parts: list[Any] = [getattr(layer, name) for layer in layers]
     if parts[0] is None:
         return None
@@ -91,7 +91,7 @@ def _merged(layers: Sequence[nn.Linear], name: str) -> Tensor | None:
 
 
 def _is_view(layers: Sequence[nn.Linear], name: str, whole: Tensor | None) -> bool:
-    """Whether the weights or biases are still views of `whole`, in their order."""
+    """True if the weights or biases are still views of `whole`, in order."""
     parts: list[Any] = [getattr(layer, name) for layer in layers]
     if whole is None:
         return parts[0] is None

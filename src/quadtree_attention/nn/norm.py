@@ -11,14 +11,14 @@ from quadtree_attention.ops.norms.functional import can_fuse, layer_norm
 
 
 class TokenNorm(nn.LayerNorm):
-    """`LayerNorm` over channels, by a fused kernel where there is one.
+    """`LayerNorm` over channels, with a fused kernel if available.
 
-    Torch's own spends most of its threads on nothing where tokens are as narrow as in a backbone.
+    For tokens with few channels, as in a backbone, most threads of torch's kernel are idle.
 
     Args:
         dim: Channels.
         eps: Added to the variance.
-        before_linear: Under autocast, give out its dtype at once: a linear layer would cast to it.
+        before_linear: Under autocast, return the autocast dtype, as input of a linear layer.
         backend: "auto" or the name of a backend; only "triton" has a kernel.
     """
 

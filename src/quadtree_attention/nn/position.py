@@ -12,16 +12,16 @@ from quadtree_attention.ops.depthwise.functional import depthwise
 
 
 class DepthwiseConv(nn.Module):
-    """Depthwise convolution over 3 cells of every grid axis, channels last, zeros past the edge.
+    """Depthwise convolution over 3 cells of every grid axis, channels last, with zero padding.
 
-    On a value map this is the locally enhanced position encoding (LePE); in the middle of an MLP it
-    mixes neighbouring tokens.
+    On a value map it is the locally enhanced position encoding (LePE); inside an MLP it mixes
+    neighbouring tokens.
 
     Args:
         dim: Channels.
         ndim: Grid axes, 1 to 3.
-        relu: Put a ReLU before the convolution.
-        activation: "gelu" or "relu" after it; None: none.
+        relu: Add a ReLU before the convolution.
+        activation: "gelu" or "relu" after the convolution; None: none.
         backend: "auto" or the name of a backend; only "triton" has a kernel.
     """
 
@@ -49,16 +49,16 @@ class DepthwiseConv(nn.Module):
         self.register_load_state_dict_pre_hook(rename_on_load)
 
     def reset_parameters(self) -> None:
-        """As torch's convolutions."""
+        """Initialise as torch's convolutions."""
         nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
         bound = 1 / math.sqrt(3**self.ndim)
         nn.init.uniform_(self.bias, -bound, bound)
 
     def forward(self, x: Tensor, gain: Tensor | None = None) -> Tensor:
-        """(B, *grid, C) -> (B, *grid, C); the convolution is multiplied by a number `gain`."""
+        """(B, *grid, C) -> (B, *grid, C); the result is multiplied by the scalar `gain`."""
         weight: Tensor = self.weight
         bias: Tensor = self.bias
-        if gain is not None:  # on the few weights, not on the whole map
+        if gain is not None:  # multiply the weights instead of the map
             weight, bias = weight * gain, bias * gain
         return depthwise(
             x, weight, bias, relu=self.relu, activation=self.activation, backend=self.backend,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parameters that had other names in weights saved by earlier versions."""
+"""Renaming of parameters in weights saved by earlier versions."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,14 +8,14 @@ from torch import Tensor, nn
 
 
 def rename_on_load(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Hook of `load_state_dict` for modules with `OLD_NAMES`, from old names to new ones."""
+    """`load_state_dict` hook of modules with `OLD_NAMES`, which maps old names to new ones."""
     for old, new in _names(module, prefix).items():
         if old in state:
             state[new] = state.pop(old)
 
 
 def with_new_names(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A state dict under the names that the parameters of a model have now."""
+    """Return a state dict with the current names of a model's parameters."""
     names: dict[str, str] = {}
     for path, module in model.named_modules():
         names |= _names(module, f"{path}." if path else "")

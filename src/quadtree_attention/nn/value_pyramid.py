@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Value pyramids on the grid: every coarser map is a function of the next finer one.
 
-Maps are (B, *grid, C), and a level has one cell for every 2 cells of each axis of the next finer
-one, rounded up. So every cell of every level covers part of the map, and without a mask all are
-visible, whatever the size.
+Maps are (B, *grid, C). A level has half of the size of the next finer level, rounded up. Every cell
+of every level therefore covers a part of the map, and without a mask all cells are visible.
 """
 
 import math
@@ -27,7 +26,7 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "relu": F
 
 
 def by_parent(x: Tensor, parents: Sequence[int]) -> Tensor:
-    """Cells under their parents: (B, *grid, C) -> (B, *parents, F, C), zeros past the edge."""
+    """Group cells by parent: (B, *grid, C) -> (B, *parents, F, C), with zero padding."""
     grid, ndim = x.shape[1:-1], len(parents)
     missing = [2 * above - size for size, above in zip(grid, parents, strict=True)]
     if not all(is_known(count == 0) for count in missing):
@@ -38,7 +37,7 @@ def by_parent(x: Tensor, parents: Sequence[int]) -> Tensor:
 
 
 def plus_parents(x: Tensor, above: Tensor) -> Tensor:
-    """Adds to every cell what its parent has: x (B, *grid, C), above (B, *parents, C)."""
+    """Add the value of its parent to every cell: x (B, *grid, C), above (B, *parents, C)."""
     (batch, *grid, channels), parents = x.shape, above.shape[1:-1]
 
     def apart(siblings: int) -> list[int]:
@@ -48,14 +47,14 @@ def plus_parents(x: Tensor, above: Tensor) -> Tensor:
     is_whole = all(is_known(size == 2 * over) for size, over in zip(grid, parents, strict=True))
     if is_whole and not x.is_cpu:
         return (x.reshape(apart(2)) + above.reshape(apart(1))).reshape(x.shape)
-    # Axis by axis: a CPU takes ten times as long for the backward pass of one broadcast over all.
+    # Axis by axis: on a CPU, backward of a single broadcast over all axes takes ten times as long.
     for axis, size in enumerate(grid, start=1):
         above = torch.stack([above, above], axis + 1).flatten(axis, axis + 1).narrow(axis, 0, size)
     return x + above
 
 
 def visible_levels(tree: Tree, mask: Tensor | None) -> list[Tensor | None]:
-    """Which cells of each level may be seen, (B, *grid_at(level)) coarse -> fine; None for all."""
+    """Visible cells of each level, (B, *grid_at(level)) coarse -> fine; None for all."""
     levels = [mask]
     for level in reversed(range(tree.finest)):
         if mask is not None:
@@ -77,13 +76,13 @@ def mean_over_children(x: Tensor, visible: Tensor | None, parents: Sequence[int]
 def norm_of_maps(
     x: Tensor, visible: Tensor | None, weight: Tensor, bias: Tensor, eps: float
 ) -> Tensor:
-    """Group norm with one group whose statistics come from visible cells only.
+    """Group norm with one group and statistics over visible cells only.
 
     Shapes: (B, *grid, C) with (B, *grid) bool or None -> (B, *grid, C)
     """
     wide = x.to(accumulation_dtype(x.dtype))
     if visible is None and x.is_cpu and not is_transformed(x):
-        # A tenth of the time; on a GPU it would copy the maps. In torch 2.11, `group_norm` of
+        # A tenth of the time on a CPU; a GPU would copy the maps. In torch 2.11, `group_norm` of
         # channels-last maps raises in forward mode and in `vmap`
         weight, bias = weight.to(wide.dtype), bias.to(wide.dtype)
         return F.group_norm(wide.movedim(-1, 1), 1, weight, bias, eps).movedim(1, -1).to(x.dtype)
@@ -101,14 +100,14 @@ def norm_of_maps(
 
 
 class NormActLinear(nn.Module):
-    """`linear(activation(norm(x)))` of cells, or of all children of a cell side by side.
+    """`linear(activation(norm(x)))` of cells, or of the concatenated children of a cell.
 
-    The norm is that of `norm_of_maps`. All parameters are its own: there are no layers inside to
-    replace or to watch, and fused kernels may take their place.
+    The norm is `norm_of_maps`. The module has no submodules that could be replaced or hooked, so
+    that fused kernels can be used.
 
     Args:
         dim: Channels.
-        num_children: Children of a cell; 1: cells by themselves.
+        num_children: Children of a cell; 1: single cells.
         activation: "gelu" or "relu".
     """
 
@@ -134,7 +133,7 @@ class NormActLinear(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """As torch's norms and linear layers."""
+        """Initialise as torch's norms and linear layers."""
         nn.init.ones_(self.norm_weight)
         nn.init.zeros_(self.norm_bias)
         nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
@@ -153,8 +152,8 @@ class NormActLinear(nn.Module):
         Args:
             x: Maps.
             visible: Boolean (B, *grid), True = visible, or None for all.
-            parents: Grid of the parents; None: cells by themselves.
-            backend: Of the call this is part of.
+            parents: Grid of the parents; None: single cells.
+            backend: Backend of the enclosing call.
         """
         is_map = visible is None and x.ndim == 4 and x.shape[-1] == self.dim
         if is_map and can_fuse(x, backend, asked=self.fused):
@@ -181,8 +180,8 @@ class NormActLinear(nn.Module):
 class ValueBranch(nn.Module):
     """One step of the value pyramid, from a level to the next coarser one.
 
-    Norm, activation, convolution over the children of a cell (`reduce`); norm, activation, 1x1
-    convolution (`mix`).
+    It applies norm, activation and a convolution over the children of a cell (`reduce`), then norm,
+    activation and a 1x1 convolution (`mix`).
 
     Args:
         dim: Channels.
@@ -226,6 +225,6 @@ class ValueBranch(nn.Module):
         visible_above: Tensor | None,
         backend: str = "auto",
     ) -> Tensor:
-        """(B, *grid, C) -> (B, *parents, C); the masks are those of x and of the result."""
+        """(B, *grid, C) -> (B, *parents, C); the masks are of x and of the result."""
         x = self.reduce(x, visible, parents, backend)
         return hide(self.mix(x, visible_above, None, backend), visible_above)

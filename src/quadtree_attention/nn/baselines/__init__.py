@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The attentions quadtree attention is compared with, behind its interface.
+"""Baseline attentions with the interface of quadtree attention.
 
-All are self-attention on maps (B, H, W, C) of any size, channels last. What they share, the check
-of the input, the optional position encoding (LePE) and the output projection, is in
-`MapAttention`; each class adds only how its queries find their keys.
+All are self-attention on maps (B, H, W, C) of any size, channels last. The base class
+`MapAttention` checks the input, adds the optional position encoding (LePE) and applies the output
+projection. Subclasses define which keys a query attends to.
 
-Cells that exist only because a map was padded are never seen as keys.
+Padding cells are never keys.
 """
 
 import difflib
@@ -76,9 +76,9 @@ def make_attention(name: str, dim: int, num_heads: int = 8, **options: Any) -> M
 
 
 def options_of(name: str) -> list[str]:
-    """Names of the options of a baseline, those its base classes take for it included."""
+    """Names of the options of a baseline, including those of its base classes."""
     found: dict[str, None] = {}
-    for cls in BASELINES[name].__mro__:  # down to the class that passes nothing on
+    for cls in BASELINES[name].__mro__:  # up to the class without **options
         parameters = inspect.signature(cls).parameters.values()
         found |= dict.fromkeys(p.name for p in parameters if p.kind is p.KEYWORD_ONLY)
         if not any(p.kind is p.VAR_KEYWORD for p in parameters):
@@ -87,7 +87,7 @@ def options_of(name: str) -> list[str]:
 
 
 def check_attention(name: str, known: Iterable[str]) -> None:
-    """Raises `OptionError` if `name` is none of the attentions known."""
+    """Raise `OptionError` if `name` is not a known attention."""
     known = list(known)
     if name not in known:
         hint = _nearest(name, known) or "choose one of them"
@@ -95,6 +95,6 @@ def check_attention(name: str, known: Iterable[str]) -> None:
 
 
 def _nearest(name: str, known: list[str]) -> str:
-    """A question that names what may have been meant, or nothing."""
+    """Suggestion of a similar name, or an empty string."""
     near = difflib.get_close_matches(str(name), known, n=1)
     return f"did you mean {near[0]!r}?" if near else ""

@@ -52,13 +52,13 @@ class MapAttention(nn.Module):
         self.proj_drop = nn.Dropout(proj_drop)
 
     def attended(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """(B, H, W, C) -> the attended values and the value map, both (B, H, W, C)."""
+        """(B, H, W, C) -> messages and value map, both (B, H, W, C)."""
         raise NotImplementedError
 
     def init_own_weights(self) -> None:
-        """Draws the parameters that no layer inside draws by its kind, or that are to differ.
+        """Initialise parameters outside of submodules, or with a different initialisation.
 
-        A model that initialises by kinds of layers calls it after the layers inside.
+        Models that initialise modules by type call this after the submodules.
         """
 
     def forward(self, x: Tensor, *, mask: Tensor | None = None) -> Tensor:
@@ -66,12 +66,12 @@ class MapAttention(nn.Module):
 
         Args:
             x: The map.
-            mask: Boolean (B, H, W), True = visible, of maps that were padded below and to the
-                right; every sample is attended to at the size it had before, the rest becomes 0.
+            mask: Boolean (B, H, W), True = visible, of maps padded at the bottom and right; every
+                sample is processed at its size before padding, and the padding becomes 0.
 
         Raises:
-            OptionError: The mask hides anything else: windows and reduced maps start at the first
-                cell, and what is left of them would be for every attention to define.
+            OptionError: The mask hides other cells: partly hidden windows and reduced maps are not
+                defined for these attentions.
         """
         if x.ndim != 4 or x.shape[-1] != self.dim or 0 in x.shape[1:]:
             raise ShapeError(
@@ -89,12 +89,12 @@ class MapAttention(nn.Module):
         return self.proj_drop(self.proj(out))
 
     def _by_size(self, x: Tensor, sizes: list[tuple[int, int]]) -> Tensor:
-        """Samples of one size together; zeros outside of them."""
+        """Process samples of equal size as one batch; zeros in the padding."""
         parts, order = [], []
         for height, width in dict.fromkeys(sizes):
             samples = [i for i, size in enumerate(sizes) if size == (height, width)]
             part = self._whole(x[samples, : max(1, height), : max(1, width)])
-            part = part[:, :height, :width]  # nothing, where a sample is hidden as a whole
+            part = part[:, :height, :width]  # empty if a sample is fully hidden
             parts.append(F.pad(part, (0, 0, 0, x.shape[2] - width, 0, x.shape[1] - height)))
             order += samples
         inverse = sorted(range(len(order)), key=order.__getitem__)
@@ -114,7 +114,7 @@ class MapAttention(nn.Module):
             q: Queries (B, *cells, N, D).
             k: Keys (B, *key_cells, N, D).
             v: Values, likewise.
-            bias: Added to the scores, or which keys a query sees (B, N, T, S).
+            bias: Added to the scores, or a boolean mask of visible keys (B, N, T, S).
         """
         dropout = self.attn_drop.p if self.training else 0.0
         queries, keys, values = (tokens(x) for x in (q, k, v))
@@ -147,7 +147,7 @@ def tokens(x: Tensor) -> Tensor:
 
 
 def _sizes(mask: Tensor) -> list[tuple[int, int]]:
-    """Rows and columns that are visible in every sample; refuses what is not one rectangle."""
+    """Visible rows and columns of every sample; raises for masks that are not rectangles."""
     counts = torch.stack([mask.any(dim=2).sum(dim=1), mask.any(dim=1).sum(dim=1)], dim=1)  # (B, 2)
     rows, columns = (
         torch.arange(size, device=mask.device) < counts[:, i, None]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attentions in which every cell can reach every cell."""
+"""Attentions over all pairs of cells."""
 
 from typing import Any
 
@@ -29,15 +29,15 @@ class FullAttention(QKVAttention):
 
 
 class TopKAttention(QKVAttention):
-    """Every query attends to the `topk` of all keys it scores highest (KVT, Wang et al. 2022).
+    """Every query attends to its `topk` keys with the highest scores (KVT, Wang et al. 2022).
 
-    All pairs are scored: time and memory grow with the square of the number of cells. No gradient
-    goes through the selection.
+    All pairs are scored: time and memory are quadratic in the number of cells. No gradient flows
+    through the selection.
 
     Args:
         dim: Channels; a multiple of `num_heads`.
         num_heads: Heads.
-        topk: Keys kept per query and head; more than there are keeps all.
+        topk: Keys kept per query and head; values above the number of keys keep all.
         **options: As `FullAttention`.
     """
 
@@ -54,7 +54,7 @@ class TopKAttention(QKVAttention):
 
     @torch.no_grad()
     def _selected(self, q: Tensor, k: Tensor) -> Tensor:
-        """Boolean (B, N, T, T), True for the keys a query keeps."""
+        """Boolean mask (B, N, T, T) of the keys kept by each query."""
         scores = q @ k.transpose(-2, -1)  # (B, N, T, T)
         best = scores.topk(min(self.topk, scores.shape[-1]), dim=-1, sorted=False).indices
         return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, best, True)
@@ -67,7 +67,7 @@ class LinearAttention(QKVAttention):
     """Attention with the kernel `phi(q) phi(k)`, `phi = elu + 1` (Katharopoulos et al. 2020).
 
     The product of keys and values is summed over the map once, so the cost is linear in the number
-    of cells. There is no attention matrix, hence no dropout on it. Sums are kept in float32.
+    of cells. Without an attention matrix, there is no attention dropout. Sums are in float32.
 
     Args:
         dim: Channels; a multiple of `num_heads`.
@@ -102,7 +102,7 @@ class LinearAttention(QKVAttention):
             keys = F.elu(tokens(k).to(wide)) + 1
             values = keys.transpose(-2, -1) @ tokens(v).to(wide)  # (B, N, D, D)
             total = keys.sum(dim=-2).unsqueeze(-1)  # (B, N, D, 1)
-            # where all features of a query have underflowed to 0, so has the numerator
+            # if all features of a query underflow to 0, the numerator does, too
             norm = (queries @ total).clamp(min=torch.finfo(wide).tiny)
             out = queries @ values / norm
         return out.to(q.dtype).transpose(1, 2).reshape(*q.shape[:-2], self.dim)

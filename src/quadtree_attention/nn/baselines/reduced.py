@@ -12,8 +12,8 @@ from quadtree_attention.nn.baselines.base import MapAttention, check_at_least
 class _ReducedAttention(MapAttention):
     """Queries of every cell, keys and values of a smaller map made by `reduce`.
 
-    The names of the weights are those of PVTv2 in timm. LePE needs values at the resolution of
-    the queries: it convolves the value projection of `x` itself.
+    Names of weights are as in timm's PVTv2. LePE needs values at the resolution of the queries: it
+    convolves the value projection of `x` itself.
     """
 
     def __init__(
@@ -52,15 +52,15 @@ class _ReducedAttention(MapAttention):
 class SpatialReductionAttention(_ReducedAttention):
     """Keys and values from a map reduced by a strided convolution (PVTv2, Wang et al. 2022).
 
-    Takes the weights of timm's `pvt_v2` and equals it wherever that runs: rows and columns past
-    the last whole patch of `sr_ratio` cells have no key. A side shorter than one patch, where
-    the original fails, is filled up with zeros. LePE convolves the value projection of `x` itself,
-    not that of the reduced map.
+    Compatible with weights of timm's `pvt_v2`, with equal results: rows and columns past the last
+    whole patch of `sr_ratio` cells have no key. A side shorter than one patch, for which the
+    original fails, is padded with zeros. LePE convolves the value projection of `x` itself, not of
+    the reduced map.
 
     Args:
         dim: Channels; a multiple of `num_heads`.
         num_heads: Heads.
-        sr_ratio: Cells of a side that become one key; 1 is full attention.
+        sr_ratio: Cells per side of a patch that becomes one key; 1 is full attention.
         **options: As `FullAttention`.
     """
 
@@ -81,11 +81,11 @@ class SpatialReductionAttention(_ReducedAttention):
 
 
 class LinearSpatialReductionAttention(_ReducedAttention):
-    """Keys and values from a map averaged to `pool_size` cells a side (PVTv2 "li").
+    """Keys and values from a map averaged to `pool_size` cells per side (PVTv2 "li").
 
-    The number of keys is fixed, so the cost is linear in the number of cells. Takes the weights
-    of timm's `pvt_v2_b2_li` and equals it. LePE convolves the value projection of `x` itself, not
-    that of the reduced map.
+    The number of keys is fixed, so the cost is linear in the number of cells. Compatible with
+    weights of timm's `pvt_v2_b2_li`, with equal results. LePE convolves the value projection of `x`
+    itself, not of the reduced map.
 
     Args:
         dim: Channels; a multiple of `num_heads`.

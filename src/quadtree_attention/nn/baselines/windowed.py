@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attentions by windows of the map."""
+"""Attentions inside windows of the map."""
 
 from typing import Any
 
@@ -17,8 +17,8 @@ class WindowAttention(QKVAttention):
 
     With `shift_size` the windows start that many cells further down and right; alternate blocks
     with 0 and `window_size // 2` to connect them. An axis that fits into one window is not
-    shifted. Where the windows do not divide the map, those at its edge are smaller. The
-    names of the weights are Swin's.
+    shifted. If the windows do not divide the map, those at its edge are smaller. Names of weights
+    are as in Swin.
 
     Args:
         dim: Channels; a multiple of `num_heads`.
@@ -80,7 +80,7 @@ class WindowAttention(QKVAttention):
         return out[:, : grid[0], : grid[1]], qkv[..., 2 * self.dim :]
 
     def _bias(self, window: list[int]) -> Tensor:
-        """(N, T, T), of a query in the window (rows) for a key in it (columns)."""
+        """Bias (N, T, T) of queries (rows) and keys (columns) of a window."""
         span = 2 * self.window_size - 1
         table = self.relative_position_bias_table.unflatten(0, (span, span))
         device = table.device
@@ -99,10 +99,10 @@ class WindowAttention(QKVAttention):
         shift: list[int],
         device: torch.device,
     ) -> Tensor:
-        """Boolean (windows, T, T): whether two cells of a rolled window are together in truth.
+        """Boolean (windows, T, T): True if two cells of a rolled window are in the same region.
 
-        The roll brings cells from the far edge into the last windows: they, and the padding, are
-        regions of their own.
+        The roll moves cells from the opposite edge into the last windows. These cells, and the
+        padding, are separate regions.
         """
         regions = []
         for size, extra, offset in zip(grid, padding, shift, strict=True):
@@ -120,24 +120,24 @@ class WindowAttention(QKVAttention):
 
 
 class FocalAttention(QKVAttention):
-    """Near cells one by one, far ones as pooled windows (Focal Transformer, Yang et al. 2021).
+    """Attention to near cells and to pooled distant windows (Focal Transformer, Yang et al. 2021).
 
-    Two levels, as in the published models. The queries of a window attend, in one softmax, to
+    There are two levels, as in the published models. In one softmax, queries of a window attend to
 
-    - the cells of that window and of a margin of `expand_size` cells around it, with a bias per
+    - the cells of the window and of a margin of `expand_size` cells around it, with a bias per
       relative position, and
-    - `focal_window` x `focal_window` pooled windows, their own in the middle, with a bias per
-      window. A pooled window is a learned weighted sum of its cells, the mean at first.
+    - `focal_window` x `focal_window` pooled windows, centred on their own, with a bias per
+      window. A pooled window is a learned weighted sum of its cells, initially the mean.
 
-    Different from the authors' code: the bias in the margin comes from the same table as that
-    inside; a window cut off by the edge is pooled over the cells it has (weights scaled
-    up to the share that is there), not over zeros.
+    Different from the authors' code: the bias in the margin comes from the same table as the bias
+    inside; a window cut off by the edge is pooled over its existing cells with rescaled weights,
+    not over zeros.
 
     Args:
         dim: Channels; a multiple of `num_heads`.
         num_heads: Heads.
         window_size: Cells per side of a window.
-        expand_size: Cells seen one by one on each side around the window.
+        expand_size: Margin of unpooled cells on each side of the window.
         focal_window: Pooled windows per side, odd. The original has 7, 5, 3 and 1 in its stages.
         **options: As `FullAttention`.
     """
@@ -216,12 +216,12 @@ class FocalAttention(QKVAttention):
         return out[:, :height, :width], qkv[..., 2 * self.dim :]
 
     def _pooled(self, cells: Tensor, share: Tensor) -> Tensor:
-        """Windows (B * windows, T, C), of which `share` (B * windows, 1) exists, as one cell."""
+        """Pool windows (B * windows, T, C), of which a `share` exists, to one cell each."""
         summed = F.linear(cells.transpose(1, 2), self.pool.weight).squeeze(-1)
         return (summed / share).to(summed.dtype) + self.pool.bias
 
     def _bias(self) -> Tensor:
-        """(N, T, keys), of a query of the window for its fine, then its pooled keys."""
+        """Bias (N, T, keys) of the queries of a window for fine keys, then pooled keys."""
         side, near = self.window_size, self.expand_size
         device = self.fine_bias.device
         query = torch.arange(side, device=device)[:, None]
@@ -246,12 +246,12 @@ def _cut(x: Tensor, window: list[int]) -> Tensor:
 
 
 def _paste(x: Tensor, window: list[int], counts: list[int]) -> Tensor:
-    """Undoes `_cut`: (B * windows, T, C) -> (B, H, W, C)."""
+    """Inverse of `_cut`: (B * windows, T, C) -> (B, H, W, C)."""
     x = x.unflatten(1, window).unflatten(0, (-1, *counts))  # (B, i, j, h, w, C)
     return x.transpose(2, 3).flatten(3, 4).flatten(1, 2)
 
 
 def _overlapping(x: Tensor, side: int, step: int) -> Tensor:
-    """(B, H, W, C) -> (B * windows, side * side, C), a window every `step` cells."""
+    """Windows with stride `step`: (B, H, W, C) -> (B * windows, side * side, C)."""
     x = x.unfold(1, side, step).unfold(2, side, step)  # (B, i, j, C, h, w)
     return x.flatten(4).transpose(3, 4).flatten(0, 2)
