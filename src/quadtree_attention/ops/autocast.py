@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-# Asked once, here: torch.compile of torch 2.11 stumbles over the question.
+# Evaluated at import, because torch.compile of torch 2.11 cannot trace it.
 AUTOCAST_DEVICES = frozenset(
     device
     for device in ("cpu", "cuda", "xpu", "mps", "mtia", "hpu")
@@ -20,7 +20,7 @@ def autocast_dtype(device: str) -> torch.dtype | None:
 
 
 def without_autocast(device: str) -> AbstractContextManager[object]:
-    """A context without autocast: inside of an operator, sums are kept in float32."""
+    """Return a context without autocast, so that sums inside of an operator are in float32."""
     if autocast_dtype(device) is not None:
         return torch.autocast(device, enabled=False)
     return nullcontext()

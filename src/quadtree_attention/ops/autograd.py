@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Operators that have a gradient of their own: how they are registered, and what they refuse.
+"""Registration of operators with custom gradients, and errors for unsupported derivatives.
 
-A fused piece is an operator each way, without a gradient, and an `autograd.Function` around both.
-It is called by `apply`. Its `backward` calls `backward_pass`. So first derivatives work, compilers
-and modes see operators, and all other derivatives raise one sentence instead of giving zeros:
+A fused operation consists of one operator per direction, without a gradient, and an
+`autograd.Function` around both. It is called by `apply`, and its `backward` calls `backward_pass`.
+First derivatives work, compilers and modes see operators, and all other derivatives raise an error
+instead of returning zeros:
 
-| | a fused piece | the reference |
+| | fused operation | reference |
 |---|---|---|
 | backward | yes | yes |
 | backward of backward, forward mode, `torch.func` (`vmap`, `grad`, ...) | raises | yes |
@@ -27,15 +28,15 @@ _library = torch.library.Library("quadtree_attention", "FRAGMENT")
 
 
 def operator(name: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Any]:
-    """Registers a function as an operator without a gradient, and gives the operator.
+    """Register a function as an operator without a gradient; return the operator.
 
-    `torch.library.custom_op` does the same, but its checks of every call take the host longer than
-    most kernels run.
+    `torch.library.custom_op` does the same, but its checks of every call take longer than most
+    kernels.
 
     Args:
-        name: After `quadtree_attention::`.
-        fake: The function for tensors without data; while launches are recorded, the operator
-            itself runs on them.
+        name: Name in the namespace `quadtree_attention`.
+        fake: The fake implementation; while launches are recorded, the operator runs on tensors
+            without data instead.
     """
 
     def register(run: Callable[..., Any]) -> Any:
@@ -53,13 +54,14 @@ def operator(name: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any
 
 
 def apply(what: str, function: type[torch.autograd.Function], *arguments: Any) -> Any:
-    """`function.apply(*arguments)`.
+    """Call `function.apply(*arguments)`; raise an error for unsupported derivatives.
 
     Args:
-        what: Its name in messages.
-        function: With `forward(ctx, ...)`, and without `jvp`, `vmap` and `setup_context`: torch
-            itself refuses forward mode and transforms then. (Dynamo traces no class with `jvp`.)
-        arguments: Tensors are arguments of their own; inside of a list, none would have a gradient.
+        what: Name of the function in messages.
+        function: Autograd function with `forward(ctx, ...)`, without `jvp`, `vmap` and
+            `setup_context`, so that torch raises for forward mode and transforms. (Dynamo traces
+            no class with `jvp`.)
+        arguments: Tensors must be separate arguments; tensors in lists would have no gradient.
 
     Raises:
         BackendUnsupportedError: An argument has a tangent, or `torch.func` transforms the call.
@@ -87,11 +89,10 @@ def is_transformed(*arguments: Any) -> bool:
 
 
 def backward_pass(what: str, run: Callable[..., Any], *arguments: Any) -> Any:
-    """`run(*arguments)` in the backward pass of a function; raises where that is differentiated.
+    """Call `run(*arguments)` in the backward pass; raise an error if it is differentiated.
 
-    `torch.autograd.function.once_differentiable` would not: it looks at incoming gradients alone,
-    not at tensors that were saved, and gives wrong second derivatives where the former are
-    constants.
+    `torch.autograd.function.once_differentiable` checks incoming gradients only, not saved tensors,
+    and returns wrong second derivatives if incoming gradients are constants.
     """
     if torch.compiler.is_compiling():
         return run(*arguments)

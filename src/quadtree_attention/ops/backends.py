@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of backends and the choice among them.
+"""The table of backends, and dispatch.
 
-"auto" takes the first backend of the table that has no reason against a problem. A backend asked
-for by name never falls back to another one: it raises with its reasons. A call asks once, and all
-that belongs to it (norms, value pyramids) runs accordingly, see `fuses`.
+"auto" selects the first backend of the table without a reason not to run the problem. A named
+backend never falls back to another one; it raises an error with its reasons. Dispatch runs once per
+call, and further operations of the call (norms, value pyramids) depend on its result, see `fuses`.
 """
 
 import os
@@ -48,7 +48,8 @@ _scoped: ContextVar[str] = ContextVar("quadtree_backend", default="auto")
 def use_backend(name: str) -> Iterator[None]:
     """Inside this context, `backend="auto"` means `name`.
 
-    A backend named in a call still wins, and the context wins over `QUADTREE_BACKEND`.
+    A backend named in a call takes precedence, and the context takes precedence over
+    `QUADTREE_BACKEND`.
 
     Example:
         >>> with use_backend("reference"):
@@ -64,7 +65,7 @@ def use_backend(name: str) -> Iterator[None]:
 
 
 def choose(name: str, problem: Problem) -> Backend:
-    """The backend that runs `problem`.
+    """Return the backend that runs `problem`.
 
     Raises:
         BackendUnsupportedError: The named backend, or with "auto" every backend, has reasons
@@ -85,13 +86,13 @@ def choose(name: str, problem: Problem) -> Backend:
 
 
 def fuses(x: Tensor, name: str) -> bool:
-    """Whether norms and other pieces beside the attention run by Triton's kernels.
+    """Return True if norms and other operations beside the attention use Triton kernels.
 
-    A compiled model does without: the compiler knows what comes before and after.
+    In a compiled model they do not, since the compiler fuses them with their neighbours.
 
     Args:
-        x: A tensor they run on.
-        name: The backend of the call, or "auto" where nothing was chosen yet.
+        x: Input of the operation.
+        name: The backend of the call, or "auto" before dispatch.
     """
     if name == "auto":
         name = default_backend()
@@ -105,12 +106,12 @@ def fuses(x: Tensor, name: str) -> bool:
 
 
 def fuses_more() -> bool:
-    """Whether `QUADTREE_FUSED=1` asks for fused convolutions, value branches and projections."""
+    """True if `QUADTREE_FUSED=1` enables fused convolutions, value branches and projections."""
     return os.environ.get("QUADTREE_FUSED", "0") == "1"
 
 
 def default_backend() -> str:
-    """The current meaning of "auto"; a compiled program keeps that of its compilation."""
+    """Return the current meaning of "auto"; compiled programs keep the one at compilation."""
     name = _scoped.get()
     if name == "auto":
         name = os.environ.get(ENVIRONMENT_VARIABLE) or "auto"
@@ -118,12 +119,12 @@ def default_backend() -> str:
     return name
 
 
-# What `torch.compiler.assume_constant_result` does, without importing the whole compiler.
+# As `torch.compiler.assume_constant_result`, without importing the compiler.
 default_backend._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def explain_backends(problem: Problem) -> dict[str, list[str]]:
-    """Every backend with its reasons not to run `problem`, in order of preference."""
+    """Return every backend with its reasons not to run `problem`, in order of preference."""
     return {backend.name: backend.reasons(problem) for backend in BACKENDS}
 
 

@@ -10,9 +10,9 @@ _registered: set[str] = set()
 
 
 def register_formulas(formulas: Mapping[str, Callable[..., int]]) -> None:
-    """Registers formulas by operator name, once somebody has imported the FLOP counter.
+    """Register formulas by operator name as soon as the FLOP counter is imported.
 
-    Importing it here would import Triton. A counter that is already running gets them as well.
+    Importing it here would import Triton. An active counter gets the formulas, too.
     """
     module = sys.modules.get("torch.utils.flop_counter")
     if module is None or _registered >= formulas.keys():

@@ -16,7 +16,7 @@ import triton.language as tl
 
 from quadtree_attention.ops import launches, replay
 
-# Numbers that differ from map to map: kernels are not compiled anew for multiples of 16 and for 1.
+# Arguments that depend on the map: no specialised kernels for multiples of 16 and for 1.
 SIZES = {
     "above", "above_0", "above_1", "above_2", "added_row", "batch", "batch_heads", "cells",
     "cells_above", "entries", "gains_of_level", "heads", "iterations", "kept", "key_0", "key_1",
@@ -27,7 +27,7 @@ SIZES = {
 
 
 class Kernel:
-    """A kernel to launch on a grid, which tells of its launches where they are noted."""
+    """A kernel to launch on a grid, which records its launches for replay."""
 
     def __init__(self, function: Callable[..., None]) -> None:
         update_wrapper(self, function)
@@ -42,21 +42,21 @@ class Kernel:
             launch = partial(launches.note, self, grid)
         else:
             launch = partial(self._launch_and_tell, grid) if replay.is_noting() else self.jit[grid]
-        # Versions of Triton have different defaults; near ties must not depend on them.
+        # Defaults differ between versions of Triton, which could change near ties.
         return partial(launch, enable_fp_fusion=True)
 
     def _launch_and_tell(self, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
         compiled = self.jit[grid](*arguments, **constants)
         rest = self.parameters[len(arguments) :]
         values = [*arguments, *(constants[name] for name in rest)]
-        if not isinstance(self.jit, triton.JITFunction):  # the interpreter compiles nothing
+        if not isinstance(self.jit, triton.JITFunction):  # the interpreter does not compile
             replay.note(self.jit[grid], values, by_address=False)
         else:
             replay.note_kernel(compiled, (*grid, 1, 1)[:3], values)
 
 
 def kernel(function: Callable[..., None]) -> Any:
-    """A kernel that takes sizes. None of its parameters has a default."""
+    """Create a kernel with size arguments, without default values of parameters."""
     return Kernel(function)
 
 
@@ -76,7 +76,7 @@ def precision(dtype: torch.dtype) -> str:
 
 @triton.jit
 def quotient(o_x, size):
-    """`o_x // size` where that is below `LARGEST_QUOTIENT`: many times cheaper than a division."""
+    """`o_x // size` for results below `LARGEST_QUOTIENT`, much faster than an integer division."""
     o_q = (o_x.to(tl.float32) * (1.0 / size)).to(tl.int32)
     o_q -= (o_q * size > o_x).to(tl.int32)
     return o_q + ((o_q + 1) * size <= o_x).to(tl.int32)

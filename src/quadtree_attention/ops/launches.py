@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernel launches, recorded in place of being run.
+"""Recording of kernel launches without running them.
 
-Grids and arguments of a launch follow from shapes, strides, dtypes and options. So a call on `meta`
-tensors says what it would launch on tensors of any size, and what Triton would compile for it,
-without a GPU and without memory.
+Grids and arguments of a launch are functions of shapes, strides, dtypes and options. A call on
+`meta` tensors therefore records the launches for tensors of any size, and the kernels that Triton
+would compile, without a GPU and without memory.
 """
 
 from collections.abc import Hashable, Iterator
@@ -16,12 +16,12 @@ _recorded: "list[Launch] | None" = None  # by the innermost `record`, in all thr
 
 
 class Launch(NamedTuple):
-    """A launch that was recorded.
+    """A recorded launch.
 
     Attributes:
-        kernel: What was to be launched, a `kernel.Kernel`.
+        kernel: The `kernel.Kernel`.
         grid: Programs along each axis.
-        arguments: By name, those that are constants of the kernel or options of the compiler, too.
+        arguments: Arguments by name, including constants of the kernel and compiler options.
     """
 
     kernel: Any
@@ -62,9 +62,9 @@ def _start(x: Tensor) -> int:
 
 @contextmanager
 def record() -> Iterator[list[Launch]]:
-    """Collects launches; inside, no kernel runs, and results hold what memory held before.
+    """Collect launches; inside, no kernel runs, and results are uninitialised memory.
 
-    Launches of all threads are collected, those of backward passes among them.
+    Launches of all threads are collected, including backward passes.
     """
     global _recorded
     before, launches = _recorded, []  # type: ignore[var-annotated]
@@ -80,7 +80,7 @@ def is_recording() -> bool:
 
 
 def note(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
-    """Adds a launch to those that are recorded."""
+    """Add a launch to the recorded ones."""
     assert _recorded is not None
     named = dict(zip(kernel.parameters, arguments, strict=False))
     _recorded.append(Launch(kernel, grid, named | constants))

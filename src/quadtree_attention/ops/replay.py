@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernel launches of a call, noted when one like it comes again and repeated from then on.
+"""Replay of the kernel launches of a call, recorded at its second occurrence.
 
-Everything about a launch follows from shapes, strides, dtypes and options of a call, but for the
-addresses of its tensors. What Python works out for each launch takes longer than most kernels run,
-so a call that is repeated only makes its tensors anew, and hands them to kernels that are compiled
-already. Triton's own settings (debugging, instrumentation, hooks of a function) are taken to stay
-as they were.
+All arguments of a launch except the addresses of tensors are functions of shapes, strides, dtypes
+and options of a call. Computing them in Python takes longer than most kernels, so a repeated call
+only allocates its tensors and passes them to compiled kernels. Settings of Triton (debugging,
+instrumentation, hooks of a function) are assumed not to change.
 """
 
 import os
@@ -25,18 +24,18 @@ from quadtree_attention.ops import launches
 
 Run = Callable[..., object]
 ENVIRONMENT_VARIABLE = "QUADTREE_REPLAY"
-STREAM = 3  # its number among the arguments of a launch
+STREAM = 3  # index of the stream among the arguments of a launch
 ALIGNMENT = 256  # of tensors in memory, in bytes
-MOST_PLANS = 512  # then all are forgotten: sizes that change all the time are not worth keeping
+MOST_PLANS = 512  # at this number all plans are dropped, for calls with changing sizes
 
 
 def is_asked_for() -> bool:
-    """Whether the environment variable turns it on."""
+    """Return True if the environment variable enables replay."""
     value = os.environ.get(ENVIRONMENT_VARIABLE, "")
     if value not in ("", "0", "1"):
         raise OptionError(
             f"the environment variable {ENVIRONMENT_VARIABLE} must be 0 or 1, got {value!r}; "
-            "1 repeats kernel launches, 0 makes them anew"
+            "1 replays kernel launches, 0 does not"
         )
     return value != "0"
 
@@ -45,13 +44,13 @@ SWITCHED_ON = is_asked_for()
 
 
 class Noted(NamedTuple):
-    """A launch as it happened.
+    """A recorded launch.
 
     Attributes:
-        run: Launches a compiled kernel, or a function; None: it could not be repeated.
-        arguments: What it got.
-        by_address: Whether it takes addresses in place of tensors, and a stream at `STREAM`.
-        kernel: What has to stay as long as it may be repeated.
+        run: Function that launches a compiled kernel, or runs a function; None: not repeatable.
+        arguments: Its arguments.
+        by_address: True if it takes addresses instead of tensors, and a stream at `STREAM`.
+        kernel: Kernel to keep alive as long as the launch may be replayed.
     """
 
     run: Run | None
@@ -64,10 +63,10 @@ class Slot(NamedTuple):
     """Source of the tensor of an argument.
 
     Attributes:
-        argument: Its number.
-        tensor: Number of the tensor: of those that come in, go out and lie between, in this order.
-        offset: Bytes before the first one that is given.
-        dtype: Of what is given; parts of one piece of memory may have several.
+        argument: Index of the argument.
+        tensor: Index of the tensor among inputs, outputs and temporary tensors, in this order.
+        offset: Offset of the argument in bytes.
+        dtype: Dtype of the argument; parts of one buffer may have different dtypes.
     """
 
     argument: int
@@ -77,7 +76,7 @@ class Slot(NamedTuple):
 
 
 class Made(NamedTuple):
-    """A dense tensor to make."""
+    """A dense tensor to allocate."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -88,14 +87,14 @@ class Made(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """A launch as it can be repeated.
+    """A launch that can be replayed.
 
     Attributes:
-        run: Launches the compiled kernel, or a function.
-        by_address: Whether it gets addresses in place of tensors, and a stream: a kernel takes
-            longer to ask each tensor for its address than to be launched.
-        arguments: What it gets, with room for tensors.
-        slots: What goes there.
+        run: Function that launches the compiled kernel, or runs a function.
+        by_address: True if it takes addresses instead of tensors, and a stream: reading the
+            address of every tensor takes a kernel longer than its launch.
+        arguments: Its arguments, with placeholders for tensors.
+        slots: Sources of these tensors.
     """
 
     run: Run
@@ -106,17 +105,17 @@ class Launch(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """All launches of a call, and the tensors to make for them.
+    """All launches of a call, and the tensors to allocate for them.
 
     Attributes:
         outputs: The results.
-        between: Tensors that are neither inputs nor results, each with a single axis.
-        offsets: Where these lie in one piece of memory, in bytes. Two share a place if one is no
-            longer needed when the other is first given.
-        nbytes: How large that is.
-        launches: In their order.
-        kernels: Of the launches, which have no more than handles of them: Triton unloads a kernel
-            without a reference.
+        between: Temporary tensors, each with a single axis.
+        offsets: Offsets of temporary tensors in one buffer, in bytes. Tensors with disjoint
+            lifetimes may share memory.
+        nbytes: Size of this buffer.
+        launches: The launches, in order.
+        kernels: References to the kernels, of which launches have only handles: Triton unloads a
+            kernel without a reference.
     """
 
     outputs: list[Made]
@@ -127,7 +126,7 @@ class Plan:
     kernels: list[object]
 
     def __call__(self, inputs: Sequence[Tensor], addresses: Sequence[int]) -> list[Tensor]:
-        """The results for inputs that lie at these addresses."""
+        """Return the results for inputs at these addresses."""
         new_empty = inputs[0].new_empty
         outputs = [new_empty(shape, dtype=dtype) for shape, dtype in self.outputs]
         memory = new_empty(self.nbytes, dtype=torch.uint8) if self.nbytes else None
@@ -153,7 +152,7 @@ class Plan:
         return outputs
 
     def _tensor(self, i: int, others: Sequence[Tensor], memory: Tensor | None) -> Tensor:
-        """The tensor with this number, which may lie between."""
+        """Return the tensor with this index, which may be temporary."""
         if i < len(others):
             return others[i]
         assert memory is not None
@@ -162,7 +161,7 @@ class Plan:
 
 
 def _part(whole: Tensor, offset: int, dtype: torch.dtype) -> Tensor:
-    """What lies in a dense tensor from a byte on; all of it as it is if that is wanted."""
+    """Return the part of a dense tensor from a byte offset, or the whole tensor if it equals it."""
     if offset == 0 and whole.dtype == dtype:
         return whole
     size = (whole.nbytes - offset) // dtype.itemsize * dtype.itemsize
@@ -170,7 +169,7 @@ def _part(whole: Tensor, offset: int, dtype: torch.dtype) -> Tensor:
 
 
 def _stream_of(x: Tensor) -> Any:
-    """The stream that kernels are launched on at the moment."""
+    """Return the current stream."""
     return driver.active.get_current_stream(x.get_device()) if x.is_cuda else None
 
 
@@ -181,21 +180,21 @@ class _Here(threading.local):
 
 
 class CannotRepeatError(Exception):
-    """Launches of a call that a plan cannot hold."""
+    """A launch of a call cannot be replayed."""
 
 
 _here = _Here()
 _NEVER_SEEN, _SEEN_ONCE = object(), object()
-_plans: dict[Hashable, Plan | object] = {}  # None: of calls that cannot be repeated
+_plans: dict[Hashable, Plan | object] = {}  # None: the call cannot be replayed
 
 
 def is_noting() -> bool:
-    """Whether launches are to be told of."""
+    """Return True if launches are being recorded for replay."""
     return _here.noted is not None
 
 
 def note(run: Run | None, arguments: list[Any], *, by_address: bool, kernel: object = None) -> None:
-    """Record a launch that just happened, see `Noted`."""
+    """Record a launch, see `Noted`."""
     assert _here.noted is not None
     _here.noted.append(Noted(run, arguments, by_address, kernel))
 
@@ -203,10 +202,10 @@ def note(run: Run | None, arguments: list[Any], *, by_address: bool, kernel: obj
 def note_kernel(compiled: Any, grid: Sequence[int], arguments: list[Any]) -> None:
     """Record the launch of a compiled kernel.
 
-    It is repeated the way Triton itself launches it, but for hooks: asking for them takes longer
-    than all the rest. While there are any, nothing is repeated.
+    Replay launches it as Triton does, but without checking for hooks, which takes longer than the
+    rest of a launch. If hooks are registered, nothing is replayed.
     """
-    if not isinstance(compiled, CompiledKernel):  # Triton can be told to compile later
+    if not isinstance(compiled, CompiledKernel):  # Triton may compile asynchronously
         note(None, arguments, by_address=True)
         return
     run = compiled.run  # loads the kernel
@@ -216,11 +215,11 @@ def note_kernel(compiled: Any, grid: Sequence[int], arguments: list[Any]) -> Non
 
 
 def noted(function: Callable[..., object], *tensors: Tensor) -> None:
-    """Runs a function between launches, and tells of it.
+    """Run a function between launches, and record it.
 
-    When it is repeated, tensors that are neither inputs nor results come as a single axis.
+    When it is replayed, temporary tensors have a single axis.
     """
-    if launches.is_recording() and tensors[0].is_meta:  # there is nothing to run it on
+    if launches.is_recording() and tensors[0].is_meta:  # meta tensors: nothing to run
         return
     function(*tensors)
     if is_noting():
@@ -233,15 +232,15 @@ def replayed(
     options: Hashable,
     only_launches: Callable[[], bool] = lambda: True,
 ) -> list[Tensor]:
-    """Result of `call`; from its third call on, by replaying cached launches if enabled.
+    """Return the result of `call`; from its third call on, replay cached launches if enabled.
 
     Args:
-        call: Launches kernels. Its results are dense.
-        inputs: All tensors that it reads. Of these and of the results, kernels get parts only where
-            they have a single axis.
-        options: Whatever else it depends on.
-        only_launches: Whether it runs nothing else on the device without recording it, which
-            cannot be checked; asked once of all calls that look the same.
+        call: Function that launches kernels. Its results are dense.
+        inputs: All tensors that it reads. Kernels get parts of inputs and results only if these
+            have a single axis.
+        options: All other values that the result depends on.
+        only_launches: Function that returns True if nothing else runs on the device without being
+            recorded, which cannot be checked; called once per call signature.
     """
     if not SWITCHED_ON or launches.is_recording() or _has_hooks():
         return call()
@@ -254,7 +253,7 @@ def replayed(
         if len(_plans) >= MOST_PLANS:
             _plans.clear()
         _plans[key] = _SEEN_ONCE if only_launches() else None
-    if plan is not _SEEN_ONCE:  # one that is made but once is not worth a plan
+    if plan is not _SEEN_ONCE:  # a plan is made at the second call
         return call()
     assert not is_noting(), "a call inside of one that is noted"
     told: list[Noted] = []
@@ -271,15 +270,15 @@ def replayed(
 
 
 def _has_hooks() -> bool:
-    """Whether somebody wants to be told of all launches, as profilers do."""
+    """Return True if launch hooks are registered, for example by a profiler."""
     hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
     return any(getattr(hook, "calls", hook) for hook in hooks)
 
 
 def _looks_of(inputs: Sequence[Tensor], addresses: Sequence[int]) -> Hashable:
-    """Arguments of kernels that are part of the cache key: all but addresses.
+    """Return the part of the cache key that depends on tensors: all properties but addresses.
 
-    Of those it counts whether they are multiples of 16, and which are the same.
+    Of addresses, it contains whether they are multiples of 16, and which are equal.
     """
     looks = tuple([(x.shape, x.stride(), x.dtype, x.get_device()) for x in inputs])
     distinct = len(set(addresses)) == len(addresses)
@@ -288,7 +287,7 @@ def _looks_of(inputs: Sequence[Tensor], addresses: Sequence[int]) -> Hashable:
 
 
 class _Planner:
-    """Makes a plan of launches that were noted, whose tensors are all still there."""
+    """Creates a plan from recorded launches, whose tensors are still alive."""
 
     def __init__(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
         self.inputs, self.outputs = inputs, outputs
@@ -303,7 +302,7 @@ class _Planner:
     def plan(self, launches: Sequence[Noted]) -> Plan:
         repeated = [self._launch(launch) for launch in launches]
         start, count = len(self.inputs), len(self.outputs)
-        users: dict[int, list[int]] = {}  # by tensor, the launches that get it
+        users: dict[int, list[int]] = {}  # by tensor, the launches that use it
         for n, launch in enumerate(repeated):
             for slot in launch.slots:
                 users.setdefault(slot.tensor - start, []).append(n)
@@ -326,14 +325,14 @@ class _Planner:
         return Launch(launch.run, launch.by_address, arguments, slots)
 
     def _origin(self, x: Tensor) -> tuple[int, int]:
-        """The number of the tensor that x is or is a part of, and the byte where x begins in it."""
+        """Return the index of the tensor that contains x, and the byte offset of x in it."""
         if (number := self.places.get(x.data_ptr())) is not None:
             return number, 0
         if wholes := self.wholes.get(_storage(x)):
-            _check(len(wholes) == 1)  # which one it is of cannot be told
+            _check(len(wholes) == 1)  # ambiguous otherwise
             return wholes[0], self._part_of_input(x, self.inputs[wholes[0]])
         number = self.storages.setdefault(_storage(x), len(self.made))
-        if number == len(self.made):  # one that lies between: all of what the view x is of
+        if number == len(self.made):  # a temporary tensor: the base of the view x
             entries = x.untyped_storage().nbytes() // x.itemsize
             self.made.append(Made(torch.Size([entries]), x.dtype))
         offset = int(x.storage_offset()) * x.itemsize
@@ -351,7 +350,7 @@ class _Planner:
 def _offsets(sizes: Sequence[int], spans: Sequence[tuple[int, int]]) -> list[int]:
     """Offsets of tensors of these sizes in one buffer, given their lifetimes.
 
-    Each goes to the first place that is free all the while.
+    Each gets the first offset that is free during its lifetime.
     """
     placed: list[tuple[int, int, int, int]] = []  # begin, end, first launch, last launch
     for size, (first, last) in zip(sizes, spans, strict=True):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Triton kernels, compiled before they are launched."""
+"""Compilation of Triton kernels before their first launch."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -12,7 +12,7 @@ from quadtree_attention.ops.launches import Launch, record
 
 
 def recorded(run: Callable[[], object]) -> list[Launch]:
-    """Return the launches of `run`, one per variant of a kernel; none of them happens."""
+    """Return the launches of `run`, one per variant of a kernel, without running them."""
     with record() as launches:
         run()
     return list({launch.variant: launch for launch in launches}.values())

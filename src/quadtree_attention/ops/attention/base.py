@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The interface of a backend: name, reasons not to run a problem, function that attends."""
+"""Interface of a backend: name, reasons not to run a problem, and attention function."""
 
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
@@ -12,10 +12,10 @@ from quadtree_attention.ops.attention.tree import accumulation_dtype
 
 
 def installed(package: str) -> bool:
-    """Whether a package could be imported; does not import it."""
+    """Return True if a package can be imported, without importing it."""
     try:
         return find_spec(package) is not None
-    except ValueError:  # what stands in its place in sys.modules is no package
+    except ValueError:  # its entry in sys.modules is not a package
         return False
 
 
@@ -23,9 +23,9 @@ class Level(NamedTuple):
     """Result of one level. T query cells in tree order, K kept cells each.
 
     Attributes:
-        total: (B, N, T, Dv), the messages of all levels so far, summed: in the dtype of the inputs
-            at the finest level, in the accumulation dtype above it.
-        selection: (B, N, T, K) tree-ordered numbers of the kept key cells, ascending; -1 where
+        total: (B, N, T, Dv), the sum of the messages of all levels so far, in the dtype of the
+            inputs at the finest level, in the accumulation dtype above it.
+        selection: (B, N, T, K) tree-ordered indices of the kept key cells, ascending; -1 where
             fewer than K cells were visible. None at the finest level.
         scores: (B, N, T, K) attention of the kept cells; None if not requested.
     """
@@ -36,12 +36,12 @@ class Level(NamedTuple):
 
 
 class AttendCoarse(Protocol):
-    """Level 0: every query cell looks at every key cell.
+    """Attention of level 0: every query cell attends to every key cell.
 
     q (B, N, T, D), k (B, N, S, D), v (B, N, S, Dv), visible (B, S) bool or None, weight: the share
-    of this level's message in the result, a tensor without axes, or None for 1.
-    `topk` is None if no finer level follows. Ties go to the candidate that comes first.
-    `with_scores` asks for the scores of kept cells; for variant A they carry a gradient.
+    of this level's message in the result, a scalar tensor, or None for 1.
+    `topk` is None if no finer level follows. Ties go to the first candidate. With `with_scores`,
+    the scores of kept cells are returned; for variant A they have a gradient.
     """
 
     def __call__(
@@ -60,11 +60,11 @@ class AttendCoarse(Protocol):
 
 
 class AttendFine(Protocol):
-    """Level l > 0: the F children of a query cell look at the F children of each kept key cell.
+    """Attention of level l > 0: children of a query cell attend to children of its kept key cells.
 
     Shapes as in `AttendCoarse`; `parents` and `parent_scores` are (B, N, T/F, Kp): the selection
     and, for variant A only, the scores of the level above; `inherited` (B, N, T/F, Dv) is its
-    total, which every child adds to its own message.
+    total, which is added to the message of every child.
     """
 
     def __call__(
@@ -86,7 +86,7 @@ class AttendFine(Protocol):
 
 
 class Kept(NamedTuple):
-    """The cells that every query cell of one level kept.
+    """The kept cells of every query cell of one level.
 
     Attributes:
         cells: (B, *grid_l, N, K, ndim) int64 coordinates, in the order of the tree; -1 where fewer
@@ -99,11 +99,11 @@ class Kept(NamedTuple):
 
 
 class Attend(Protocol):
-    """The whole attention; called without autocast.
+    """Attention over all levels; called without autocast.
 
     q, k and v are lists of maps (B, *grid, N, D): one, to be averaged into levels, or one per
     level, coarse -> fine. Masks are (B, *grid) of the finest maps, level_weights are logits (L,).
-    Returns the result (B, *grid, N, Dv) and, if asked for, what every level but the finest kept.
+    Returns the result (B, *grid, N, Dv) and, if requested, the kept cells of the selecting levels.
     """
 
     def __call__(
@@ -121,12 +121,12 @@ class Attend(Protocol):
 
 
 class Backend(NamedTuple):
-    """One way to compute quadtree attention.
+    """A backend of quadtree attention.
 
     Attributes:
-        name: What users write in `backend=`.
-        reasons: Why a problem cannot be run, one sentence each; empty if it can.
-        attend: The attention itself. Backends that work level by level make it with `levelwise`.
+        name: Value of the option `backend`.
+        reasons: Function that returns the reasons why a problem cannot be run; empty if it can.
+        attend: The attention. Backends that run level by level create it with `levelwise`.
     """
 
     name: str
@@ -135,5 +135,5 @@ class Backend(NamedTuple):
 
 
 def level_shares(problem: Problem, level_weights: Tensor) -> Tensor:
-    """Share of each level in the result of variant B, (L,)."""
+    """Return the share of each level in the result of variant B, (L,)."""
     return level_weights.to(accumulation_dtype(problem.dtype)).softmax(dim=0)

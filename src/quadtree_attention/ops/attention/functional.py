@@ -25,12 +25,12 @@ from quadtree_attention.ops.backends import Kept, choose, explain_backends
 
 
 class LevelSelection(NamedTuple):
-    """The cells that every query cell of one level kept, best first.
+    """The kept cells of every query cell of one level, best first.
 
     Attributes:
-        cells: (B, *query_grid, N, K, ndim) int64 grid coordinates, (y, x) order, on this level's
-            key grid; -1 where fewer than K cells were visible.
-        scores: (B, *query_grid, N, K) attention of those cells; 0 where there is none. They carry
+        cells: (B, *query_grid, N, K, ndim) int64 grid coordinates, (y, x) order, on the key grid
+            of this level; -1 where fewer than K cells were visible.
+        scores: (B, *query_grid, N, K) attention of the kept cells; 0 for missing cells. They have
             no gradient.
     """
 
@@ -42,7 +42,7 @@ Selection = tuple[LevelSelection, ...]  # one entry per level that selects, coar
 
 
 class PyramidOptions(TypedDict, total=False):
-    """Keyword options of both functions, for the type checker; the docstrings explain them."""
+    """Keyword options of both functions, for type checkers; see the docstrings."""
 
     topk: Required[int | Sequence[int]]
     variant: Variant
@@ -112,18 +112,18 @@ def quadtree_attention(
     exact_queries: bool = False,
     lookahead: bool = False,
 ) -> Any:
-    """Compute quadtree attention: coarse first, refined only where it matters.
+    """Compute quadtree attention: coarse attention, refined at the selected cells.
 
     Queries, keys and values are averaged into pyramids of `num_levels` levels. At the coarsest
     level every query cell attends to every key cell and keeps its `topk` best; at each finer level
-    its children attend to the children of those only. All children of a query cell share the
-    selection of their parent. With one level this is full attention.
+    its children attend only to the children of the kept cells. All children of a query cell share
+    the selection of their parent. With one level this is full attention.
 
     Any grid of size 1 or more on every axis is accepted: sizes that do not divide by
-    `2**(num_levels - 1)` behave as if the missing cells were hidden by a mask. Arithmetic
-    accumulates in float32 (float64 in float64). No gradient flows through the selection. A query
-    that can see no key gets zeros. Of cells that score the same, those that come first are kept:
-    row by row at the coarsest level, and child by child below it.
+    `2**(num_levels - 1)` behave as if the missing cells were hidden by a mask. Sums are
+    accumulated in float32 (float64 in float64). No gradient flows through the selection. The
+    result of a query without visible keys is 0. Ties are resolved in favour of the first cell, in
+    row-major order at the coarsest level and in the order of children below it.
 
     Args:
         q: Queries (B, *grid, N, D); the grid has 1, 2 or 3 axes.
@@ -131,25 +131,26 @@ def quadtree_attention(
         v: Values (B, *key_grid, N, Dv).
         num_levels: Levels of the pyramids: up to 4 on maps of any size, and more until the coarsest
             level of the larger map is a single cell.
-        topk: Cells that each query cell keeps: one number, or one per level that selects
-            (`num_levels - 1` of them, coarse -> fine). More than there are keeps all.
+        topk: Cells that each query cell keeps: one number, or one per selecting level
+            (`num_levels - 1` of them, coarse -> fine). Values above the number of cells keep all.
         variant: "B" runs a softmax over all candidates of a level and mixes the levels by
-            `level_weights`; "A" hands the score of a kept cell down to its children, so that the
-            weights of a query sum to 1 over the whole key grid; "C" runs one softmax over all cells
-            that were not kept, of all levels, each weighted by the tokens it stands for. It is
-            dense attention if `topk` keeps everything and close to it otherwise.
-        level_weights: Logits (L,) of the mix of variant B, coarse -> fine. None: equal parts.
+            `level_weights`; "A" multiplies the scores of children by the score of their kept
+            parent, so that the weights of a query sum to 1 over the key grid; "C" runs one softmax
+            over the cells of all levels that were not kept, weighted by their number of tokens. "C"
+            equals dense attention if `topk` keeps all cells, and approximates it otherwise.
+        level_weights: Logits (L,) of the mix of variant B, coarse -> fine. None: equal weights.
         scale: Factor on the scores. None: `D ** -0.5`.
-        query_mask: Boolean (B, *grid), True = visible. Keeps padding out of the averaged queries;
-            every query, hidden or not, still gets a result.
-        key_mask: Boolean (B, *key_grid), True = visible. Hidden keys influence nothing.
-        backend: "auto" or the name of a backend, which then never falls back to another.
-        return_selection: Also return which cells were kept, per level and with their scores.
+        query_mask: Boolean (B, *grid), True = visible. Hidden queries are excluded from averaged
+            queries; every query, hidden or not, still gets a result.
+        key_mask: Boolean (B, *key_grid), True = visible. Hidden keys have no effect.
+        backend: "auto", or the name of a backend, without fallback to another.
+        return_selection: Also return the kept cells per level, with their scores.
         return_lse: Also return the log-sum-exp (B, *grid, N) of the scores, for
-            `merge_attentions`; variant C, or one level. All that follows is for variant C only.
-        prefix_queries: (B, Pq, N, D), queries without a place on the grid; they see all tokens.
-        prefix_keys, prefix_values: (B, P, N, D), tokens without a place that every query sees.
-        exact_queries: Tokens score the cells of all levels by their own queries instead of the mean
+            `merge_attentions`; variant C, or one level. All further options are for variant C only.
+        prefix_queries: (B, Pq, N, D), queries without a grid position; they attend to all tokens.
+        prefix_keys, prefix_values: (B, P, N, D), tokens without a grid position, which all queries
+            attend to.
+        exact_queries: Scores of cells of all levels use the query of each token instead of the mean
             query of a cell. Closer to dense attention; costs tokens x coarsest cells more.
         lookahead: Rank cells by the log-sum-exp of their children's scores instead of their own
             score. Costs up to F times the scores.
@@ -157,13 +158,13 @@ def quadtree_attention(
     With variant C the heads of q may be a multiple of those of k and v (grouped queries).
 
     Returns:
-        The result (B, *grid, N, Dv), or a tuple in this order: the result, that of the prefix
+        The result (B, *grid, N, Dv), or a tuple in this order: the result, the result of prefix
         queries (B, Pq, N, Dv) if given, with `return_selection` a tuple of `LevelSelection`,
         coarse -> fine, and with `return_lse` the log-sum-exp.
 
     Raises:
         ShapeError, DTypeError, OptionError: An argument is not accepted.
-        BackendUnsupportedError: The backend asked for cannot run this call.
+        BackendUnsupportedError: The requested backend cannot run this call.
 
     Example:
         >>> import torch
@@ -230,15 +231,15 @@ def quadtree_attention_pyramid(
     backend: str = "auto",
     return_selection: bool = False,
 ) -> Tensor | tuple[Tensor, Selection]:
-    """`quadtree_attention` on pyramids that the caller built.
+    """Compute `quadtree_attention` on given pyramids.
 
-    There is no `query_mask`: the caller averages the queries.
+    There is no `query_mask`, since the caller averages the queries.
 
     Args:
         qs: Queries (B, *grid_l, N, D), one map per level, coarse -> fine. Each map has half the
             size of the next finer one, rounded up.
-        ks: Keys (B, *key_grid_l, N, D), likewise.
-        vs: Values (B, *key_grid_l, N, Dv), likewise.
+        ks: Keys (B, *key_grid_l, N, D), one map per level.
+        vs: Values (B, *key_grid_l, N, Dv), one map per level.
         topk, variant, level_weights, scale: As for `quadtree_attention`.
         key_mask: Boolean (B, *key_grid) of the finest map, True = visible. A coarser cell is
             visible if any of its children is.
@@ -280,11 +281,11 @@ def available_backends(
 ) -> dict[str, list[str]]:
     """Return every backend with its reasons not to run this call of `quadtree_attention`.
 
-    An empty list means that the backend can run it; "auto" takes the first of those.
+    An empty list means that the backend can run it; "auto" selects the first such backend.
 
     Args:
         q, k, v: As for `quadtree_attention`.
-        **options: The options of that call; `backend` and `return_selection` do not matter.
+        **options: The options of that call; `backend` and `return_selection` have no effect.
 
     Example:
         >>> import torch
@@ -298,7 +299,7 @@ def available_backends(
 
 
 def _cast_for_autocast(*tensors: Any) -> tuple[Any, ...]:
-    """Under autocast the op runs in the autocast dtype, as PyTorch's own attention does."""
+    """Cast tensors to the autocast dtype, as for PyTorch's own attention."""
     device = next((x.device.type for x in tensors if isinstance(x, Tensor)), "cpu")
     dtype = autocast_dtype(device)
     if dtype is None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The walk from the coarsest level to the finest, for backends that attend one level at a time."""
+"""The loop from the coarsest level to the finest, for backends that run one level at a time."""
 
 from collections.abc import Callable, Sequence
 
@@ -33,7 +33,7 @@ def levelwise(
     to_tree: ToTree = plain.to_tree,
     to_grid: ToGrid = plain.to_grid,
 ) -> Backend:
-    """A backend made of functions that attend one level, on arrays in tree order.
+    """Create a backend from functions for one level, on arrays in tree order.
 
     Args:
         name, reasons: As for `Backend`.
@@ -41,7 +41,7 @@ def levelwise(
         attend_fine: Attention of a finer level.
         pyramid: All levels of a map by masked means, see `tree.pyramid`.
         to_tree: One level of a given pyramid, see `tree.to_tree`.
-        to_grid: Back from tree order, see `tree.to_grid`.
+        to_grid: Conversion from tree order, see `tree.to_grid`.
     """
 
     def attend(
@@ -75,7 +75,7 @@ def levelwise(
                 levels.append(attend_coarse(*arrays, **options))  # type: ignore[arg-type]
                 continue
             above = levels[-1]
-            assert above.selection is not None  # only the finest level selects nothing
+            assert above.selection is not None  # all other levels have a selection
             scores = above.scores if problem.variant == "A" else None
             levels.append(
                 attend_fine(*arrays, above.selection, scores, above.total, **options)  # type: ignore[arg-type]
@@ -94,7 +94,7 @@ def _levels(
     pyramid: Pyramid,
     to_tree: ToTree,
 ) -> list[Tensor]:
-    """All levels in tree order, coarse -> fine, with zeros for what the mask hides."""
+    """Return all levels in tree order, coarse -> fine, with zeros for hidden cells."""
     if len(maps) < tree.num_levels or tree.num_levels == 1:
         return pyramid(tree, hide(maps[0], mask), visible)
     levels = [to_tree(tree, x, i) for i, x in enumerate(maps)]
@@ -104,12 +104,12 @@ def _levels(
 
 
 def _hide_rows(x: Tensor, visible: Tensor | None) -> Tensor:
-    """(B, N, S, D) with (B, S) bool or None."""
+    """Set hidden rows to 0: (B, N, S, D) with (B, S) bool or None."""
     return x if visible is None else torch.where(visible[:, None, :, None], x, 0)
 
 
 def _weights(problem: Problem, level_weights: Tensor | None) -> list[Tensor | None]:
-    """Share of each level in the result of variant B; variant A needs none."""
+    """Return the share of each level in the result of variant B; None for variant A."""
     if problem.variant == "A":
         return [None] * problem.num_levels
     if level_weights is None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every check of user input, once, at the edge; what passes is a frozen `Problem`."""
+"""Checks of user input; the result is a frozen `Problem`."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,13 +15,13 @@ from quadtree_attention.errors import DTypeError, OptionError, ShapeError
 from quadtree_attention.ops.attention.tree import Tree, grid_of, is_known
 
 Variant = Literal["A", "B", "C"]
-LEVELS_OF_ANY_MAP = 4  # accepted however small the maps are: networks meet maps of a few cells
+LEVELS_OF_ANY_MAP = 4  # accepted for any size: networks process maps of a few cells
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Description of a call without its tensors, from which a backend decides if it can run it."""
+    """Description of a call without its tensors, from which backends derive if they can run it."""
 
     batch: int
     query_tree: Tree
@@ -29,7 +29,7 @@ class Problem:
     num_heads: int
     head_dim: int
     value_dim: int
-    topk: tuple[int, ...]  # cells kept at each selecting level, never more than there are
+    topk: tuple[int, ...]  # cells kept at each selecting level, at most all
     variant: Variant
     scale: float
     dtype: torch.dtype
@@ -65,7 +65,7 @@ def make_problem(
     query_mask: Tensor | None = None,
     key_mask: Tensor | None = None,
 ) -> Problem:
-    """Checks the arguments of `quadtree_attention` and describes the problem they pose."""
+    """Check the arguments of `quadtree_attention` and return the problem."""
     check_tensors(q, k, v)
     check_mask("query_mask", query_mask, "q", q.shape[:-2], q.device)
     check_mask("key_mask", key_mask, "k", k.shape[:-2], k.device)
@@ -94,7 +94,7 @@ def _describe(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Problem:
-    """The problem of arguments that were checked."""
+    """Create the problem of checked arguments."""
     num_levels = len(topk) + 1
     key_tree = Tree(key_grid, num_levels)
     return Problem(
@@ -195,7 +195,7 @@ def _check_dtypes_and_devices(tensors: dict[str, Tensor]) -> None:
 def check_mask(
     name: str, mask: Tensor | None, owner: str, shape: tuple[int, ...], device: torch.device
 ) -> None:
-    """Checks a mask against the (batch, *grid) and the device of the tensor it hides cells of."""
+    """Check a mask against the (batch, *grid) and the device of its tensor."""
     if mask is None:
         return
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
@@ -225,9 +225,9 @@ def check_levels(num_levels: int) -> None:
 
 
 def check_depth(num_levels: int, *grids: Sequence[int]) -> None:
-    """Refuses levels that only pad: below a single cell, each doubles the sides of both maps."""
+    """Raise `OptionError` for levels above a single cell, which would only add padding."""
     sides = [size for grid in grids for size in grid]
-    if not all(isinstance(size, int) for size in sides):  # not known until run time
+    if not all(isinstance(size, int) for size in sides):  # symbolic, unknown until run time
         return
     most = max(LEVELS_OF_ANY_MAP, (max(sides) - 1).bit_length() + 1)
     if num_levels > most:
@@ -275,7 +275,7 @@ def check_level_weights(
 
 
 def check_topk(topk: int | Sequence[int], num_levels: int) -> tuple[int, ...]:
-    """The number of cells to keep at each level that selects, coarse -> fine."""
+    """Return the number of cells to keep at each selecting level, coarse -> fine."""
     if isinstance(topk, int):
         values = (topk,) * max(num_levels - 1, 1)
     elif isinstance(topk, Sequence) and not isinstance(topk, str):
@@ -298,7 +298,7 @@ def check_topk(topk: int | Sequence[int], num_levels: int) -> tuple[int, ...]:
 
 
 def effective_topk(topk: tuple[int, ...], key_tree: Tree) -> tuple[int, ...]:
-    """No level can keep more cells than it has candidates."""
+    """Limit K of each level to its number of candidates."""
     candidates = key_tree.num_cells(0)
     effective = []
     for wanted in topk:
@@ -319,7 +319,7 @@ def check_scale(scale: float | None, head_dim: int) -> float:
 
 
 def check_levels_of_maps(qs: Sequence[Tensor], ks: Sequence[Tensor], vs: Sequence[Tensor]) -> None:
-    """Checks that `qs`, `ks` and `vs` are lists of the same length."""
+    """Check that `qs`, `ks` and `vs` are lists of the same length."""
     for name, levels in {"qs": qs, "ks": ks, "vs": vs}.items():
         if isinstance(levels, Tensor) or not isinstance(levels, Sequence) or len(levels) == 0:
             raise ShapeError(
@@ -334,7 +334,7 @@ def check_levels_of_maps(qs: Sequence[Tensor], ks: Sequence[Tensor], vs: Sequenc
 
 
 def check_pyramids(qs: Sequence[Tensor], ks: Sequence[Tensor], vs: Sequence[Tensor]) -> None:
-    """Checks that three lists of maps are pyramids of one problem, coarse -> fine."""
+    """Check that three lists of maps are pyramids of one problem, coarse -> fine."""
     check_tensors(qs[-1], ks[-1], vs[-1])
     for name, levels in {"qs": qs, "ks": ks, "vs": vs}.items():
         _check_pyramid(name, levels)

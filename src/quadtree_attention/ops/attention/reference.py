@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The specification: quadtree attention of one level in plain PyTorch.
 
-Every dtype, every device, differentiable in every way torch knows (twice, forward, `torch.func`),
-exportable. It works in chunks of query cells and recomputes them in backward, so that its working
-memory stays near `WORKSPACE_BYTES` a level however large the map is.
+It supports every dtype and device, all derivatives of torch (second, forward mode, `torch.func`)
+and export. Query cells are processed in chunks, which are recomputed in backward, so that the
+temporary memory is about `WORKSPACE_BYTES` per level for maps of any size.
 
-Letters: R query cells of a chunk, S key cells, C candidates of a query (K kept cells x F children).
+Axes: R query cells of a chunk, S key cells, C candidates of a query (K kept cells x F children).
 """
 
 from collections.abc import Callable, Sequence
@@ -82,7 +82,7 @@ def attend_fine(
     above, kept = parents.shape[2:]
     children = cells // above
     families = k.shape[2] // children  # key cells of the level above
-    # One row per family of query cells and head; the families of its keys begin at `first`.
+    # One row per family of query cells and head; its key families start at `first`.
     rows = batch * heads * above
     q = _accumulate(q).reshape(rows, children, dim)
     k = _accumulate(k).reshape(batch * heads * families, children, dim)
@@ -148,7 +148,7 @@ def _fine_step(
     if visible is not None:
         shown = visible.index_select(0, rows).reshape(count, kept, children)
         shown = (shown & (parents >= 0)[..., None]).flatten(1)[:, None]  # (R, 1, C)
-        # What is not seen may hold NaN, and 0 * NaN is NaN.
+        # Hidden keys may be NaN, and 0 * NaN is NaN.
         keys = keys.masked_fill(~shown.mT, 0)
         values = values.masked_fill(~shown.mT, 0)
     logits = _logits(q, keys, shown, scale)  # (R, F, C)
@@ -174,7 +174,7 @@ def _logits(q: Tensor, k: Tensor, shown: Tensor | None, scale: float) -> Tensor:
 
 
 def _softmax(logits: Tensor, shown: Tensor | None) -> Tensor:
-    """Softmax over the last axis; all zeros where nothing is shown."""
+    """Softmax over the last axis; zeros for rows without visible entries."""
     if shown is None:
         return logits.softmax(dim=-1)
     highest = logits.detach().amax(dim=-1, keepdim=True)
@@ -193,17 +193,17 @@ def _finish(
     variant: Variant,
     with_scores: bool,
 ) -> Result:
-    """Message and selection of a chunk, from the scores of all its candidates."""
+    """Compute message and selection of a chunk from the scores of its candidates."""
     if topk is None:
         return scores @ values, None, None
-    # B ranks by logits: they tell cells apart whose softmax has underflown to the same zero.
+    # B ranks by logits, which differ for cells whose softmax underflows to 0.
     rank = logits if variant == "B" else scores.masked_fill(logits == -torch.inf, -1)
     best = _best(rank.detach(), topk)
     selection = cells.gather(-1, best)
     if shown is not None:
         selection = selection.masked_fill(~shown.expand_as(logits).gather(-1, best), -1)
     kept_scores = scores.gather(-1, best) if with_scores else None
-    if variant == "A":  # kept cells speak through their children, one level down
+    if variant == "A":  # kept cells are replaced by their children at the next level
         scores = scores.scatter(-1, best, 0)
     return scores @ values, selection, kept_scores
 
@@ -216,14 +216,14 @@ def _best(rank: Tensor, topk: int) -> Tensor:
     return best.sort(dim=-1).values
 
 
-# Bytes a chunk holds at its peak, in backward: per score (logits, scores, their gradients, the
-# sorted copy with its positions), and per gathered number (itself, its masked copy, gradients).
+# Peak bytes of a chunk, in backward: per score (logits, scores, their gradients, the sorted copy
+# with its positions), and per gathered number (itself, its masked copy, gradients).
 _BYTES_PER_SCORE = 48
 _BYTES_PER_VALUE = 16
 
 
 def _chunk(count: int, bytes_each: int) -> int:
-    """Number of the `count` pieces that fit into the workspace; all if `count` is symbolic."""
+    """Return how many of `count` pieces fit into the workspace; all if `count` is symbolic."""
     if not isinstance(count, int) or not isinstance(bytes_each, int):
         return count
     return max(1, min(count, WORKSPACE_BYTES // max(bytes_each, 1)))
@@ -236,7 +236,7 @@ def _slices(count: int, step: int) -> list[slice]:
 
 
 def _run_of(chunks: int) -> Callable[..., Result]:
-    """Runner of the steps of a level; with several chunks, steps are checkpointed."""
+    """Return the function that runs steps of a level; several chunks are checkpointed."""
     recompute = torch.is_grad_enabled() and chunks > 1 and _are_hooks_allowed()
     return _recompute if recompute else _call
 
@@ -252,14 +252,14 @@ def _recompute(step: Callable[..., Result], *args: Tensor | None) -> Result:
 
 
 def _has_tangents(args: Sequence[Tensor | None]) -> bool:
-    """Whether a tensor carries a tangent of forward mode."""
+    """Return True if a tensor has a forward-mode tangent."""
     if torch.compiler.is_compiling():
         return False
     return any(x is not None and unpack_dual(x).tangent is not None for x in args)
 
 
 def _are_hooks_allowed() -> bool:
-    """Whether saved tensors can have hooks, as `checkpoint` needs; in `torch.func.grad`, not."""
+    """True if saved tensors can have hooks, as `checkpoint` needs; not in `torch.func.grad`."""
     if torch.compiler.is_compiling():
         return True
     try:
@@ -291,7 +291,7 @@ def _level(
     weight: Tensor | None,
     dtype: torch.dtype,
 ) -> Level:
-    """Adds the message of this level to what came from above; (B, N, T) is the shape."""
+    """Add the message of this level to the total of the level above; (B, N, T) is the shape."""
     message, selection, scores = result
     total = message.reshape(*shape, message.shape[-1])
     if weight is not None:

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tree order: the one memory layout everything below the public functions works on.
+"""Tree order: the memory layout of the reference, the cpu backend and variant C.
 
 At every level the children of cell `i` are the cells `F*i ... F*i + F-1` of the next finer level,
-`F = 2**ndim`, and the coarsest level is in row-major order. Pooling is then a mean over consecutive
-groups of F, handing a message to the children is a repeat by F, and nothing else needs to know
-whether the grid is a row of pixels, an image or a volume.
+`F = 2**ndim`, and the coarsest level is in row-major order. Pooling is a mean over consecutive
+groups of F, and copying a message to the children is a repeat by F. The remaining code does not
+depend on the number of grid axes.
 
-Sizes may be symbolic (`torch.export`), so index arithmetic uses `//` only and never branches on a
-size that is not known.
+Sizes may be symbolic (`torch.export`): index arithmetic uses `//` only, without branches on unknown
+sizes.
 """
 
 from collections.abc import Iterable, Sequence
@@ -22,7 +22,7 @@ from torch.torch_version import TorchVersion
 
 
 def is_known(condition: bool | torch.SymBool) -> bool:
-    """True if a condition on sizes certainly holds; never puts a guard on a symbolic size.
+    """Return True if a condition on sizes is known to hold, without a guard on symbolic sizes.
 
     In an export a condition on symbolic sizes is never known: PyTorch would derive it from guards
     on the sizes of the example, and exported files run without guards.
@@ -36,29 +36,29 @@ def is_known(condition: bool | torch.SymBool) -> bool:
     return statically_known_true(condition)
 
 
-# There, torch.compile says of itself that it is exporting.
+# In these versions, `is_exporting` is also True in torch.compile.
 _COMPILING_LOOKS_LIKE_EXPORTING = TorchVersion(torch.__version__) < "2.12"
 
 
 def is_exporting() -> bool:
-    """Whether a program is being exported, to ONNX for example; False for `torch.compile`."""
+    """Return True during an export, for example to ONNX; False for `torch.compile`."""
     if _COMPILING_LOOKS_LIKE_EXPORTING and torch.compiler.is_dynamo_compiling():
         return False
     return torch.compiler.is_exporting()
 
 
 def grid_of(sizes: Iterable[int]) -> tuple[int, ...]:
-    """The sizes of grid axes as a tree needs them: plain integers, except while exporting.
+    """Return the sizes of grid axes as plain integers, except during an export.
 
-    `torch.compile` thereby makes one graph per grid; reasoning about a tree of symbolic size would
-    cost it minutes.
+    `torch.compile` then creates one graph per grid; guards on a tree of symbolic size would take
+    minutes.
     """
     return tuple(sizes) if is_exporting() else tuple(index(s) for s in sizes)
 
 
 @dataclass(frozen=True)
 class Tree:
-    """A grid cut into `num_levels` levels of cells, padded to whole cells of the coarsest level.
+    """A grid with `num_levels` levels of cells, padded to whole cells of the coarsest level.
 
     Args:
         grid: Size of the finest map, one entry per axis.
@@ -81,7 +81,7 @@ class Tree:
         return self.num_levels - 1
 
     def grid_at(self, level: int) -> tuple[int, ...]:
-        """Size of the map at `level`: halved and rounded up once per step from the finest."""
+        """Size of the map at `level`: halved and rounded up once per level above the finest."""
         cell = 2 ** (self.finest - level)
         return tuple((size + cell - 1) // cell for size in self.grid)
 
@@ -93,12 +93,12 @@ class Tree:
 
     @property
     def is_padded(self) -> bool:
-        """Whether tree order may hold cells that are not on the grid."""
+        """True if tree order may have padding cells."""
         padded = self.padded_grid_at(self.finest)
         return not all(is_known(a == b) for a, b in zip(self.grid, padded, strict=True))
 
     def to_tree(self, x: Tensor, level: int, axis: int) -> Tensor:
-        """Flattens the grid axes of `x`, which start at `axis`, into tree order; pads with zeros.
+        """Flatten the grid axes of `x`, which start at `axis`, into tree order, padded with zeros.
 
         Shapes: (*lead, *grid_at(level), *rest) -> (*lead, num_cells(level), *rest)
         """
@@ -110,7 +110,7 @@ class Tree:
         return x.reshape(*lead, self.num_cells(level), *rest)
 
     def from_tree(self, x: Tensor, level: int, axis: int) -> Tensor:
-        """Undoes `to_tree`: (*lead, num_cells(level), *rest) -> (*lead, *grid_at(level), *rest)."""
+        """Undo `to_tree`: (*lead, num_cells(level), *rest) -> (*lead, *grid_at(level), *rest)."""
         lead, rest = x.shape[:axis], x.shape[axis + 1 :]
         x = x.reshape(*lead, *self.grid_at(0), *(2,) * (self.ndim * level), *rest)
         order = self._depth_major(level, axis, x.ndim)
@@ -121,10 +121,10 @@ class Tree:
         return x
 
     def visible(self, mask: Tensor | None, batch: int, device: torch.device) -> list[Tensor | None]:
-        """Which cells of each level may be seen, coarse -> fine; None where all of them may.
+        """Return visible cells of each level, coarse -> fine; None if all are visible.
 
         Args:
-            mask: Boolean (B, *grid), True = visible; None if the caller hides nothing.
+            mask: Boolean (B, *grid), True = visible; None: all visible.
         """
         if mask is None and not self.is_padded:
             return [None] * self.num_levels
@@ -137,7 +137,7 @@ class Tree:
         return list(reversed(levels))
 
     def coordinates(self, cells: Tensor, level: int) -> Tensor:
-        """Grid coordinates (y, x order) of tree-ordered cell numbers; -1 stays -1 on every axis.
+        """Grid coordinates (y, x order) of tree-ordered cell indices; -1 stays -1 on every axis.
 
         Shapes: (...) -> (..., ndim)
         """
@@ -171,7 +171,7 @@ class Tree:
 
 
 def group(x: Tensor, num_children: int, axis: int) -> Tensor:
-    """Splits `axis` into (parents, children)."""
+    """Split `axis` into (parents, children)."""
     return x.unflatten(axis, (x.shape[axis] // num_children, num_children))
 
 
@@ -198,7 +198,7 @@ def pool(x: Tensor, num_children: int, visible: Tensor | None) -> Tensor:
 
 
 def mean_pyramid(x: Tensor, num_children: int, visible: Sequence[Tensor | None]) -> list[Tensor]:
-    """All levels of `x` (finest, (B, N, T, D)) by masked means, coarse -> fine."""
+    """Return all levels of `x` (finest, (B, N, T, D)) by masked means, coarse -> fine."""
     levels = [x]
     for shown in reversed(visible[1:]):
         levels.append(pool(levels[-1], num_children, shown))
@@ -206,30 +206,30 @@ def mean_pyramid(x: Tensor, num_children: int, visible: Sequence[Tensor | None])
 
 
 def pyramid(tree: Tree, x: Tensor, visible: Sequence[Tensor | None]) -> list[Tensor]:
-    """All levels of a map in tree order, coarse -> fine: (B, *grid, N, D) -> [(B, N, T_l, D)]."""
+    """Levels of a map in tree order, coarse -> fine: (B, *grid, N, D) -> [(B, N, T_l, D)]."""
     finest = tree.to_tree(x.movedim(-2, 1), tree.finest, axis=2)
     return mean_pyramid(finest, tree.num_children, visible)
 
 
 def to_tree(tree: Tree, x: Tensor, level: int) -> Tensor:
-    """A level in tree order: (B, *grid_at(level), N, D) -> (B, N, T_l, D)."""
+    """Convert a level to tree order: (B, *grid_at(level), N, D) -> (B, N, T_l, D)."""
     return tree.to_tree(x.movedim(-2, 1), level, axis=2)
 
 
 def to_grid(tree: Tree, x: Tensor) -> Tensor:
-    """The finest level back on its grid: (B, N, T, D) -> (B, *grid, N, D)."""
+    """Convert the finest level from tree order: (B, N, T, D) -> (B, *grid, N, D)."""
     return tree.from_tree(x.movedim(1, 2), tree.finest, axis=1)
 
 
 def rows_by_parent(rows: int, columns: int) -> int:
-    """Cells of an image, with those past the edge that fill up its parents; 0 columns: as it is."""
+    """Number of cells of an image padded to whole parents; 0 columns: without padding."""
     if columns == 0:
         return rows
     return 4 * ((rows // columns + 1) // 2) * ((columns + 1) // 2)
 
 
 def hide(x: Tensor, mask: Tensor | None) -> Tensor:
-    """Zeros for hidden cells, so that not even NaN gets through: x (*cells, ...), mask (*cells)."""
+    """Set hidden cells to 0, even if NaN: x (*cells, ...), mask (*cells)."""
     if mask is None:
         return x
     return torch.where(mask.reshape(*mask.shape, *(1,) * (x.ndim - mask.ndim)), x, 0)

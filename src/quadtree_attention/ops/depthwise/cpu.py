@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Maps of levels added along their tree, by Numba kernels."""
+"""Sum of the maps of all levels along their tree, by Numba kernels."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -17,7 +17,7 @@ DTYPES = (torch.float32, torch.float64)
 
 
 def can_add(maps: Sequence[Tensor], backend: str) -> bool:
-    """Whether kernels add these maps (B, *grid, C) in a call of this backend."""
+    """Return True if kernels can add these maps (B, *grid, C) in a call of this backend."""
     return (
         backend == "cpu"
         and len(maps) > 2
@@ -30,13 +30,11 @@ def can_add(maps: Sequence[Tensor], backend: str) -> bool:
 
 
 def add_levels(message: Tensor, maps: Sequence[Tensor]) -> Tensor:
-    """Add to every cell of a message what its ancestors and itself have.
-
-    Only where `can_add`.
+    """Add to every cell of a message the values of itself and its ancestors; requires `can_add`.
 
     Args:
         message: (B, *grid, C)
-        maps: (B, *grid_at(level), C), coarse -> fine, two at least.
+        maps: (B, *grid_at(level), C), coarse -> fine, at least two.
 
     Returns:
         (B, *grid, C)
@@ -45,7 +43,7 @@ def add_levels(message: Tensor, maps: Sequence[Tensor]) -> Tensor:
 
 
 def _sides(x: Tensor) -> list[int]:
-    """Rows and columns; a row has one of the former."""
+    """Return rows and columns; a 1-D grid has one row."""
     return [*(1,) * (4 - x.ndim), *x.shape[1:-1]]
 
 
@@ -68,7 +66,7 @@ def _forward(message: Tensor, maps: list[Tensor]) -> Tensor:
 
 @operator("cpu_add_levels_backward", lambda dy, shapes: [dy.new_empty(x) for x in _split(shapes)])
 def _backward(dy: Tensor, shapes: list[int]) -> list[Tensor]:
-    """Gradients of all maps but the finest, whose own is `dy`; `shapes` one after the other."""
+    """Gradients of all maps but the finest, whose gradient is `dy`; `shapes` are concatenated."""
     from quadtree_attention.ops.depthwise.cpu_kernels import add_children
 
     grads = [dy]
@@ -84,13 +82,13 @@ def _backward(dy: Tensor, shapes: list[int]) -> list[Tensor]:
 
 
 def _split(shapes: list[int]) -> list[list[int]]:
-    """Shapes, of which the first number is the length of each."""
+    """Split concatenated shapes; the first number is the length of each."""
     ndim = shapes[0]
     return [shapes[i : i + ndim] for i in range(1, len(shapes), ndim)]
 
 
 def _gradients(dy: Tensor, shapes: list[int]) -> tuple[Tensor, ...]:
-    """A tuple: autograd does not look into lists."""
+    """Return the gradients as a tuple, since autograd ignores lists."""
     return tuple(_backward(dy, shapes))
 
 

@@ -2,8 +2,8 @@
 # mypy: allow-untyped-defs, allow-untyped-calls
 """Numba kernels that add maps of levels along their tree.
 
-Maps are flat arrays (B, rows, columns, width); rows are at least `LANES` numbers wide. Where the
-width is not a multiple of that, the last vector overlaps the one before.
+Maps are flat arrays (B, rows, columns, width) with a width of at least `LANES`. If the width is not
+a multiple of `LANES`, the last vector overlaps the previous one.
 """
 
 from quadtree_attention.ops.attention.cpu.kernels.vectors import add, kernel, load, store, zeros
@@ -14,7 +14,7 @@ from quadtree_attention.ops.attention.cpu.shape import LANES
 def add_parents(
     first, last, x, above, message, rows, columns, above_rows, above_columns, width, out
 ):
-    """What cells and their parents have, and the message if there is one; the range counts rows."""
+    """Add cells, their parents, and the message if there is one, for a range of rows."""
     for i in range(first, last):
         row_above = i // rows * above_rows + i % rows // 2
         for j in range(columns):
@@ -29,7 +29,7 @@ def add_parents(
 
 @kernel
 def add_children(first, last, x, rows, columns, above_rows, above_columns, width, out):
-    """Sums over the children of cells; the range counts rows of parents."""
+    """Sum over the children of cells, for a range of rows of parents."""
     for i in range(first, last):
         batch, row = i // above_rows, i % above_rows
         for j in range(above_columns):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Depthwise convolution over 3 cells of each axis, channels last, of a map or of levels of a tree.
 
-By fused kernels where the triton backend runs, else in plain PyTorch.
+It uses fused kernels with the triton backend, and plain PyTorch otherwise.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,15 +21,15 @@ from quadtree_attention.ops.flop_counter import register_formulas
 from quadtree_attention.ops.norms.functional import KERNEL_DTYPES, activation_code
 
 WHAT = "the fused depthwise convolution"
-MOST_LEVELS = {1: 4, 2: 4, 3: 3}  # of one launch
+MOST_LEVELS = {1: 4, 2: 4, 3: 3}  # maximum levels per launch
 
 
 def can_fuse(
     maps: Sequence[Tensor], parameters: Sequence[Tensor], backend: str, *, asked: bool = False
 ) -> bool:
-    """Whether kernels take these maps (B, *grid, C) and their weights and biases.
+    """Return True if kernels support these maps (B, *grid, C) and their weights and biases.
 
-    They have to be asked for, here or by `QUADTREE_FUSED=1`.
+    They must be requested by `asked` or `QUADTREE_FUSED=1`.
     """
     finest, dtypes, others = maps[-1], {x.dtype for x in maps}, {x.dtype for x in parameters}
     return (
@@ -58,9 +58,9 @@ def depthwise(
         x: Maps (B, *grid, C), 1 to 3 axes.
         weight: (C, 1, 3, ...)
         bias: (C,)
-        relu: Whether the maps go through a ReLU first.
+        relu: Apply a ReLU to the maps first.
         activation: "gelu" or "relu" of the result; None: none.
-        backend: Of the call this is part of.
+        backend: Backend of the enclosing call.
         asked: See `can_fuse`.
 
     Returns:
@@ -83,16 +83,16 @@ def add_positions(
     biases: Sequence[Tensor],
     logits: Tensor,
 ) -> Tensor:
-    """Add to every cell of a message a depthwise convolution at it and at all cells above it.
+    """Add to every cell of a message the depthwise convolutions of itself and its ancestors.
 
-    Only where `can_fuse`.
+    Requires `can_fuse`.
 
     Args:
         message: (B, *grid, C)
         values: Maps to convolve, (B, *grid_at(level), C), coarse -> fine.
-        weights: Of the convolution at each level, (C, 1, 3, ...).
+        weights: Weights of the convolution of each level, (C, 1, 3, ...).
         biases: (C,) of each level.
-        logits: (L,), whose softmax weighs the levels.
+        logits: (L,); their softmax is the weight of the levels.
 
     Returns:
         (B, *grid, C)
@@ -100,7 +100,7 @@ def add_positions(
     register_formulas(_FORMULAS)
     maps, most = [x.contiguous() for x in values], MOST_LEVELS[message.ndim - 2]
     above: Tensor | None = None
-    ends = list(range(len(maps), 0, -most))[::-1]  # the finest levels together
+    ends = list(range(len(maps), 0, -most))[::-1]  # the finest levels share a launch
     for start, end in zip([0, *ends], ends, strict=False):
         is_last = end == len(maps)
         tensors = [*maps[start:end], *weights[start:end], *biases[start:end]]
@@ -188,7 +188,7 @@ def _thirds(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
 def _gradients(
     options: list[int], with_above: bool, dy: Tensor, logits: Tensor | None, *tensors: Tensor
 ) -> Any:
-    """`_backward` with every tensor as an argument of its own."""
+    """Call `_backward` with tensors as separate arguments."""
     return _backward(dy, *_thirds(tensors), logits, options, with_above)
 
 

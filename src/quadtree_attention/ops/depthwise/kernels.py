@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kernels of depthwise convolutions over 3 cells of each axis, of one map or of levels of a tree.
 
-Maps are (B, size_0, size_1, size_2, C); the axes that a grid does not have come first and have size
-1. The levels of a tree are numbered from the finest one: level s has `halved(size, s)` cells along
-an axis. A single map is a tree with one level.
+Maps are (B, size_0, size_1, size_2, C); missing grid axes come first and have size 1. The levels of
+a tree are numbered from the finest one: level s has `halved(size, s)` cells along an axis. A single
+map is a tree with one level.
 
-With levels, a program takes all cells below `ROOTS` cells of the coarsest level. Cells are ordered
-by the child they are of their parent, then by the child that one is of its own, and so on, and
-last by their root: what a parent has is handed to its children by a broadcast along axis 0.
+With several levels, a program processes all cells below `ROOTS` cells of the coarsest level. Cells
+are sorted by child index in their parent, then by child index of the parent, and so on, and last by
+root, so that values of parents are broadcast to their children along axis 0.
 """
 
 import triton
@@ -50,7 +50,7 @@ def cells_below(
     """Cells `DOWN` levels below roots `start` and following, which are `STEPS` above the map.
 
     Returns:
-        Their coordinates, their rows, and which of them are on the grid.
+        Coordinates, rows, and a mask of cells on the grid.
     """
     root_1, root_2 = halved(size_1, STEPS), halved(size_2, STEPS)
     o_cell = tl.arange(0, ROOTS * 2 ** (NDIM * DOWN))
@@ -98,7 +98,7 @@ def convolved(
     b_y, p_x, p_weight, i_0, i_1, i_2, m_row, o_c, size_0, size_1, size_2,
     C, NDIM: tl.constexpr, RELU: tl.constexpr, TURNED: tl.constexpr,
 ):  # fmt: skip
-    """Adds the convolution at these cells; `TURNED`: that of the gradient."""
+    """Add the convolution at these cells; `TURNED`: with flipped taps, for the gradient."""
     TAPS: tl.constexpr = 3**NDIM
     for i_tap in tl.static_range(TAPS):
         b_x = near(p_x, i_0, i_1, i_2, m_row, o_c, size_0, size_1, size_2, C, NDIM, RELU, i_tap)
@@ -110,7 +110,7 @@ def convolved(
 
 @triton.jit
 def share_of(p_logits, level, LEVELS: tl.constexpr, BLOCK_L: tl.constexpr):
-    """Weight of a level; 1 where there is nothing to weigh."""
+    """Weight of a level; 1 without logits."""
     if LEVELS == 0:
         share = 1.0
     else:
@@ -121,7 +121,7 @@ def share_of(p_logits, level, LEVELS: tl.constexpr, BLOCK_L: tl.constexpr):
 
 @triton.jit
 def one_of(i, p_0, p_1, p_2, p_3):
-    """Pointer number i."""
+    """Return pointer i."""
     p = p_0
     if i == 1:
         p = p_1
@@ -134,7 +134,7 @@ def one_of(i, p_0, p_1, p_2, p_3):
 
 @triton.jit
 def handed_down(b_x, F: tl.constexpr):
-    """What parents have, for each of their children: (M, C) -> (F * M, C)."""
+    """Broadcast values of parents to their children: (M, C) -> (F * M, C)."""
     CELLS: tl.constexpr = b_x.shape[0]
     CHANNELS: tl.constexpr = b_x.shape[1]
     b_x = tl.broadcast_to(b_x[None, :, :], (F, CELLS, CHANNELS))
@@ -149,7 +149,7 @@ def depthwise_fwd_kernel(
     STEPS: tl.constexpr, ROOTS: tl.constexpr, BLOCK_C: tl.constexpr, ACT: tl.constexpr,
     RELU: tl.constexpr, HAS_MESSAGE: tl.constexpr, HAS_ABOVE: tl.constexpr,
 ):  # fmt: skip
-    """Convolutions of all levels, weighed and added up along the tree, and the message."""
+    """Weighted sum of the convolutions of all levels along the tree, plus the message."""
     tops = cells_at(size_0, size_1, size_2, STEPS)
     blocks = tl.cdiv(tops, ROOTS)
     i_map, i_part = map_and_part(blocks * tl.cdiv(C, BLOCK_C))
@@ -204,7 +204,7 @@ def pool_kernel(
     C, NDIM: tl.constexpr, STEPS: tl.constexpr, ROOTS: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Sums over the cells of a map below each cell of the coarser levels, from fine to coarse."""
+    """Sum the cells of a map below each cell of the coarser levels, from fine to coarse."""
     F: tl.constexpr = 2**NDIM
     blocks = tl.cdiv(cells_at(size_0, size_1, size_2, STEPS), ROOTS)
     i_map, i_part = map_and_part(blocks * tl.cdiv(C, BLOCK_C))
@@ -229,7 +229,7 @@ def pool_kernel(
 
 @triton.jit
 def spans_at(batch, size_0, size_1, size_2, s, most_spans, BLOCK_R: tl.constexpr):
-    """Programs that share the sums of a level."""
+    """Number of programs that share the sums of a level."""
     return tl.minimum(most_spans, batch * tl.cdiv(cells_at(size_0, size_1, size_2, s), BLOCK_R))
 
 
@@ -240,10 +240,10 @@ def depthwise_bwd_sums_kernel(
     C, NDIM: tl.constexpr, STEPS: tl.constexpr, BLOCK_C: tl.constexpr,
     BLOCK_R: tl.constexpr, most_spans, ACT: tl.constexpr, RELU: tl.constexpr,
 ):  # fmt: skip
-    """Sums over a part of a level that make up the gradients of weight, bias and share.
+    """Partial sums of the gradients of weight, bias and share over a part of a level.
 
-    With an activation, also the gradient before it. On grids with three axes a program has the taps
-    of one plane.
+    With an activation, also the gradient before it. On grids with three axes a program processes
+    the taps of one plane.
     """
     TAPS: tl.constexpr = 3**NDIM
     PLANES: tl.constexpr = 3 if NDIM == 3 else 1
@@ -252,7 +252,7 @@ def depthwise_bwd_sums_kernel(
     i_c = i_part % (blocks_c * PLANES)
     i_span = i_part // (blocks_c * PLANES)
     i_plane, i_c = i_c // blocks_c, i_c % blocks_c
-    # The level, and what comes before it in `p_pooled`.
+    # The level, and its offset in `p_pooled`.
     s = i_part * 0
     i_row = i_span.to(tl.int64)
     before = i_row * 0
@@ -343,9 +343,9 @@ def depthwise_bwd_weights_kernel(
     STEPS: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr,
     most_spans,
 ):  # fmt: skip
-    """Adds up the sums of all parts: gradients of a tap, or of the bias, of a level.
+    """Add the partial sums: gradients of a tap, or of the bias, of a level.
 
-    Also its part of the gradient of the level's share.
+    Also compute its part of the gradient of the level's share.
     """
     TAPS: tl.constexpr = 3**NDIM
     blocks_c = tl.cdiv(C, BLOCK_C)
@@ -386,11 +386,11 @@ def depthwise_bwd_kernel(
     STEPS: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr, gains_of_level,
     BLOCK_G: tl.constexpr, RELU: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of the maps, one level after the other, from fine to coarse."""
+    """Gradients of the maps, concatenated from fine to coarse."""
     blocks_c = tl.cdiv(C, BLOCK_C)
     i_part = tl.program_id(0)
     s = i_part * 0
-    before = s.to(tl.int64)  # numbers of finer levels
+    before = s.to(tl.int64)  # offset of the level
     for i_step in tl.static_range(1, STEPS + 1):
         cells = cells_at(size_0, size_1, size_2, i_step - 1)
         tiles = batch * tl.cdiv(cells, BLOCK_R) * blocks_c

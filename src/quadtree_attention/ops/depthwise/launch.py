@@ -17,10 +17,10 @@ from quadtree_attention.ops.depthwise.kernels import (
 )
 from quadtree_attention.ops.kernel import parts_of, power_of_two
 
-TILE = {1: 2048, 2: 2048, 3: 1024}  # numbers of a tile, by axes: neighbours lie in registers
-SUMS_TILE = 1024  # where ten sums for each number have to stay in registers
+TILE = {1: 2048, 2: 2048, 3: 1024}  # numbers of a tile, by axes; neighbours are in registers
+SUMS_TILE = 1024  # with ten sums per number in registers
 LARGEST_BLOCK = 128  # channels of a tile
-PROGRAMS = 512  # that share the sums of a level, about four per multiprocessor
+PROGRAMS = 512  # programs that share the sums of a level, about four per multiprocessor
 BLOCK_P = 16  # parts that are added up at a time
 
 
@@ -30,7 +30,7 @@ class Options(NamedTuple):
     Attributes:
         level: Index of the finest level among the logits.
         act: `norms.GELU` or `norms.RELU` of the result; 0: none.
-        relu: Whether the maps go through a ReLU first.
+        relu: True applies a ReLU to the maps first.
     """
 
     level: int = 0
@@ -48,17 +48,17 @@ def forward(
     options: Options,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Convolutions of levels, weighed, added up along the tree, and the message.
+    """Compute the weighted sum of the convolutions of levels along the tree, plus the message.
 
     Args:
-        message: (B, *grid, C) or None, contiguous, as all tensors are.
-        above: What the parents of the coarsest level have, (B, *parents, C), or None.
-        values: (B, *grid_at(level), C), coarse -> fine, four at most, three with three axes.
+        message: (B, *grid, C) or None; all tensors are contiguous.
+        above: Values of the parents of the coarsest level, (B, *parents, C), or None.
+        values: (B, *grid_at(level), C), coarse -> fine, at most four, with three axes three.
         weights: (C, 1, 3, ...) of each level.
         biases: (C,) of each level.
-        logits: (L,) of all levels, whose softmax weighs the levels; None: there is one level.
-        options: See there.
-        dtype: Of the result.
+        logits: (L,) of all levels; their softmax is the weight of the levels. None: one level.
+        options: Options of the call.
+        dtype: Dtype of the result.
 
     Returns:
         (B, *grid, C)
@@ -87,10 +87,10 @@ def backward(
     options: Options,
     with_above: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of `forward` for that of its result.
+    """Compute the gradients of `forward`.
 
     Returns:
-        Of all values, one level after the other, fine -> coarse; of weights (levels, C, taps) and
+        Gradients of all values, concatenated fine -> coarse; of weights (levels, C, taps) and
         biases (levels, C), fine -> coarse; of logits (L,), or nothing; of `above`, or nothing.
     """
     finest, steps = values[-1], len(values) - 1
@@ -144,7 +144,7 @@ def backward(
 
 
 def _pool(dy: Tensor, steps: int, dtype: torch.dtype) -> Tensor:
-    """Sums over the cells below each cell of coarser levels, fine -> coarse in one array."""
+    """Sum the cells below each cell of coarser levels, fine -> coarse in one array."""
     batch, channels, sizes = dy.shape[0], dy.shape[-1], _sizes(dy)
     cells = sum(prod(-(-size // 2**s) for size in sizes) for s in range(1, steps + 1))
     pooled = dy.new_empty(batch * cells * channels, dtype=dtype)
@@ -156,7 +156,7 @@ def _pool(dy: Tensor, steps: int, dtype: torch.dtype) -> Tensor:
 
 
 def _sizes(x: Tensor) -> list[int]:
-    """Cells along three axes of a grid that may have fewer."""
+    """Return the sizes of a grid padded to three axes."""
     return [*(1,) * (5 - x.ndim), *x.shape[1:-1]]
 
 
@@ -178,11 +178,11 @@ def _tree_programs(x: Tensor, steps: int, tile: dict[str, int]) -> int:
 
 
 def _four(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Fine -> coarse, as many as kernels take."""
+    """Return tensors fine -> coarse, padded to the four that kernels take."""
     found = list(reversed(tensors))
     return found + found[:1] * (4 - len(found))
 
 
 def _or(x: Tensor | None, other: Tensor) -> Tensor:
-    """A tensor that a kernel does not read stands in for one that is not there."""
+    """Return x, or as placeholder a tensor that the kernel does not read."""
     return other if x is None else x

@@ -16,13 +16,13 @@ _IN_PLACE: dict[str, Any] = {"gelu": torch.ops.aten.gelu_.default, "relu": F.rel
 def depthwise(
     x: Tensor, weight: Tensor, bias: Tensor, *, relu: bool = False, activation: str | None = None
 ) -> Tensor:
-    """As `functional.depthwise`."""
+    """Compute `functional.depthwise`."""
     maps = (F.relu(x) if relu else x).movedim(-1, 1)
     out: Tensor = _CONVOLUTIONS[x.ndim - 2](maps, weight, bias, padding=1, groups=x.shape[-1])
     out = out.movedim(1, -1)
     if activation is None:
         return out
     if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
-        in_place: Tensor = _IN_PLACE[activation](out)  # the widest map of a network: one less
+        in_place: Tensor = _IN_PLACE[activation](out)  # saves a copy of a wide map
         return in_place
     return ACTIVATIONS[activation](out)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Norms as torch operators around fused kernels, for where the triton backend runs.
+"""Norms as torch operators with fused kernels, for the triton backend.
 
-`can_fuse` says whether it does; modules compute the same in plain PyTorch otherwise.
+If `can_fuse` is False, modules compute the same in plain PyTorch.
 """
 
 from typing import Any
@@ -19,17 +19,17 @@ KERNEL_DTYPES = frozenset([torch.float32, torch.float16, torch.bfloat16])
 
 
 def can_fuse(x: Tensor, backend: str = "auto") -> bool:
-    """Whether the fused layer norm takes these tokens (..., C) in a call of this backend."""
+    """Return True if the fused layer norm supports tokens (..., C) in a call of this backend."""
     return x.dtype in KERNEL_DTYPES and fuses(x, backend) and not token_reasons(x.shape)
 
 
 def can_fuse_map(x: Tensor, backend: str = "auto") -> bool:
-    """Whether the fused norm of maps takes these maps (B, Y, X, C) in a call of this backend."""
+    """Return True if the fused norm supports maps (B, Y, X, C) in a call of this backend."""
     return x.dtype in KERNEL_DTYPES and fuses(x, backend) and not map_reasons(x.shape)
 
 
 def activation_code(activation: str) -> int:
-    """As kernels know it."""
+    """Return the code of an activation in kernels."""
     return ACTIVATIONS.index(activation) + 1
 
 
@@ -41,7 +41,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, dtype: torch
 def map_norm(
     x: Tensor, weight: Tensor, bias: Tensor, eps: float, activation: str, *, by_parent: bool
 ) -> Tensor:
-    """Activation of the norm over all cells and channels of each map.
+    """Norm over all cells and channels of each map, followed by an activation.
 
     Args:
         x: Maps (B, *grid, C).
@@ -49,7 +49,7 @@ def map_norm(
         bias: (C,)
         eps: Added to the variance.
         activation: "gelu" or "relu".
-        by_parent: Gather the cells of an image under their parents, zeros past the edge.
+        by_parent: Group the cells of an image by parent, with zero padding.
 
     Returns:
         (B, *grid, C), or (B, *parents, 4 * C)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kernels of norms, and their launches: layer norm of tokens, and one-group norm of maps.
 
-Torch gives every token a block of threads of its own, which wastes most of them on 32 channels, and
-takes eight passes over a map for its norm, activation and gradient. Here a program takes a tile of
-tokens, and a map is read once for its statistics and once for the result.
+Torch uses one block of threads per token, most of which are idle for 32 channels, and eight passes
+over a map for norm, activation and gradient. Here a program processes a tile of tokens, and a map
+is read once for its statistics and once for the result.
 """
 
 import torch
@@ -23,16 +23,16 @@ from quadtree_attention.ops.kernel import (
 )
 
 TILE = 4096  # numbers of a tile
-BACKWARD_TILE = 2048  # where sums have to stay in registers, too
-PROGRAMS = 512  # that share one pass, about four per multiprocessor
-LARGEST_SPANS = 64  # parts of a map whose moments or sums are added up last
+BACKWARD_TILE = 2048  # with additional sums in registers
+PROGRAMS = 512  # programs that share one pass, about four per multiprocessor
+LARGEST_SPANS = 64  # maximum parts of a map whose moments or sums are added last
 GELU, RELU = 1, 2
-MOMENTS = tl.constexpr(128)  # parts of a map whose moments are added up at a time
+MOMENTS = tl.constexpr(128)  # parts of a map whose moments are added at a time
 
 
 @triton.jit
 def standardised(b_x, m_c, eps, share):
-    """Rows with mean 0 and variance 1, and the reciprocal of their deviation."""
+    """Rows with mean 0 and variance 1, and their reciprocal standard deviation."""
     b_mean = tl.sum(b_x, axis=1)[:, None] * share
     b_x = tl.where(m_c, b_x - b_mean, 0.0)
     b_variance = tl.sum(b_x * b_x, axis=1)[:, None] * share
@@ -61,7 +61,7 @@ def layer_norm_bwd_kernel(
     p_dy, p_x, p_dx, p_weight, p_sums, rows, eps, share, C,
     BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """Also the sums over this program's rows that make up the gradients of weight and bias."""
+    """Gradient of the tokens, and partial sums of the gradients of weight and bias."""
     o_c = tl.arange(0, BLOCK_C)
     m_c = o_c < C
     b_weight = tl.load(p_weight + o_c, mask=m_c, other=0.0).to(tl.float32)
@@ -127,9 +127,9 @@ def store_moments(p_moments, count, mean, square):
 
 @triton.jit
 def map_and_part(parts):
-    """The map of this program, in 64 bits, and which of its parts: those of a map are neighbours.
+    """The map of this program, in 64 bits, and the part; parts of a map are adjacent.
 
-    Launches have one axis: the others of a GPU end at 65,535.
+    Launches have one axis, since the others are limited to 65,535.
     """
     i_map = tl.program_id(0) // parts
     return i_map.to(tl.int64), tl.program_id(0) - i_map * parts
@@ -142,8 +142,8 @@ def map_moments_kernel(
 ):  # fmt: skip
     """Moments of a part of a map.
 
-    Its first number stands for the mean, which is not known yet: without it, squares of a map far
-    from zero would swallow its variance.
+    Its first number replaces the mean, which is not known yet. Without this shift, the variance of
+    a map with a large mean would be lost in rounding.
     """
     i_map, i_span = map_and_part(spans)
     o_c = tl.arange(0, BLOCK_C)
@@ -168,7 +168,7 @@ def map_moments_kernel(
 
 @triton.jit
 def statistics(p_moments, parts, eps):
-    """Mean and reciprocal deviation of a map, from the moments of its parts."""
+    """Mean and reciprocal standard deviation of a map, from the moments of its parts."""
     b_count = tl.zeros((MOMENTS,), tl.float32)
     b_total = tl.zeros((MOMENTS,), tl.float32)
     for i_p in range(0, parts, MOMENTS):
@@ -216,7 +216,7 @@ def map_norm_bwd_sums_kernel(
     p_dy, p_x, p_weight, p_bias, p_stats, p_sums, rows, rows_out, size_1, spans, per_span, C,
     BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr, ACT: tl.constexpr, BY_PARENT: tl.constexpr,
 ):  # fmt: skip
-    """Sums over a part of a map that make up the gradients of weight and bias."""
+    """Partial sums of the gradients of weight and bias, over a part of a map."""
     i_map, i_span = map_and_part(spans)
     o_c = tl.arange(0, BLOCK_C)
     m_c = o_c < C
@@ -247,7 +247,7 @@ def map_norm_bwd_kernel(
     p_dy, p_x, p_dx, p_weight, p_bias, p_stats, p_sums, rows, rows_out, size_1, per_map, C,
     BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr, ACT: tl.constexpr, BY_PARENT: tl.constexpr,
 ):  # fmt: skip
-    """Gradient of the map from the sums over all of it; `ACT` 0: `p_dy` is that of the norm."""
+    """Gradient of the map from the sums over the whole map; `ACT` 0: `p_dy` is that of the norm."""
     i_map, i_block = map_and_part(tl.cdiv(rows, BLOCK_R))
     o_row = i_block * BLOCK_R + tl.arange(0, BLOCK_R)
     o_c = tl.arange(0, BLOCK_C)
@@ -258,9 +258,9 @@ def map_norm_bwd_kernel(
     mean, rstd = tl.load(p_stats + i_map * 2), tl.load(p_stats + i_map * 2 + 1)
     b_weight = tl.load(p_weight + o_c, mask=m_c, other=0.0).to(tl.float32)
     b_bias = tl.load(p_bias + o_c, mask=m_c, other=0.0).to(tl.float32)[None, :]
-    # The sums over all channels follow from the gradients of weight and bias of this map alone.
+    # The sums over all channels are computed from the gradients of weight and bias of this map.
     p_sums += i_map * per_map + o_c
-    count = 1.0 * rows * C  # more than 2**31, it may be
+    count = 1.0 * rows * C  # may exceed 2**31
     along = tl.sum(tl.load(p_sums, mask=m_c, other=0.0) * b_weight, axis=0) / count
     level = tl.sum(tl.load(p_sums + C, mask=m_c, other=0.0) * b_weight, axis=0) / count
     b_x = (load_rows(p_x, o_row, m_row, C, C, BLOCK_C).to(tl.float32) - mean) * rstd
@@ -314,7 +314,7 @@ def layer_norm_backward(dy: Tensor, x: Tensor, weight: Tensor, eps: float) -> tu
 def map_norm(
     x: Tensor, weight: Tensor, bias: Tensor, eps: float, act: int, columns: int
 ) -> tuple[Tensor, Tensor]:
-    """Norm over all of each map, then the activation.
+    """Norm over each whole map, followed by the activation.
 
     Args:
         x: Maps (B, T, C), contiguous.
@@ -322,11 +322,11 @@ def map_norm(
         bias: (C,)
         eps: Added to the variance.
         act: `GELU` or `RELU`.
-        columns: 0 to keep the order of cells, else columns of the map: siblings then lie side by
-            side in the result, (B, parents * 4, C), with zeros past the edge.
+        columns: 0 keeps the order of cells. Otherwise the columns of the map: siblings are then
+            adjacent in the result, (B, parents * 4, C), with zero padding.
 
     Returns:
-        The result, and mean and reciprocal deviation of each map (B, 2).
+        The result, and mean and reciprocal standard deviation of each map (B, 2).
     """
     if x.numel() == 0:
         return _map_norm(x, weight, bias, eps, act, columns)
@@ -401,7 +401,7 @@ def tile_of(channels: int, numbers: int = TILE) -> dict[str, int]:
 def spans_of(
     batch: int, rows: int, channels: int, numbers: int = TILE
 ) -> tuple[dict[str, int], int, int]:
-    """The tile, the parts that a map is cut into, and the rows of a part."""
+    """Return the tile, the number of parts of a map, and the rows of a part."""
     tile = tile_of(channels, numbers)
     blocks = parts_of(rows, tile["BLOCK_R"])
     spans = max(1, min(PROGRAMS // max(1, batch), LARGEST_SPANS, blocks))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Optimal transport by Sinkhorn iterations.
 
-By fused kernels where the triton backend runs; otherwise by products of a matrix with vectors, or
-word by word if the reference is asked for. `plain_sinkhorn` is what all have to give.
+It uses fused kernels with the triton backend, the direct formula with the reference, and otherwise
+products of a matrix with vectors. `plain_sinkhorn` is the specification.
 """
 
 from math import log
@@ -16,7 +16,7 @@ from quadtree_attention.ops.attention.triton.limits import transport_reasons
 from quadtree_attention.ops.autograd import apply, backward_pass
 from quadtree_attention.ops.backends import default_backend, fuses
 
-EXPORTED_CELLS = 2**11  # of a side, at most, in exported programs
+EXPORTED_CELLS = 2**11  # maximum cells per side in exported programs
 
 
 def sinkhorn(
@@ -24,16 +24,16 @@ def sinkhorn(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Potentials that make an assignment of scores, in the log domain.
 
-    Every cell has the mass 1, the dustbin of a side that of all cells of the other side. The
-    assignment is `exp(scores + left[:, :, None] + right[:, None])`; a left cell is in the dustbin
-    with `exp(bin_score + left + right_bin)`. Rows come last: theirs are probabilities, however
-    sharp the scores are, and columns sum to 1 the better the more iterations there were.
+    Every cell has mass 1; the dustbin of a side has the mass of all cells of the other side. The
+    assignment is `exp(scores + left[:, :, None] + right[:, None])`; the probability of the dustbin
+    for a left cell is `exp(bin_score + left + right_bin)`. Rows are normalised last: they sum to 1
+    for any scores, and the sums of columns converge to 1 with the iterations.
 
     Args:
         scores: (R, S, T).
-        bin_score: Score of having no partner, a scalar.
-        iterations: How many.
-        backend: "auto" or the name of a backend; "reference" computes word by word.
+        bin_score: Score of the dustbin, a scalar.
+        iterations: Number of iterations.
+        backend: "auto" or the name of a backend; "reference" uses the direct formula.
 
     Returns:
         left (R, S), right (R, T) and right_bin (R, 1).
@@ -47,15 +47,15 @@ def sinkhorn(
 
 
 def can_fuse(scores: Tensor, iterations: int, backend: str = "auto") -> bool:
-    """Whether the kernels take these scores in a call of this backend."""
+    """Return True if the kernels support these scores in a call of this backend."""
     fits = scores.numel() > 0 and scores.dtype == torch.float32 and fuses(scores, backend)
     return fits and not transport_reasons(scores.shape, iterations)
 
 
 def can_scale(scores: Tensor, iterations: int) -> bool:
-    """Whether sums of `scaled_sinkhorn` stay finite, whatever the scores are.
+    """Return True if sums of `scaled_sinkhorn` stay finite for any scores.
 
-    Where all cells want the same partner, every iteration makes factors larger by their number.
+    If all cells have the same best match, every iteration multiplies factors by their number.
     """
     largest = log(torch.finfo(scores.dtype).max)
     if is_exporting():  # sizes may be symbolic
@@ -67,7 +67,7 @@ def can_scale(scores: Tensor, iterations: int) -> bool:
 def plain_sinkhorn(
     scores: Tensor, bin_score: Tensor, iterations: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`sinkhorn` word by word; it keeps a few matrices per iteration for the gradient."""
+    """Compute `sinkhorn` by the direct formula; saves a few matrices per iteration."""
     rows, sources, targets = scores.shape
     left_bin = right_bin = scores.new_zeros(rows, 1)
     right = scores.new_zeros(rows, targets)
@@ -84,17 +84,17 @@ def plain_sinkhorn(
 def scaled_sinkhorn(
     scores: Tensor, bin_score: Tensor, iterations: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`sinkhorn` with one exponential per score, and three matrices kept for the gradient.
+    """Compute `sinkhorn` with one exponential per score, and three matrices saved for the gradient.
 
-    The first half of an iteration makes probabilities of the rows. Those after it multiply these by
-    factors, and sums need no logarithms. See `can_scale` for how large factors may get; shares that
-    are too small for a number are 0, and would be next to nothing beside the dustbin's.
+    The first half iteration normalises the rows to probabilities. Further half iterations multiply
+    them by factors, so that sums need no logarithms. See `can_scale` for the size of factors.
+    Shares that underflow are 0; they are negligible relative to the dustbin's share.
     """
     rows, sources, targets = scores.shape
     top = torch.maximum(scores.detach().amax(dim=2, keepdim=True), bin_score.detach())
     shares = (scores - top).exp()
     total = shares.sum(dim=2, keepdim=True) + (bin_score - top).exp()
-    shares = shares / total  # of the partners of a left cell, (R, S, T)
+    shares = shares / total  # probabilities per left cell, (R, S, T)
     transposed = shares.mT.contiguous()  # a vector times a matrix is faster than the other way
     left = first = -(top + total.log())[..., 0]
     right, right_bin = scores.new_zeros(rows, targets), scores.new_zeros(rows, 1)
@@ -119,7 +119,7 @@ WHAT = "the fused Sinkhorn iteration"
 
 
 class _Sinkhorn(torch.autograd.Function):
-    """Keeps the scores and the potentials of every iteration, and nothing else of their size."""
+    """Autograd function that saves the scores and the potentials of every iteration only."""
 
     @staticmethod
     def forward(
@@ -139,7 +139,7 @@ class _Sinkhorn(torch.autograd.Function):
 
 
 def _gradients(*arguments: Tensor) -> tuple[Tensor, Tensor]:
-    """Of scores and bin_score, from those of the results and what forward saved."""
+    """Return gradients of scores and bin_score from gradients of the results and saved tensors."""
     from quadtree_attention.ops.transport import kernels
 
     dlast, (scores, bin_score, *potentials) = arguments[:3], arguments[3:]

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kernels of Sinkhorn iterations in the log domain, and their launches.
 
-Half an iteration makes new potentials of one side from the last ones of the other, the *added*
-ones: minus the logarithm of the sum of `exp(score + added)`, dustbin included. One pass over the
-scores makes it, and one pass takes gradients back through it. The gradient of the scores themselves
-is a sum over all halves, and is made from the potentials of all of them in one pass at the end.
+A half iteration computes new potentials of one side from the last potentials of the other (the
+*added* ones): minus the logarithm of the sum of `exp(score + added)`, dustbin included. Forward and
+backward of a half iteration take one pass over the scores each. The gradient of the scores is a sum
+over all half iterations, computed from all potentials in one pass at the end.
 
-No sum of exponentials has to be kept: with the new potentials, which are minus its logarithm, the
-derivative of half an iteration is `-exp(score + added + new)`, the assignment at that moment.
+No sum of exponentials is saved: with the new potentials, which are minus its logarithm, the
+derivative of a half iteration is `-exp(score + added + new)`, the assignment after it.
 """
 
 from math import log
@@ -20,11 +20,11 @@ from torch import Tensor
 
 from quadtree_attention.ops.kernel import kernel, parts_of, power_of_two
 
-# Of a tile, (potentials that are made, scores that are summed up): what lies side by side in memory
-# should fill whole cache lines, and sums within a thread are cheaper than between threads.
+# Tile sizes (new potentials, summed scores): adjacent numbers should fill cache lines, and sums
+# within a thread are cheaper than sums between threads.
 ROW_TILE = (16, 256)
 COLUMN_TILE = (32, 128)
-GRADIENT_TILE = (16, 128)  # three tiles at once have to stay in registers
+GRADIENT_TILE = (16, 128)  # three tiles are in registers
 
 
 class Side(NamedTuple):
@@ -66,21 +66,21 @@ def weighted_sum(shift, p_weight, p_x, size, BLOCK: tl.constexpr):
 
 @triton.jit
 def load_tile(p_scores, o_a, o_b, size_a, size_b, s_a, s_b):
-    """Scores (a, b) of one matrix; nothing past the edges adds to a sum of exponentials."""
+    """Scores (a, b) of one matrix; -inf past the edges."""
     p_tile = p_scores + o_a[:, None] * s_a + o_b[None, :] * s_b
     m_tile = (o_a < size_a)[:, None] & (o_b < size_b)[None, :]
     return tl.load(p_tile, mask=m_tile, other=float("-inf"))
 
 
-# Kernels are compiled anew for sizes and strides of scores that are multiples of 16: only then can
-# they load several numbers at once.
+# Kernels are specialised for sizes and strides of scores that are multiples of 16, which allows
+# vectorised loads.
 @kernel
 def half_fwd_kernel(
     p_scores, p_bin, p_added, p_added_bin, p_new, p_new_bin, added_row, new_row,
     size_new, size_added, s_new, s_added, mass,
     BLOCK_NEW: tl.constexpr, BLOCK_ADDED: tl.constexpr,
 ):  # fmt: skip
-    """New potentials of one side. The dustbin's share is what sums start with."""
+    """New potentials of one side. Sums start with the share of the dustbin."""
     blocks = tl.cdiv(size_new, BLOCK_NEW)
     i_row, i_block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
     i_added, i_new = (added_row + i_row).to(tl.int64), (new_row + i_row).to(tl.int64)
@@ -111,7 +111,7 @@ def half_bwd_kernel(
     size_new, size_added, s_new, s_added, mass,
     BLOCK_NEW: tl.constexpr, BLOCK_ADDED: tl.constexpr,
 ):  # fmt: skip
-    """Gradient of the potentials that half an iteration added, from that of the new ones."""
+    """Gradient of the added potentials of a half iteration from the gradient of the new ones."""
     blocks = tl.cdiv(size_added, BLOCK_ADDED)
     i_row, i_block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
     i_added, i_new = (added_row + i_row).to(tl.int64), (new_row + i_row).to(tl.int64)
@@ -151,8 +151,8 @@ def scores_bwd_kernel(
 ):  # fmt: skip
     """Gradient of a tile of scores.
 
-    Minus the sum of the assignments of all half iterations, weighed by the gradients of their new
-    potentials. Logarithms are to base 2.
+    It is minus the sum of the assignments of all half iterations, weighted by the gradients of
+    their new potentials. Logarithms are to base 2.
     """
     blocks_t = tl.cdiv(targets, BLOCK_T)
     blocks = tl.cdiv(sources, BLOCK_S) * blocks_t
@@ -189,10 +189,10 @@ def scores_bwd_kernel(
 
 
 def sinkhorn(scores: Tensor, bin_score: Tensor, iterations: int) -> tuple[Side, Side]:
-    """Left and right potentials of all iterations.
+    """Compute left and right potentials of all iterations.
 
-    Right ones begin with the zeros that are there before the first iteration, left ones end with
-    those that are made after the last one.
+    Right potentials start with zeros before the first iteration; left potentials end with those
+    computed after the last one.
 
     Args:
         scores: (R, S, T), contiguous.
@@ -225,7 +225,7 @@ def sinkhorn_backward(
     dleft.cells[-1] = dlast[0]
     dleft.bin[-1] = 0
     with torch.cuda.device_of(scores):
-        # not through the first half: what it added are constants
+        # not through the first half iteration, whose added potentials are constant
         for half in range(2 * iterations, 0, -1):
             _take_back(scores, bin_score, left, right, dleft, dright, half)
             if half == 2 * iterations:
@@ -241,7 +241,7 @@ def _empty_side(scores: Tensor, iterations: int, size: int) -> Side:
 
 
 def _make_new(scores: Tensor, bin_score: Tensor, left: Side, right: Side, half: int) -> None:
-    """Half an iteration; even ones sum over rows, for the left side."""
+    """Run a half iteration; even ones sum over rows, for the left side."""
     by_row = half % 2 == 0
     new, added = (left, right) if by_row else (right, left)
     most_new, most_added = ROW_TILE if by_row else COLUMN_TILE
@@ -256,7 +256,7 @@ def _make_new(scores: Tensor, bin_score: Tensor, left: Side, right: Side, half: 
 def _take_back(
     scores: Tensor, bin_score: Tensor, left: Side, right: Side, dleft: Side, dright: Side, half: int
 ) -> None:
-    """Gradients through half an iteration; what it summed over rows goes back over columns."""
+    """Run backward of a half iteration; sums over rows become sums over columns."""
     by_row = half % 2 == 0
     new, added, dnew, dadded = left, right, dleft, dright
     if not by_row:
@@ -272,7 +272,7 @@ def _take_back(
 
 
 def _places(scores: Tensor, half: int) -> tuple[float, ...]:
-    """Arguments of both kernels of half an iteration, from `added_row` to `mass`."""
+    """Return arguments of both kernels of a half iteration, from `added_row` to `mass`."""
     rows, sources, targets = scores.shape
     first_rows = half // 2 * rows, (half + 1) // 2 * rows
     if half % 2 == 0:
@@ -292,7 +292,7 @@ def _scores_gradient(scores: Tensor, left: Side, right: Side, dleft: Side, drigh
 
 
 def _bin_gradient(bin_score: Tensor, left: Side, right: Side, dleft: Side, dright: Side) -> Tensor:
-    """The dustbins' own shares of all half iterations; there is no matrix in them."""
+    """Return the gradient of `bin_score`: the dustbins' shares in all half iterations."""
     in_right = (bin_score + left.cells + right.bin[..., None]).exp()
     in_left = (bin_score + right.cells[1:] + left.bin[:-1, :, None]).exp()
     cells = (dleft.cells * in_right).sum() + (dright.cells[1:] * in_left).sum()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Norm of maps, activation and linear layer as one torch operator around fused kernels."""
+"""Norm of maps, activation and linear layer as one torch operator with fused kernels."""
 
 from math import prod
 from typing import Any
@@ -17,9 +17,9 @@ WHAT = "the fused value pyramid"
 
 
 def can_fuse(x: Tensor, backend: str, *, asked: bool = False) -> bool:
-    """Whether kernels take these maps (B, Y, X, C) in a call of this backend.
+    """Return True if kernels support these maps (B, Y, X, C) in a call of this backend.
 
-    They have to be asked for, here or by `QUADTREE_FUSED=1`.
+    They must be requested by `asked` or `QUADTREE_FUSED=1`.
     """
     return (asked or fuses_more()) and x.ndim == 4 and x.numel() > 0 and can_fuse_map(x, backend)
 
@@ -35,19 +35,19 @@ def norm_act_linear(
     *,
     by_parent: bool,
 ) -> Tensor:
-    """`linear(activation(norm(x)))`; the norm has one mean and variance for each map.
+    """Compute `linear(activation(norm(x)))`; the norm has one mean and variance for each map.
 
-    Only where `can_fuse`.
+    Requires `can_fuse`.
 
     Args:
         x: Maps (B, Y, X, C).
-        weight: Of the norm, (C,).
-        bias: Of the norm, (C,).
-        matrix: Of the linear layer, (C, C), or (C, 4 * C) by parent.
-        offset: Of the linear layer, (C,).
+        weight: Weight of the norm, (C,).
+        bias: Bias of the norm, (C,).
+        matrix: Weight of the linear layer, (C, C), or (C, 4 * C) by parent.
+        offset: Bias of the linear layer, (C,).
         eps: Added to the variance.
         activation: "gelu" or "relu".
-        by_parent: Take all children of a cell, zeros past the edge.
+        by_parent: Concatenate the children of a cell, with zero padding.
 
     Returns:
         (B, Y, X, C), or (B, (Y + 1) // 2, (X + 1) // 2, C) by parent

@@ -28,14 +28,14 @@ from quadtree_attention.ops.norms.kernels import (
 )
 
 ROWS = 64  # of a tile
-CHANNELS = 64  # of a tile of results
+CHANNELS = 64  # channels of a tile of results
 STEP = 32  # channels that are read at a time
-MOST_TILES = 1024  # of a map, whose moments every program of the next step adds up
+MOST_TILES = 1024  # maximum tiles of a map, whose moments every program of the next step adds
 
 
 @triton.jit
 def rows_of_child(o_row, m_row, i_child, size_0, size_1, above_1, CHILDREN: tl.constexpr):
-    """Position of a child of each parent, and whether it is on the grid."""
+    """Row of a child of each parent, and a mask of children on the grid."""
     o_from, m_from = o_row, m_row
     if CHILDREN > 1:
         i_0 = quotient(o_row, above_1)
@@ -61,10 +61,10 @@ def norm_linear_kernel(
     CHILDREN: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr,
     ACT: tl.constexpr, PRECISION: tl.constexpr, WITH_MOMENTS: tl.constexpr,
 ):  # fmt: skip
-    """`linear(activation(norm(x)))` of cells, or of all children of a cell side by side.
+    """`linear(activation(norm(x)))` of cells, or of the concatenated children of a cell.
 
-    Also mean and reciprocal deviation of the map, and with `WITH_MOMENTS` the moments of this tile
-    of the result.
+    Also mean and reciprocal standard deviation of the map, and with `WITH_MOMENTS` the moments of
+    this tile of the result.
     """
     blocks, blocks_n = tl.cdiv(rows_out, BLOCK_R), tl.cdiv(C, BLOCK_N)
     i_map, i_part = map_and_part(blocks * blocks_n)
@@ -89,7 +89,7 @@ def norm_linear_kernel(
             b_weight = tl.load(p_weight + o_k, mask=m_k, other=0.0).to(tl.float32)
             b_bias = tl.load(p_bias + o_k, mask=m_k, other=0.0).to(tl.float32)
             b_x = activated((b_x - mean) * rstd * b_weight[None, :] + b_bias[None, :], ACT)
-            b_x = tl.where(m_x, b_x, 0.0).to(p_y.dtype.element_ty)  # nothing past the edge
+            b_x = tl.where(m_x, b_x, 0.0).to(p_y.dtype.element_ty)  # zeros past the edge
             p_part = p_matrix + o_n[None, :] * (CHILDREN * C) + (i_child * C + o_k)[:, None]
             b_matrix = tl.load(p_part, mask=m_k[:, None] & m_n[None, :], other=0.0)
             b_y = tl.dot(b_x, b_matrix.to(b_x.dtype), b_y, input_precision=PRECISION)
@@ -110,9 +110,9 @@ def norm_linear_bwd_kernel(
     CHILDREN: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr,
     ACT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The input of the linear layer again, and the gradient before the activation.
+    """Recomputed input of the linear layer, and the gradient before the activation.
 
-    Also the sums over the rows of this tile that make up the gradients of the norm's weight and
+    Also the partial sums over the rows of this tile for the gradients of the norm's weight and
     bias, and of the offset.
     """
     blocks, blocks_n = tl.cdiv(rows_out, BLOCK_R), tl.cdiv(C, BLOCK_N)
@@ -144,7 +144,7 @@ def norm_linear_bwd_kernel(
     b_weight = tl.load(p_weight + o_n, mask=m_n, other=0.0).to(tl.float32)
     b_bias = tl.load(p_bias + o_n, mask=m_n, other=0.0).to(tl.float32)
     b_z = b_x * b_weight[None, :] + b_bias[None, :]
-    b_y = tl.where(m_x, activated(b_z, ACT), 0.0)  # nothing past the edge
+    b_y = tl.where(m_x, activated(b_z, ACT), 0.0)  # zeros past the edge
     m_y = m_row[:, None] & m_n[None, :]
     p_activated = entries(p_activated, o_row, o_n, C * CHILDREN)
     tl.store(p_activated, b_y.to(p_activated.dtype.element_ty), mask=m_y)
@@ -172,24 +172,24 @@ def norm_linear(
     with_moments: bool,
     dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`linear(activation(norm(x)))` with the norm over all of each map.
+    """Compute `linear(activation(norm(x)))` with the norm over each whole map.
 
     Args:
         x: Maps (B, Y, X, C), contiguous, with at least one cell.
-        moments: Of the parts of each map, (B, parts, 3).
-        weight: Of the norm, (C,).
-        bias: Of the norm, (C,).
-        matrix: Of the linear layer, (C, C), or (C, 4 * C) by parent.
-        offset: Of the linear layer, (C,).
+        moments: Moments of the parts of each map, (B, parts, 3).
+        weight: Weight of the norm, (C,).
+        bias: Bias of the norm, (C,).
+        matrix: Weight of the linear layer, (C, C), or (C, 4 * C) by parent.
+        offset: Bias of the linear layer, (C,).
         eps: Added to the variance.
         act: `norms.GELU` or `norms.RELU`.
-        by_parent: Take all children of a cell, zeros past the edge.
+        by_parent: Concatenate the children of a cell, with zero padding.
         with_moments: Return the moments of the result, too.
-        dtype: Of the matrix product and the result; None: that of x.
+        dtype: Dtype of the matrix product and the result; None: dtype of x.
 
     Returns:
         (B, Y, X, C), or (B, (Y + 1) // 2, (X + 1) // 2, C) by parent; its moments, empty without
-        `with_moments`; mean and reciprocal deviation of each map, (B, 2).
+        `with_moments`; mean and reciprocal standard deviation of each map, (B, 2).
     """
     batch, channels, dtype = x.shape[0], x.shape[-1], dtype or x.dtype
     sizes, children = _sizes(x, by_parent)
@@ -222,11 +222,11 @@ def norm_linear_backward(
     *,
     by_parent: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of `norm_linear` for that of its result, contiguous as all tensors are.
+    """Compute the gradients of `norm_linear`; all tensors are contiguous.
 
     Returns:
-        Of x; of the norm's weight and bias and of the offset, (3, C) float32; of the matrix, in
-        float32 where a matrix product can have such a result.
+        Gradients of x; of the norm's weight and bias and of the offset, (3, C) float32; of the
+        matrix, in float32 if the matrix product supports it.
     """
     batch, channels = x.shape[0], x.shape[-1]
     sizes, children = _sizes(x, by_parent)
@@ -260,7 +260,7 @@ def _grid_out(x: Tensor, by_parent: bool) -> list[int]:
 
 
 def _sizes(x: Tensor, by_parent: bool) -> tuple[list[int], int]:
-    """Rows of the result, sides of the map and columns of the result; children of a cell."""
+    """Return rows of the result, sides of the map and columns of the result; children of a cell."""
     above = _grid_out(x, by_parent)
     return [above[0] * above[1], *x.shape[1:-1], above[1]], 4 if by_parent else 1
 

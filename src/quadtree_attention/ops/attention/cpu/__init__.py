@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fused kernels for the CPU, compiled by Numba on first use.
 
-| file | what it does |
+| file | content |
 |---|---|
 | `operators.py` | attention of one level as a PyTorch operator |
-| `pyramids.py` | levels from a map and back |
-| `threads.py` | which threads run a kernel |
+| `pyramids.py` | pyramids of a map, and their gradients |
+| `threads.py` | threads of a kernel |
 | `flops.py` | formulas for PyTorch's FLOP counter |
 | `kernels/` | the Numba code |
 """
@@ -25,12 +25,12 @@ from quadtree_attention.ops.flop_counter import register_formulas
 
 __all__ = ["CPU", "attend_coarse", "attend_fine", "pyramid", "to_grid", "to_tree"]
 
-LARGEST_INDEX = 2**31 - 1  # cells and entries of a selection are counted in int32
+LARGEST_INDEX = 2**31 - 1  # indices of cells and selections are int32
 NUMBA_INSTALLED = installed("numba")
 
 
 def is_compiled() -> bool:
-    """True if Numba's cache on disk holds kernels, so that a first call need not compile all."""
+    """Return True if Numba's cache on disk has kernels, so that the first call compiles few."""
     here = os.path.join(os.path.dirname(__file__), "kernels")
     folder = os.environ.get("NUMBA_CACHE_DIR") or here
     return any(name.endswith(".nbi") for _, _, names in os.walk(folder) for name in names)

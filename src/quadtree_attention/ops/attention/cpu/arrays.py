@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Between tensors and the flat arrays that the kernels take."""
+"""Conversion between tensors and the flat arrays of kernels."""
 
 from functools import cache
 from typing import Any
@@ -13,7 +13,7 @@ Array = np.ndarray[Any, Any]
 
 
 def flat(x: Tensor | None, dtype: torch.dtype) -> Array:
-    """A flat array; empty for None."""
+    """Return a flat array; empty for None."""
     if x is None:
         return np.empty(0, numpy_dtype(dtype))
     if x.requires_grad:
@@ -24,21 +24,21 @@ def flat(x: Tensor | None, dtype: torch.dtype) -> Array:
 
 
 def flat_rows(x: Tensor | None, dtype: torch.dtype, cells: int, width: int) -> Array:
-    """A flat array of (B, N, T, D) with rows `width` wide, `cells` of them per head."""
+    """Return (B, N, T, D) as a flat array with `cells` rows of `width` numbers per head."""
     if x is not None and x.shape[2:] != (cells, width):
         x = F.pad(x.detach(), (0, width - x.shape[3], 0, cells - x.shape[2]))
     return flat(x, dtype)
 
 
 def crop(x: Tensor, cells: int, width: int, dtype: torch.dtype) -> Tensor:
-    """The first cells and columns of (B, N, T, D)."""
+    """Return the first cells and columns of (B, N, T, D)."""
     if x.shape[2:] != (cells, width):
         x = x[:, :, :cells, :width]
     return x.to(dtype).contiguous()
 
 
 def number(x: Tensor | float | None, dtype: torch.dtype) -> Any:
-    """A scalar of the type that the kernels calculate in; 1 for None."""
+    """Return a scalar of the kernels' dtype; 1 for None."""
     return numpy_dtype(dtype).type(1.0 if x is None else float(x))
 
 

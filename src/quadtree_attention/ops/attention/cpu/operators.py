@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention of one level as a PyTorch operator, with its fake and its gradients.
+"""Attention of one level as a PyTorch operator, with its fake implementation and gradients.
 
-Nothing of the size (queries x candidates) is kept. Backward recomputes scores from the inputs, the
+No tensor of size (queries x candidates) is stored. Backward recomputes scores from the inputs, the
 selection and one log-sum-exp per query.
 """
 
@@ -20,9 +20,9 @@ from quadtree_attention.ops.attention.problem import Variant
 from quadtree_attention.ops.attention.tree import accumulation_dtype
 from quadtree_attention.ops.autograd import apply, backward_pass, operator
 
-PARTS = min(2 * (os.cpu_count() or 1), 16)  # of the backward pass, of all heads together
-PART_BYTES = 128 * 2**20  # of all sums of dk and dv
-FEWEST_FAMILIES = 32  # of a part
+PARTS = min(2 * (os.cpu_count() or 1), 16)  # parts of the backward pass, over all heads
+PART_BYTES = 128 * 2**20  # maximum size of all partial sums of dk and dv
+FEWEST_FAMILIES = 32  # minimum families of a part
 
 Outputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
@@ -75,10 +75,10 @@ def _level(outputs: Outputs, topk: int | None, with_scores: bool) -> Level:
 
 
 class _Inputs(NamedTuple):
-    """A level as the kernels take it."""
+    """Inputs of a level in the format of the kernels."""
 
     shape: Shape
-    dtype: torch.dtype  # in which they calculate
+    dtype: torch.dtype  # dtype of computation
     rows: int  # batch entries times heads
     q: Array
     k: Array
@@ -87,7 +87,7 @@ class _Inputs(NamedTuple):
 
     @property
     def families(self) -> int:
-        """Query families of all heads."""
+        """Number of query families of all heads."""
         return self.rows * self.shape.families
 
     @property
@@ -96,13 +96,13 @@ class _Inputs(NamedTuple):
 
     @property
     def work(self) -> int:
-        """Multiplications of one forward pass."""
+        """Number of multiplications of one forward pass."""
         shape = self.shape
         candidates = shape.kept * shape.children
         return self.families * shape.children * candidates * (shape.width + shape.value_width)
 
     def queries_like(self, x: Tensor) -> Array:
-        """A flat array of (B, N, T, Dv) as wide as the values."""
+        """Return (B, N, T, Dv) as a flat array with rows as wide as values."""
         shape = self.shape
         return flat_rows(x, self.dtype, shape.families * shape.children, shape.value_width)
 
@@ -118,7 +118,7 @@ def _inputs(
 ) -> _Inputs:
     batch, heads, queries, dim = q.shape
     keys, value_dim = v.shape[2:]
-    if parents is None:  # level 0: blocks of cells, all of which are looked at
+    if parents is None:  # level 0: blocks of cells, all of which are candidates
         children, families, key_families = BLOCK, -(-queries // BLOCK), -(-keys // BLOCK)
         kept = key_families
     else:
@@ -131,7 +131,7 @@ def _inputs(
     )  # fmt: skip
     dtype = accumulation_dtype(q.dtype)
     cells, key_cells = families * children, key_families * children
-    if visible is not None:  # what is not seen may hold NaN, and 0 * NaN is NaN
+    if visible is not None:  # hidden values may be NaN, and 0 * NaN is NaN
         k, v = (torch.where(visible[:, None, :, None], x, 0) for x in (k, v))
     if key_cells != keys:
         seen = k.new_ones(batch, keys, dtype=torch.bool) if visible is None else visible
@@ -146,9 +146,9 @@ def _inputs(
 def _outputs(
     q: Tensor, cells: int, topk: int, width: int, is_a: bool, with_scores: bool, with_lse: bool
 ) -> Outputs:
-    """Total, selection, scores, positions of the kept among the candidates, log-sum-exp.
+    """Allocate total, selection, scores, positions of kept cells among candidates, log-sum-exp.
 
-    Whatever is not needed is empty.
+    Outputs that are not needed are empty.
     """
     lead = (*q.shape[:2], cells)
     dtype = accumulation_dtype(q.dtype)
@@ -190,7 +190,7 @@ def _attend(
     is_a: bool,
     with_scores: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """One level; level 0 without `parents`. Returns what `_outputs` describes."""
+    """Run one level; level 0 without `parents`. Return the tensors of `_outputs`."""
     from quadtree_attention.ops.attention.cpu.kernels.forward import forward
 
     level = _inputs(q, k, v, visible, parents, topk, is_a)
@@ -245,7 +245,7 @@ def _attend_backward(
     topk: int,
     is_a: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v, weight, parent_scores and inherited; what has none is empty."""
+    """Return gradients of q, k, v, weight, parent_scores and inherited; empty if there is none."""
     from quadtree_attention.ops.attention.cpu.kernels.backward import backward
 
     level = _inputs(q, k, v, visible, parents, topk, is_a)
@@ -280,7 +280,7 @@ def _attend_backward(
 
 
 def _parts(level: _Inputs) -> int:
-    """Parts of a head's queries, so that there is work for all cores; the same for any threads."""
+    """Return the number of parts of a head's queries, independent of the number of threads."""
     shape = level.shape
     size = level.key_families * shape.children * (shape.width + shape.value_width)
     room = PART_BYTES // max(1, size * level.dtype.itemsize)
@@ -289,14 +289,14 @@ def _parts(level: _Inputs) -> int:
 
 
 def _sum_of_parts(x: Tensor, like: Tensor, visible: Tensor | None) -> Tensor:
-    """(B, N, P, S, D) -> (B, N, S, D); a hidden row is 0 even where gradients are not finite."""
+    """Sum over parts: (B, N, P, S, D) -> (B, N, S, D); hidden rows are 0 for any gradient."""
     x = x.sum(dim=2) if x.shape[2] > 1 else x[:, :, 0]
     x = crop(x, like.shape[2], like.shape[3], like.dtype)
     return x if visible is None else torch.where(visible[:, None, :, None], x, 0)
 
 
 def _pad_cells(x: Tensor | None, cells: int, value: int) -> Tensor | None:
-    """(B, N, T) or (B, N, T, K) with more cells; what is empty stays so."""
+    """Pad the cells of (B, N, T) or (B, N, T, K); empty tensors stay empty."""
     if x is None or x.ndim == 1 or x.shape[2] == cells:
         return x
     return F.pad(x, (*(0, 0) * (x.ndim - 3), 0, cells - x.shape[2]), value=value)
@@ -308,7 +308,7 @@ WHAT = "the cpu backend of quadtree attention"
 
 
 def attend(*arguments: Any) -> Outputs:
-    """The operator `cpu_attend` with its gradient."""
+    """Call the operator `cpu_attend` with its gradient."""
     return apply(WHAT, _Attend, *arguments)
 
 
@@ -329,7 +329,7 @@ class _Attend(torch.autograd.Function):
     def backward(ctx: Any, grad: Any, _0: Any, grad_scores: Any, *_: Any) -> tuple[Any, ...]:
         if grad is None and grad_scores is None:
             return (None,) * 12
-        saved = ctx.saved_tensors  # once: checkpoint recomputes them, and gives them once
+        saved = ctx.saved_tensors  # read once: checkpoint returns recomputed tensors only once
         q, _1, v, _2, weight, parents, scores = saved[:7]
         if grad is None:
             dtype = _result_dtype(q, ctx.options[1])

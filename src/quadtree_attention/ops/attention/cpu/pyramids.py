@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pyramids of means, and the way back to the grid, as PyTorch operators."""
+"""Pyramids of means, and conversion from tree order to the grid, as PyTorch operators."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -19,11 +19,11 @@ from quadtree_attention.ops.attention.cpu.threads import run
 from quadtree_attention.ops.attention.tree import Tree, accumulation_dtype
 from quadtree_attention.ops.autograd import apply, backward_pass, operator
 
-MOST_ORDERS, MOST_BYTES = 64, 64 * 2**20  # of orders that are kept
+MOST_ORDERS, MOST_BYTES = 64, 64 * 2**20  # limits of the cache of orders
 
 
 def pyramid(tree: Tree, x: Tensor, visible: Sequence[Tensor | None]) -> list[Tensor]:
-    """As `tree.pyramid`, without a copy in between."""
+    """Compute `tree.pyramid` without an intermediate copy."""
     if not _has_kernels(tree, x):
         return plain.pyramid(tree, x, visible)
     shown = [level for level in visible if level is not None]
@@ -31,15 +31,15 @@ def pyramid(tree: Tree, x: Tensor, visible: Sequence[Tensor | None]) -> list[Ten
 
 
 def to_tree(tree: Tree, x: Tensor, level: int) -> Tensor:
-    """As `tree.to_tree`."""
-    top = Tree(tree.grid_at(level), level + 1)  # of which it is the finest level
+    """Compute `tree.to_tree`."""
+    top = Tree(tree.grid_at(level), level + 1)  # tree with this level as the finest
     if not _has_kernels(top, x):
         return plain.to_tree(tree, x, level)
     return apply(WHAT, _ToTree, top, x)
 
 
 def to_grid(tree: Tree, x: Tensor) -> Tensor:
-    """As `tree.to_grid`."""
+    """Compute `tree.to_grid`."""
     if not _has_kernels(tree, x):
         return plain.to_grid(tree, x)
     return apply(WHAT, _ToGrid, tree, x)
@@ -50,28 +50,28 @@ _orders: dict[Tree, Array] = {}
 
 
 def _has_kernels(tree: Tree, x: Tensor) -> bool:
-    """Half precisions, narrow rows and single levels are left to PyTorch."""
+    """Return False for half precision, narrow rows and single levels, which PyTorch computes."""
     wide = x.dtype == accumulation_dtype(x.dtype) and x.shape[-1] >= LANES
     return wide and tree.num_levels > 1
 
 
 def _check_width(x: Tensor) -> None:
-    """Kernels read whole vectors; `_has_kernels` keeps narrower rows away from them."""
+    """Raise `ShapeError` for rows narrower than a vector, which `_has_kernels` excludes."""
     if x.shape[-1] < LANES:
         raise ShapeError(f"rows need {LANES} numbers or more, got {x.shape[-1]}; use tree.pyramid")
 
 
 def _order(tree: Tree) -> Array:
-    """The place on the grid, row by row, of every finest cell in tree order; -1 for padding.
+    """Return the row-major grid index of every finest cell in tree order; -1 for padding.
 
-    Those of the latest trees are kept, up to `MOST_ORDERS` and `MOST_BYTES`, and the last one.
+    Orders of recent trees are cached, up to `MOST_ORDERS` and `MOST_BYTES`, always the last one.
     """
     with _lock:
         order = _orders.pop(tree, None)
         if order is None:
             places = torch.arange(1, 1 + prod(tree.grid), dtype=torch.int32).reshape(tree.grid)
             order = flat(tree.to_tree(places, tree.finest, axis=0) - 1, torch.int32)
-        _orders[tree] = order  # the last one again
+        _orders[tree] = order  # most recently used
         nbytes = sum(x.nbytes for x in _orders.values())
         while len(_orders) > 1 and (nbytes > MOST_BYTES or len(_orders) > MOST_ORDERS):
             nbytes -= _orders.pop(next(iter(_orders))).nbytes
@@ -120,7 +120,7 @@ def _fake_map(x: Tensor, grid: list[int]) -> Tensor:
 
 @operator("cpu_pyramid", lambda x, _, grid, levels: _fake_levels(x, Tree(tuple(grid), levels)))
 def build_pyramid(x: Tensor, shown: list[Tensor], grid: list[int], num_levels: int) -> list[Tensor]:
-    """Levels (B, N, T_l, D), fine -> coarse, of a map (B, *grid, N, D)."""
+    """Compute the levels (B, N, T_l, D), fine -> coarse, of a map (B, *grid, N, D)."""
     from quadtree_attention.ops.attention.cpu.kernels.trees import pool
 
     tree = Tree(tuple(grid), num_levels)
@@ -140,7 +140,7 @@ def build_pyramid(x: Tensor, shown: list[Tensor], grid: list[int], num_levels: i
 def build_pyramid_backward(
     grads: list[Tensor], shown: list[Tensor], grid: list[int], num_levels: int
 ) -> Tensor:
-    """Gradient of the map from those of all levels, fine -> coarse."""
+    """Compute the gradient of the map from the gradients of all levels, fine -> coarse."""
     from quadtree_attention.ops.attention.cpu.kernels.trees import unpool
 
     tree = Tree(tuple(grid), num_levels)
@@ -180,7 +180,7 @@ class _Pyramid(torch.autograd.Function):
 
 @operator("cpu_to_grid", lambda x, grid, _: _fake_map(x, grid))
 def finest_to_grid(x: Tensor, grid: list[int], num_levels: int) -> Tensor:
-    """The finest level (B, N, T, D) as a map (B, *grid, N, D)."""
+    """Convert the finest level (B, N, T, D) to a map (B, *grid, N, D)."""
     out = _fake_map(x, grid)
     _tree_to_grid(Tree(tuple(grid), num_levels), x, None, [], out)
     return out
@@ -188,7 +188,7 @@ def finest_to_grid(x: Tensor, grid: list[int], num_levels: int) -> Tensor:
 
 @operator("cpu_to_tree", lambda x, grid, levels: _fake_levels(x, Tree(tuple(grid), levels))[0])
 def grid_to_finest(x: Tensor, grid: list[int], num_levels: int) -> Tensor:
-    """A map (B, *grid, N, D) as the finest level (B, N, T, D)."""
+    """Convert a map (B, *grid, N, D) to the finest level (B, N, T, D)."""
     tree = Tree(tuple(grid), num_levels)
     out = x.new_empty(x.shape[0], x.shape[-2], tree.num_cells(tree.finest), x.shape[-1])
     _grid_to_tree(tree, x, out)

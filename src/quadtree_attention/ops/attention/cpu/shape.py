@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sizes of one level as the kernels see them."""
+"""Sizes of one level, as arguments of kernels."""
 
 from typing import NamedTuple
 
 LANES = 8  # numbers of a vector
-BLOCK = 4  # rows that the kernels take at a time
+BLOCK = 4  # rows that kernels process at a time
 
 
 class Shape(NamedTuple):
-    """Numbers of cells and widths of rows; all of them integers, which is what Numba likes best.
+    """Numbers of cells and widths of rows, all integers, so that Numba compiles one version.
 
     Level 0 is treated as a level whose families are `BLOCK` consecutive cells and whose
     queries keep every family of keys.
@@ -18,10 +18,10 @@ class Shape(NamedTuple):
         families: Families of query cells of one head.
         children: Cells of a family, an even number.
         key_families: Families of key cells of one head.
-        kept: Families of keys that a family of queries looks at.
-        topk: Cells to be kept; 0 at the finest level.
+        kept: Families of keys that are candidates of a family of queries.
+        topk: Cells to keep; 0 at the finest level.
         width: Numbers in a row of queries or keys, a multiple of `LANES`.
-        value_width: Numbers in a row of values, likewise.
+        value_width: Numbers in a row of values, a multiple of `LANES`.
         is_a: 1 for variant A.
     """
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Threads that share out the range of a kernel.
+"""Division of the range of a kernel among threads.
 
-Numba's own parallel loops are not used: its thread pools cannot be entered by two Python threads at
-once or do not survive a fork, and their size is a global setting. Kernels release the GIL instead,
-and plain Python threads work off pieces of their ranges.
+Numba's parallel loops are not used: its thread pools do not support concurrent calls from two
+Python threads or a fork, and their size is a global setting. Instead, kernels release the GIL, and
+Python threads process pieces of their ranges.
 """
 
 import os
@@ -14,15 +14,15 @@ from itertools import pairwise
 
 import torch
 
-PIECES_PER_THREAD = 8  # so that a thread that finishes early finds more to do
-SMALLEST_SHARE = 4_000_000  # multiplications worth waking a thread for: at least 0.2 ms
+PIECES_PER_THREAD = 8  # for load balancing
+SMALLEST_SHARE = 4_000_000  # multiplications per thread, at least: about 0.2 ms
 
 _pool: ThreadPoolExecutor | None = None
 _pool_size = 0
 
 
 def _forget_threads() -> None:
-    """A forked process has none of its parent's threads."""
+    """Drop the pool in a forked process, which has no threads of its parent."""
     global _pool, _pool_size
     _pool, _pool_size = None, 0
 
@@ -35,19 +35,19 @@ def _helpers(count: int) -> ThreadPoolExecutor:
     global _pool, _pool_size
     pool = _pool
     if pool is None or _pool_size < count:
-        # A pool that is replaced finishes what it was given, then its threads end.
+        # A replaced pool finishes its tasks, then its threads end.
         pool = ThreadPoolExecutor(count, thread_name_prefix="quadtree_attention")
         _pool, _pool_size = pool, count
     return pool
 
 
 def run(kernel: Callable[..., None], count: int, work: int, *args: object) -> None:
-    """Runs a kernel over the range 0 ... count - 1, on as many threads as PyTorch would use.
+    """Run a kernel over the range 0 ... count - 1, on as many threads as PyTorch would use.
 
     Args:
         kernel: Called with the two ends of a part of the range, then `args`.
         count: Length of the range.
-        work: Multiplications altogether, to judge how many threads are worth it.
+        work: Total number of multiplications, which limits the number of threads.
     """
     threads = min(torch.get_num_threads(), 1 + work // SMALLEST_SHARE, count)
     if threads <= 1:
@@ -70,5 +70,5 @@ def run(kernel: Callable[..., None], count: int, work: int, *args: object) -> No
     futures = [pool.submit(work_off) for _ in range(threads - 1)]
     work_off()
     for future in futures:
-        if not future.cancel():  # one that has not begun is not needed any more
+        if not future.cancel():  # a task that has not begun is not needed any more
             future.result()

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Variant C: one softmax over the cells that were not refined."""
+"""Variant C: one softmax over the unrefined cells of all levels."""

@@ -18,7 +18,7 @@ from quadtree_attention.ops.autograd import apply, backward_pass, operator
 
 
 def attend_level(level: LevelInputs) -> FlatLevel:
-    """As `reference.attend_level`."""
+    """Compute `reference.attend_level`."""
     bias, constant = _split(level.bias)
     next_bias, next_constant = _split(0.0 if level.next_bias is None else level.next_bias)
     inherited, inherited_lse = level.inherited or (None, None)
@@ -40,21 +40,21 @@ def _split(bias: float | Tensor) -> tuple[Tensor | None, float]:
 
 
 class FlatShape(NamedTuple):
-    """Sizes of a level as the kernels see them.
+    """Sizes of a level, as arguments of kernels.
 
     Attributes:
         heads: Heads of one batch entry.
-        families: Families of query cells of one head: what shares its candidates.
+        families: Families of query cells of one head, which share their candidates.
         cells: Query cells of a family.
         group: Rows of a query cell.
         shared: Rows that inherit one state.
         children: Key cells of a family, an even number.
         key_families: Families of key cells of one head.
-        kept: Families of keys that a family of queries looks at.
-        topk: Cells to be kept; 0 at the finest level.
+        kept: Families of keys that are candidates of a family of queries.
+        topk: Cells to keep; 0 at the finest level.
         next_children: Children of a key cell; 1 without lookahead.
         width: Numbers in a row of queries or keys, a multiple of `LANES`.
-        value_width: Numbers in a row of values, likewise.
+        value_width: Numbers in a row of values, a multiple of `LANES`.
     """
 
     heads: int
@@ -78,11 +78,11 @@ class _Inputs(NamedTuple):
     k: Array
     v: Array
     bias: Array
-    constant: float  # bias of all cells; 0 where `bias` has that of each
+    constant: float  # bias of all cells; 0 if `bias` has one per cell
 
     @property
     def cells(self) -> int:
-        """Query cells of one head, those that fill up the last family included."""
+        """Number of query cells of one head, including the padding of the last family."""
         return self.shape.families * self.shape.cells
 
     @property
@@ -95,7 +95,7 @@ class _Inputs(NamedTuple):
 
     @property
     def work(self) -> int:
-        """Multiplications of one forward pass."""
+        """Number of multiplications of one forward pass."""
         shape = self.shape
         pairs = self.lead * self.rows * shape.kept * shape.children
         return pairs * (shape.width + shape.value_width)
@@ -115,7 +115,7 @@ def _inputs(
 ) -> _Inputs:
     batch, heads, queries, dim = q.shape
     keys, value_dim = v.shape[2:]
-    if parents is None:  # level 0: blocks of cells, all of which are looked at
+    if parents is None:  # level 0: blocks of cells, all of which are candidates
         cells = children = BLOCK
         families, kept = -(-queries // BLOCK), -(-keys // BLOCK)
         key_families = kept
@@ -132,7 +132,7 @@ def _inputs(
     )  # fmt: skip
     dtype = accumulation_dtype(q.dtype)
     key_cells = key_families * children
-    if key_cells != keys:  # level 0: cells that fill up the last family are hidden
+    if key_cells != keys:  # level 0: padding cells of the last family are hidden
         if bias is None:
             bias, constant = torch.full((batch, keys), constant, dtype=dtype), 0.0
         bias = F.pad(bias, (0, key_cells - keys), value=-torch.inf)
@@ -152,7 +152,7 @@ def _outputs(
     with_message: bool,
     with_scores: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Result, log-sum-exp, selection, positions, scores; what is not wanted is empty."""
+    """Allocate result, log-sum-exp, selection, positions, scores; empty if not requested."""
     lead = q.shape[:2]
     dtype = accumulation_dtype(q.dtype)
     kept = (*lead, cells, topk) if topk else (0,)
@@ -192,7 +192,7 @@ def _level(
     with_message: bool,
     with_scores: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """One level; see `LevelInputs`. Returns what `_outputs` describes."""
+    """Run one level, see `LevelInputs`. Return the tensors of `_outputs`."""
     from quadtree_attention.ops.attention.flat.cpu_kernels import flat_forward
 
     level = _inputs(q, k, v, bias, parents, inherited_lse, rows, next_k, constant, topk)
@@ -250,10 +250,10 @@ def _level_backward(
     scale: float,
     topk: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of rows, k, v and the inherited state; what is not there is empty."""
+    """Return the gradients of rows, k, v and the inherited state; empty for missing inputs."""
     from quadtree_attention.ops.attention.flat import cpu_kernels as kernels
 
-    q = rows[:, :, :cells]  # its sizes are those of the query cells
+    q = rows[:, :, :cells]  # used for the number of query cells only
     level = _inputs(q, k, v, bias, parents, inherited_lse, rows, None, constant, topk)
     shape, dtype = level.shape, level.dtype
     count = rows.shape[2]
@@ -264,7 +264,7 @@ def _level_backward(
     dots = rows.new_empty(*rows.shape[:2], level.rows, dtype=dtype)
     dinherited = rows.new_empty(*rows.shape[:2], above, shape.value_width, dtype=dtype)
     dinherited_lse = rows.new_empty(*rows.shape[:2], above, dtype=dtype)
-    lse = torch.where(lse == -torch.inf, torch.inf, lse)  # so that no term weighs anything
+    lse = torch.where(lse == -torch.inf, torch.inf, lse)  # so that all weights are 0
     common = (shape, number(scale, dtype), number(level.constant, dtype))
     padded_grad = flat_rows(grad, dtype, level.rows, shape.value_width)
     padded_rows = flat_rows(rows, dtype, level.rows, shape.width)
@@ -296,7 +296,7 @@ def _level_backward(
 
 
 def _pad(x: Tensor | None, count: int, value: float) -> Tensor | None:
-    """(B, N, T) with more cells."""
+    """Pad the cells of (B, N, T)."""
     if x is None or x.shape[2] == count:
         return x
     return F.pad(x, (0, count - x.shape[2]), value=value)
@@ -324,7 +324,7 @@ class _Level(torch.autograd.Function):
     def backward(ctx: Any, grad: Any, grad_lse: Any, *_: Any) -> tuple[Any, ...]:
         if grad is None and grad_lse is None:
             return (None,) * 16
-        saved = ctx.saved_tensors  # once: checkpoint recomputes them, and gives them once
+        saved = ctx.saved_tensors  # read once: checkpoint returns recomputed tensors only once
         if grad is None:
             grad = saved[9].new_zeros(*saved[9].shape, saved[2].shape[3])
         dq, dk, dv, dinherited, dinherited_lse = backward_pass(
@@ -339,7 +339,7 @@ class _Level(torch.autograd.Function):
 
 
 def _inverse(selection: Tensor | None, cells: int) -> tuple[Array, Array]:
-    """`invert` of a selection (B, N, T, K); empty for None."""
+    """Apply `invert` to a selection (B, N, T, K); empty for None."""
     from quadtree_attention.ops.attention.flat.invert import invert
 
     if selection is None:

@@ -2,13 +2,13 @@
 # mypy: allow-untyped-defs, allow-untyped-calls
 """One level of variant C, on flat arrays in tree order.
 
-What the kernels of variants A and B say of ranges, threads and empty arrays holds here too. `bias`
-(B, S) is the logarithm of the tokens in a key cell, -inf for hidden cells; without it, `number` is
-that of all cells, and is added to log-sum-exps only. `positions` says where among its candidates
-the kept cells of a query cell are.
+Ranges, threads and empty arrays are as in the kernels of variants A and B. `bias` (B, S) is the
+logarithm of the number of tokens in a key cell, -inf for hidden cells; without it, `number` is the
+bias of all cells, and is added to log-sum-exps only. `positions` are the positions of the kept
+cells of a query cell among its candidates.
 
-A family is what shares its candidates: `cells` query cells with `group` rows each. Rows are the
-queries of the message: the cells' own (group 1), or the tokens of the cells.
+A family consists of `cells` query cells with common candidates and `group` rows each. Rows are the
+queries of the message: the queries of the cells (group 1), or of their tokens.
 """
 
 import math
@@ -42,12 +42,12 @@ from quadtree_attention.ops.attention.cpu.kernels.vectors import (
 )
 from quadtree_attention.ops.attention.cpu.shape import BLOCK, LANES
 
-CHUNK = 256  # rows of a key that are looked at together
+CHUNK = 256  # rows of a key that are processed at a time
 
 
 @inlined
 def _list(family, shape, parents, listed):
-    """Lists the families of keys that a family of queries looks at; returns how many."""
+    """List the families of keys that are candidates of a family of queries; return their number."""
     count = 0
     for place in range(shape.kept):
         cell = at(parents, family * shape.kept + place) if parents.size > 0 else place
@@ -59,7 +59,7 @@ def _list(family, shape, parents, listed):
 
 @inlined
 def _bias_of(bias, start, listed, count, children, out):
-    """Bias of all candidates, filled up to whole vectors; returns how many are visible."""
+    """Write the bias of all candidates, padded to whole vectors; return how many are visible."""
     shown = count
     if bias.size == 0:
         return shown
@@ -79,7 +79,7 @@ def _add_bias(logits, start, count, biases):
 
 @inlined
 def _exclude(logits, start, positions, out, topk):
-    """The kept cells of a query are no terms of its softmax."""
+    """Exclude the kept cells of a query from its softmax."""
     for i in range(out, out + topk):
         if positions[i] >= 0:
             logits[start + positions[i]] = -np.inf
@@ -90,12 +90,12 @@ def flat_forward(
     first, last, shape, scale, number, next_number, q, rows, k, v, bias, parents, next_k, next_bias,
     inherited, inherited_lse, out, lse, selection, positions, scores,
 ):  # fmt: skip
-    """The query families `first` ... `last - 1`, counted over batch and heads.
+    """Compute the query families `first` ... `last - 1`, counted over batch and heads.
 
     Args:
         out, lse: Outputs, the state after this level; empty if not requested.
-        selection, positions: Outputs, the kept cells and where they are among the candidates.
-        scores: Output, the softmax over all candidates of this level, of those that are kept.
+        selection, positions: Outputs, the kept cells and their positions among the candidates.
+        scores: Output, the softmax over all candidates of this level, for the kept ones.
     """
     children, topk = shape.children, shape.topk
     stride = padded(shape.kept * children)
@@ -182,7 +182,7 @@ def flat_forward(
 def _mass_of_children(
     ahead, start, count, children, next_bias, next_number, first, cells, logits, own, rank
 ):
-    """Log-sum-exp of the children of every candidate; -inf for hidden candidates."""
+    """Compute the log-sum-exp of the children of every candidate; -inf for hidden candidates."""
     for j in range(count):
         begin = start + j * children
         high = -rank.dtype.type(np.inf)
@@ -206,7 +206,7 @@ def _mass_of_children(
 def _keep(
     found, size, logits, start, count, listed, shape, out, selection, positions, scores, spare
 ):
-    """Writes what one query cell keeps."""
+    """Write the kept cells of one query cell."""
     high = logits.dtype.type(0)
     sums = logits.dtype.type(1)
     if scores.size > 0:
@@ -237,7 +237,7 @@ def _message(
     logits, stride, count, v, keys, listed, listed_count, shape, row, size, number,
     inherited, inherited_lse, message, out, lse,
 ):  # fmt: skip
-    """Adds the terms of up to four rows to the states that they inherit."""
+    """Add the terms of up to four rows to the states that they inherit."""
     width = shape.value_width
     one = v.dtype.type(1)
     zero = v.dtype.type(0)
@@ -314,13 +314,13 @@ def flat_backward_rows(
     first, last, shape, scale, number, grad, grad_lse, rows, k, v, bias, parents, positions, lse,
     inherited, inherited_lse, dq, dots, dinherited, dinherited_lse,
 ):  # fmt: skip
-    """Gradients of the rows of some query families, and of the states that they inherit.
+    """Compute gradients of the rows of some query families, and of their inherited states.
 
     Args:
-        dots: Output, for each row the product of result and gradient, less the gradient of `lse`.
-            It is the mean over the terms of the softmax, not taken from the result: where one term
-            has all the weight, it equals that term, and the gradient of the logit is 0. Division by
-            the sum of the weights removes the rounding of `lse`, which grows with the logits.
+        dots: Output, for each row the product of result and gradient, minus the gradient of `lse`.
+            It is computed as the mean over the terms of the softmax, not from the result: if one
+            term has all the weight, it equals that term, and the gradient of the logit is 0.
+            Division by the sum of weights removes the rounding of `lse`, which grows with logits.
     """
     children, topk, value_width = shape.children, shape.topk, shape.value_width
     stride = padded(shape.kept * children)
@@ -384,7 +384,7 @@ def flat_backward_rows(
 
 @inlined
 def _inherited(above, shape, grad, lse, dots, inherited, inherited_lse, dinherited, dinherited_lse):
-    """Gradient of one inherited state, from the rows that inherit it."""
+    """Compute the gradient of one inherited state from the rows that inherit it."""
     width = shape.value_width
     for d in range(0, width, LANES):
         store(dinherited, above * width + d, zeros(grad))
@@ -406,11 +406,11 @@ def flat_backward_keys(
     first, last, shape, scale, number, grad, rows, k, v, bias, lse, dots, family_offsets,
     family_entries, cell_offsets, cell_entries, dk, dv,
 ):  # fmt: skip
-    """Gradients of the keys and values of some families, from the rows that looked at them.
+    """Compute gradients of the keys and values of some families, from the rows of their queries.
 
     Args:
         family_offsets, family_entries: `invert` of the parents; empty at level 0.
-        cell_offsets, cell_entries: `invert` of what this level kept; empty at the finest level.
+        cell_offsets, cell_entries: `invert` of the kept cells; empty at the finest level.
     """
     children, width, value_width = shape.children, shape.width, shape.value_width
     height = (children + BLOCK - 1) // BLOCK * BLOCK
@@ -494,7 +494,7 @@ def flat_backward_keys(
 
 @inlined
 def _exclude_kept(logits, start, listed, count, entries, base, cursor, end, shape):
-    """A kept key is no term of the rows of the query cell that kept it."""
+    """Exclude a kept key from the softmax of the rows of the query cell that kept it."""
     j = 0
     while cursor < end:
         cell = entries[base + cursor] // shape.topk
@@ -511,7 +511,7 @@ def _exclude_kept(logits, start, listed, count, entries, base, cursor, end, shap
 
 @inlined
 def _shares(logits, slopes, start, count, lses, sums, bias, scale):
-    """Logits of one key become shares, slopes the gradients of its logits."""
+    """Replace logits of one key by shares, and slopes by the gradients of its logits."""
     bias, scale = splat(bias), splat(scale)
     for j in range(0, padded(count), LANES):
         x = exp(subtract(add(load(logits, start + j), bias), load(lses, j)))

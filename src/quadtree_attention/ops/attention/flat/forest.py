@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several grids in one sequence: their trees one after the other.
+"""Several grids in one sequence, as concatenated trees.
 
-In tree order a cell's children are neighbours and start at F times its number. This stays true for
-trees that are concatenated level by level, so a forest needs no other kernels than a tree.
+In tree order the children of cell i start at index F * i. This also holds for trees that are
+concatenated level by level, so that a forest uses the same kernels as a tree.
 """
 
 from collections.abc import Sequence

@@ -35,11 +35,11 @@ Grid = Sequence[int]
 ONLY_C = (
     "return_lse", "prefix_queries", "prefix_keys", "prefix_values", "exact_queries", "lookahead",
 )  # fmt: skip
-WHOLE_LEVEL_SHARE = 4  # the coarsest level may cost this part of the finest one
+WHOLE_LEVEL_SHARE = 4  # maximum cost of the coarsest level, as a fraction of the finest one
 
 
 class Prefix(NamedTuple):
-    """Tokens without a place on the grid: (B, P, N, D) each, or None; visible keys (B, P)."""
+    """Tokens without a grid position: (B, P, N, D) each, or None; visible keys (B, P)."""
 
     queries: Tensor | None = None
     keys: Tensor | None = None
@@ -52,7 +52,7 @@ class Prefix(NamedTuple):
 
 
 class FlatResult(NamedTuple):
-    """Result, what was kept, log-sum-exp; result and log-sum-exp of the prefix queries."""
+    """Result, kept cells, log-sum-exp; result and log-sum-exp of the prefix queries."""
 
     out: Tensor
     kept: list[Kept]
@@ -80,7 +80,7 @@ def attend_map(
     exact_queries: bool,
     lookahead: bool,
 ) -> Any:
-    """`quadtree_attention` with variant C, and with `return_lse`; its docstring has the options."""
+    """Run `quadtree_attention` with variant C or `return_lse`; its docstring has the options."""
     from quadtree_attention.ops.attention.functional import _best_first
 
     _check_options(variant, num_levels, exact_queries or lookahead or prefix.is_given)
@@ -131,14 +131,14 @@ def _share_prefix(prefix: Prefix, q: Tensor) -> tuple[Tensor | None, Tensor | No
 
 
 def _are_maps(*tensors: Any) -> bool:
-    """Return True for tensors with heads; others are refused by checks that follow."""
+    """Return True for tensors with heads; later checks raise errors for others."""
     return all(isinstance(x, Tensor) and x.ndim >= 4 for x in tensors)
 
 
 def flat_problem(
     problem: Problem, *, exact_queries: bool, lookahead: bool, pooled: bool = True
 ) -> FlatProblem:
-    """A problem of variant C from one whose arguments were checked."""
+    """Create a problem of variant C from a checked problem."""
     return FlatProblem(
         **{**vars(problem), "variant": "C"},
         exact_queries=exact_queries, lookahead=lookahead, pooled=pooled,
@@ -167,7 +167,7 @@ def check_prefix(prefix: Prefix, q: Tensor, v: Tensor) -> None:
     """Check prefix tensors (B, P, N, D) against maps (B, *grid, N, D).
 
     Raises:
-        OptionError: Keys come without values, or values without keys.
+        OptionError: Keys are given without values, or values without keys.
         ShapeError, DTypeError: A tensor does not fit the maps.
     """
     if (prefix.keys is None) != (prefix.values is None):
@@ -212,7 +212,7 @@ def run(
     key_mask: Tensor | None,
     with_selection: bool,
 ) -> FlatResult:
-    """Attention of a grid of tokens and of prefix tokens; `backend` is a name or "auto"."""
+    """Run attention of grid and prefix tokens; `backend` is a name or "auto"."""
     chosen = FLAT[choose(backend, problem).name]
     with without_autocast(problem.device.type):
         return _run(
@@ -252,7 +252,7 @@ def _run(
 def _attend_densely(
     problem: FlatProblem, k: Tensor, v: Tensor, prefix: Prefix, key_mask: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Prefix queries see the tokens of the grid and the prefix: (B, Pq, N, Dv), (B, Pq, N)."""
+    """Attention of prefix queries to all tokens: (B, Pq, N, Dv), log-sum-exp (B, Pq, N)."""
     assert prefix.queries is not None
     keys, values = (x.flatten(1, -3).transpose(1, 2) for x in (k, v))  # (B, N, T, D)
     mask = None if key_mask is None else key_mask.flatten(1)
@@ -268,13 +268,13 @@ def _attend_densely(
 def dense(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Full attention (B, N, T, D) of few queries or few keys, with its log-sum-exp (B, N, T).
+    """Run full attention (B, N, T, D) of few queries or few keys, with its log-sum-exp (B, N, T).
 
     Args:
         mask: Visible keys (B, S), or None.
     """
     dtype = accumulation_dtype(q.dtype)
-    if mask is not None:  # not even NaN of hidden tokens gets through
+    if mask is not None:  # hidden tokens have no effect, even if NaN
         k, v = (torch.where(mask[:, None, :, None], x, 0) for x in (k, v))
     logits = (q.to(dtype) * scale) @ k.to(dtype).mT
     if mask is not None:
@@ -308,11 +308,11 @@ def quadtree_sdpa(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Variant C of quadtree attention with the arguments of `scaled_dot_product_attention`.
 
-    The sequence holds `prefix` tokens without a place (class, register, camera tokens), then the
-    tokens of one grid, or of several grids one after the other (images or frames), row by row.
-    Queries choose among the cells of all grids. Every query sees the prefix, and the queries of the
-    prefix see everything densely. With `topk` at least the number of candidates the result is that
-    of `scaled_dot_product_attention`.
+    The sequence consists of `prefix` tokens without a grid position (class, register, camera
+    tokens), followed by the tokens of one grid, or of several concatenated grids (images or
+    frames), in row-major order. Queries select from the cells of all grids. Every query attends to
+    the prefix, and prefix queries attend to all tokens. If `topk` is at least the number of
+    candidates, the result equals `scaled_dot_product_attention`.
 
     Args:
         q: Queries (B, N, T, D), T = prefix + tokens of the grids.
@@ -320,8 +320,8 @@ def quadtree_sdpa(
         v: Values (B, Nk, S, Dv).
         grid: Size of the query grid, (H, W) for example, or a list of sizes.
         key_grid: The same for keys and values. None: `grid`.
-        topk: Cells that each query cell keeps per level: one number, or one per level that selects.
-        num_levels: Levels of the trees. None: as many as make the coarsest level cheap.
+        topk: Cells that each query cell keeps per level: one number, or one per selecting level.
+        num_levels: Levels of the trees. None: chosen so that the coarsest level is cheap.
         prefix: Number of prefix tokens of q, k and v.
         scale: Factor on the scores. None: `D ** -0.5`.
         key_mask: Boolean (B, S), True = visible.
@@ -332,7 +332,7 @@ def quadtree_sdpa(
 
     Raises:
         ShapeError, DTypeError, OptionError: An argument is not accepted.
-        BackendUnsupportedError: The backend asked for cannot run this call.
+        BackendUnsupportedError: The requested backend cannot run this call.
 
     Example:
         >>> import torch
@@ -363,7 +363,7 @@ def quadtree_sdpa(
     ]
     if mask is not None and len(key_grids) == 1:
         mask = mask.unflatten(1, key_grids[0])
-    if len(grids) == 1 != len(key_grids):  # both sides have one token axis, or grid axes
+    if len(grids) == 1 != len(key_grids):  # both sides get one token axis, or both grid axes
         maps[0] = maps[0].flatten(1, -3)
     if len(key_grids) == 1 != len(grids):
         maps[1:] = [x.flatten(1, -3) for x in maps[1:]]
@@ -371,7 +371,7 @@ def quadtree_sdpa(
     single = len(grids) == len(key_grids) == 1
     problem = make_problem(
         *maps, num_levels=1, topk=1, variant="C", scale=scale, key_mask=mask
-    )  # what concerns levels was checked for each grid
+    )  # levels were checked for each grid
     trees = [
         Tree(sizes[0], levels) if single else Forest.of(sizes, levels)
         for sizes in (grids, key_grids)
@@ -398,7 +398,7 @@ def quadtree_sdpa(
 def default_levels(
     grids: Sequence[Grid], key_grids: Sequence[Grid], topk: int | Sequence[int]
 ) -> int:
-    """The fewest levels whose coarsest level is cheap beside the finest one."""
+    """Return the minimum number of levels whose coarsest level is cheap relative to the finest."""
     if isinstance(topk, Sequence):
         return len(topk) + 1
     (topk,) = check_topk(topk, 2)
@@ -414,10 +414,10 @@ def default_levels(
 
 
 def as_grids(name: str, grid: Grid | Sequence[Grid]) -> list[tuple[int, ...]]:
-    """One or several grids as a list of tuples.
+    """Return one or several grids as a list of tuples.
 
     Raises:
-        OptionError: They are not sizes of 1 to 3 axes each.
+        OptionError: The grids are not sizes of 1 to 3 axes each.
     """
     sizes: list[tuple[int, ...]] = []
     with suppress(TypeError):
@@ -471,7 +471,7 @@ def _check_sequences(
 
 
 def _mask_of_grid(key_mask: Tensor | None, k: Tensor, prefix: int) -> Tensor | None:
-    """The part of a mask (B, S) that lies on the grid."""
+    """Return the part of a mask (B, S) on the grid."""
     if key_mask is None:
         return None
     if not isinstance(key_mask, Tensor) or key_mask.dtype != torch.bool:

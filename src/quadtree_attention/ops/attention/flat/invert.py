@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: allow-untyped-defs, allow-untyped-calls
-"""The entries of a selection by the cell they name."""
+"""Inversion of a selection: entries by cell."""
 
 from quadtree_attention.ops.attention.cpu.kernels.vectors import kernel
 
 
 @kernel
 def invert(first, last, selection, size, cells, offsets, entries):
-    """For every cell the entries of the selection that name it, in order, by counting sort.
+    """List the entries of a selection by cell, in order, with a counting sort.
 
     Args:
         first, last: Range of heads.
         selection: `size` numbers of cells per head.
         cells: Cells per head.
-        offsets: Output (heads, cells + 1): where the entries of a cell begin, within its head.
+        offsets: Output (heads, cells + 1): start of the entries of each cell, within its head.
         entries: Output (heads, size): positions in the selection of that head.
     """
     for head in range(first, last):
@@ -27,7 +27,7 @@ def invert(first, last, selection, size, cells, offsets, entries):
                 offsets[begin + cell + 1] += 1
         for i in range(begin, begin + cells):
             offsets[i + 1] += offsets[i]
-        for i in range(size):  # afterwards offsets[cell] is where the next cell begins
+        for i in range(size):  # afterwards offsets[cell] is the start of the next cell
             cell = selection[base + i]
             if 0 <= cell < cells:
                 entries[base + offsets[begin + cell]] = i

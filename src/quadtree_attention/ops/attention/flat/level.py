@@ -15,16 +15,16 @@ class LevelInputs(NamedTuple):
     Attributes:
         q, k, v: (B, N, T, D), (B, N, S, D), (B, N, S, Dv): means over the tokens of a cell.
         bias: Logarithm of the number of visible tokens of every key cell.
-        parents: (B, N, T/F, Kp) key cells that the level above kept, -1 for none; None at level 0.
+        parents: (B, N, T/F, Kp) key cells kept by the level above, -1 for none; None at level 0.
         inherited: Result and log-sum-exp of the terms of the levels above, one row per parent of
             query cells, or one per row of `rows`; None at level 0.
         rows: (B, N, T*G, D), the queries of the message; None: `q`.
-        next_k, next_bias: Keys and bias one level down. Given, cells are ranked by the log-sum-exp
-            of their children's scores.
+        next_k, next_bias: Keys and bias of the next finer level. If given, cells are ranked by the
+            log-sum-exp of their children's scores.
         scale: Factor on q.k.
         topk: Cells to keep; None at the finest level.
-        with_message: Whether the terms of cells that are not kept are wanted.
-        with_scores: Whether the shares of kept cells are wanted.
+        with_message: True: add the terms of cells that are not kept.
+        with_scores: True: return the softmax of kept cells.
     """
 
     q: Tensor
@@ -51,7 +51,7 @@ class FlatLevel(NamedTuple):
         lse: (B, N, T*G), logarithm of the sum of the exponentials so far; -inf if there is no term.
         selection: (B, N, T, K) kept key cells, ascending, -1 where fewer were visible; None at the
             finest level.
-        scores: (B, N, T, K), softmax over the candidates of this level; None unless asked for.
+        scores: (B, N, T, K), softmax over the candidates of this level; None unless requested.
     """
 
     out: Tensor | None

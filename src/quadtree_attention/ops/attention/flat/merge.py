@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Partial attentions over disjoint keys, and their union."""
+"""Merging of attention over disjoint sets of keys."""
 
 from collections.abc import Sequence
 
@@ -11,10 +11,10 @@ from quadtree_attention.ops.attention.tree import accumulation_dtype
 
 
 def merge_attentions(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Join the attentions of the same queries over disjoint sets of keys.
+    """Merge the attentions of the same queries over disjoint sets of keys.
 
     The result is the attention over the union of the sets. Merging is associative and commutative
-    up to rounding. A part that saw no key has a log-sum-exp of -inf and counts for nothing.
+    up to rounding. A part without visible keys has a log-sum-exp of -inf and weight 0.
 
     Args:
         outs: Results (..., Dv) of the parts.
@@ -68,7 +68,7 @@ def merge_attentions(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Te
     shares = weights / total
     out = sum(
         (
-            share * part.to(dtype).masked_fill(share == 0, 0)  # a part that saw no key may be NaN
+            share * part.to(dtype).masked_fill(share == 0, 0)  # a part without keys may be NaN
             for share, part in zip(shares[..., None], outs, strict=True)
         ),
         start=torch.zeros((), dtype=dtype, device=outs[0].device),

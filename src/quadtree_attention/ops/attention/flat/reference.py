@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The specification of variant C: one level in plain PyTorch.
 
-A level takes the online-softmax state of the level above, adds the terms of the candidates that
-are not kept, and gives its own state. Letters: as in the reference of variants A and B, and G rows
-(queries of the message) per query cell: 1, or with `exact_queries` the tokens of the cell.
+A level updates the online-softmax state of the level above by the terms of the candidates that are
+not kept. Axis letters are as in the reference of variants A and B. G is the number of rows (queries
+of the message) per query cell: 1, or with `exact_queries` the number of tokens of the cell.
 """
 
 from functools import partial
@@ -26,7 +26,7 @@ Parts = tuple[Tensor | None, ...]  # out, lse, selection, scores of a chunk
 
 
 def attend_level(level: LevelInputs) -> FlatLevel:
-    """One level of variant C; level 0 has no parents and looks at all key cells."""
+    """Run one level of variant C; level 0 has no parents, and all key cells are candidates."""
     batch, heads, cells, dim = level.q.shape
     lead = batch * heads
     kept = None if level.parents is None else level.parents.shape[3]
@@ -43,7 +43,7 @@ def attend_level(level: LevelInputs) -> FlatLevel:
     q = _flat(level.q, lead * above)
     step = partial(_step, level=level, group=group)
     families = torch.arange(lead * above, device=q.device)
-    # A chunk: some families with all their cells, or some cells of one family at level 0.
+    # A chunk is some families with all their cells, or at level 0 some cells of one family.
     per_cell = group * width * _BYTES_PER_SCORE
     per_family = width * (dim + level.v.shape[3]) * _BYTES_PER_VALUE
     family_slices = _slices(lead * above, _chunk(lead * above, per_family + children * per_cell))
@@ -85,7 +85,7 @@ def _step(
     level: LevelInputs,
     group: int,
 ) -> Parts:
-    """Some families (R): q (R, T, D), rows (R, T*G, D), inherited (R, T*G, Dv) and (R, T*G, 1)."""
+    """Run R families: q (R, T, D), rows (R, T*G, D), inherited (R, T*G, Dv) and (R, T*G, 1)."""
     cells = _candidates(level, families)  # (R, C); -1: none
     keys = _gather(level.k, families, cells, level)  # (R, C, D)
     bias = _bias(level.bias, families, cells, level)  # (R, C) or a number
@@ -115,7 +115,7 @@ def _step(
 
 
 def _candidates(level: LevelInputs, families: Tensor) -> Tensor:
-    """Numbers of the key cells that families of queries look at, (R, C)."""
+    """Return the key cells that are candidates of query families, (R, C)."""
     if level.parents is None:
         return torch.arange(level.k.shape[2], device=families.device).expand(len(families), -1)
     children = level.q.shape[2] // level.parents.shape[2]
@@ -125,7 +125,7 @@ def _candidates(level: LevelInputs, families: Tensor) -> Tensor:
 
 
 def _gather(x: Tensor, families: Tensor, cells: Tensor, level: LevelInputs) -> Tensor:
-    """Rows of x (B, N, S, D) in the accumulation dtype, zeros for cells that are none."""
+    """Gather rows of x (B, N, S, D) in the accumulation dtype, zeros for missing cells."""
     heads = _heads(families, level)
     if level.parents is None:
         return _accumulate(x.flatten(0, 1)[heads])
@@ -135,7 +135,7 @@ def _gather(x: Tensor, families: Tensor, cells: Tensor, level: LevelInputs) -> T
 
 
 def _bias(bias: Bias, families: Tensor, cells: Tensor, level: LevelInputs) -> Bias:
-    """Logarithm of the tokens that each candidate stands for, (R, C)."""
+    """Return the logarithm of the number of tokens of each candidate, (R, C)."""
     if isinstance(bias, Tensor):
         batch = _heads(families, level) // level.q.shape[1]
         bias = bias[batch[:, None], cells.clamp(min=0)]
@@ -148,7 +148,7 @@ def _bias(bias: Bias, families: Tensor, cells: Tensor, level: LevelInputs) -> Bi
 
 
 def _heads(families: Tensor, level: LevelInputs) -> Tensor:
-    """Number of batch entry and head of each family."""
+    """Return the index of batch entry and head of each family."""
     return families if level.parents is None else families // level.parents.shape[2]
 
 
@@ -158,7 +158,7 @@ def _logits(q: Tensor, keys: Tensor, bias: Bias, scale: float) -> Tensor:
 
 
 def _mass_of_children(q: Tensor, families: Tensor, cells: Tensor, level: LevelInputs) -> Tensor:
-    """Log-sum-exp of the scores of each candidate's children, (R, T, C)."""
+    """Return the log-sum-exp of the scores of each candidate's children, (R, T, C)."""
     assert level.next_k is not None and level.next_bias is not None
     children = level.next_k.shape[2] // level.k.shape[2]
     below = cells[..., None] * children + torch.arange(children, device=cells.device)
@@ -175,7 +175,7 @@ def _mass_of_children(q: Tensor, families: Tensor, cells: Tensor, level: LevelIn
 def _add(
     logits: Tensor, values: Tensor, inherited: Tensor | None, inherited_lse: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """State of rows after the terms of `logits`: result (R, T, Dv), log-sum-exp (R, T, 1)."""
+    """Add the terms of `logits` to the state of rows: result (R, T, Dv), log-sum-exp (R, T, 1)."""
     high = logits.detach().amax(dim=-1, keepdim=True)
     if inherited_lse is not None:
         high = torch.maximum(high, inherited_lse.detach())
@@ -195,7 +195,7 @@ def _lse(logits: Tensor) -> Tensor:
 
 
 def _finite(x: Tensor) -> Tensor:
-    """0 where nothing was seen."""
+    """Replace -inf by 0."""
     return x.masked_fill(x == -torch.inf, 0)
 
 

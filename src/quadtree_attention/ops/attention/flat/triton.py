@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One level of variant C by Triton kernels, with its gradients.
 
-The coarsest level is small (see `default_levels`) and runs as the reference does, by torch's own
-matrix products.
+The coarsest level is small (see `default_levels`) and runs as in the reference, with torch's matrix
+products.
 """
 
 from typing import Any, NamedTuple
@@ -19,7 +19,7 @@ ROWS_AT_ONCE = 64
 
 
 def attend_level(level: LevelInputs) -> FlatLevel:
-    """As `reference.attend_level`."""
+    """Compute `reference.attend_level`."""
     if level.parents is None:
         return reference.attend_level(level)
     bias, number = _split(level.bias)
@@ -45,7 +45,7 @@ def _split(bias: float | Tensor) -> tuple[Tensor | None, float]:
 class _Sizes(NamedTuple):
     lead: int  # batch entries times heads
     heads: int
-    families: int  # of query cells, per head
+    families: int  # families of query cells per head
     keys: int  # per head
     children: int
     kept: int
@@ -57,7 +57,7 @@ class _Sizes(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """Of a family."""
+        """Rows of a family."""
         return self.children * self.group
 
 
@@ -72,7 +72,7 @@ def _outputs(
     q: Tensor, rows: int, width: int, topk: int, candidates: int, with_message: bool,
     with_scores: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Result, log-sum-exp, selection, candidates that are kept, scores; empty where not wanted."""
+    """Allocate result, log-sum-exp, selection, kept candidates, scores; empty if not requested."""
     lead = q.shape[:2]
     chosen = (*lead, q.shape[2])
     return (
@@ -112,7 +112,7 @@ def _level(
     with_message: bool,
     with_scores: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """One level; see `LevelInputs`. Returns what `_outputs` describes."""
+    """Run one level, see `LevelInputs`. Return the tensors of `_outputs`."""
     from quadtree_attention.ops.attention.flat import triton_kernels as kernels
     from quadtree_attention.ops.kernel import power_of_two, precision
 
@@ -131,7 +131,7 @@ def _level(
         block = power_of_two(sizes.candidates, 16)
         ahead = next_k is not None
         width = power_of_two(q.shape[3], 16)
-        if not ahead:  # keys of that many channels at once
+        if not ahead:  # channels of keys loaded at a time
             width = min(width, max(16, 2**15 // (block * q.element_size())))
         below = k if next_k is None else next_k.contiguous()
         next_biases = biases if next_bias is None else next_bias.float().contiguous()
@@ -205,7 +205,7 @@ def _level_backward(
     number: float,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of rows, k, v and the inherited state; what is not there is empty."""
+    """Return the gradients of rows, k, v and the inherited state; empty for missing inputs."""
     from quadtree_attention.ops.attention.flat import triton_kernels as kernels
     from quadtree_attention.ops.kernel import power_of_two
 
@@ -241,11 +241,11 @@ def _level_backward(
 
 
 def _listed(parents: Tensor, sizes: _Sizes) -> tuple[Tensor, Tensor]:
-    """Start of the list of every key family, and the positions in `parents` that contain it."""
+    """Return the start of the list of every key family, and its positions in `parents`."""
     key_families = sizes.keys // sizes.children
     flat = parents.view(sizes.lead, -1)
     head = torch.arange(sizes.lead, device=flat.device, dtype=torch.int32)[:, None] * key_families
-    last = sizes.lead * key_families  # behind all lists
+    last = sizes.lead * key_families  # index after all lists
     named = torch.where(flat < 0, last, flat + head).flatten()
     named, entries = named.sort(stable=True)
     bounds = torch.arange(last + 1, device=flat.device, dtype=torch.int32)
@@ -274,7 +274,7 @@ class _Level(torch.autograd.Function):
     def backward(ctx: Any, dout: Any, dlse: Any, *_: Any) -> tuple[Any, ...]:
         if dout is None and dlse is None:
             return (None,) * 16
-        saved = ctx.saved_tensors  # once: checkpoint recomputes them, and gives them once
+        saved = ctx.saved_tensors  # read once: checkpoint returns recomputed tensors only once
         if dout is None:
             dout = torch.zeros_like(saved[8])
         drows, dk, dv, dinherited, dinherited_lse = backward_pass(

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kernels of a level of variant C below the coarsest, on arrays in tree order.
 
-A family is CHILDREN neighbouring query cells with one list of candidates: the children of the KEPT
-cells that their parent kept. GROUP is the number of rows (queries of the message) per query cell,
-1, or with exact queries the tokens of a cell. Rows of all heads lie one after the other. `kept`
-says of every query cell which of its candidates it keeps; those are no terms of the softmax.
+A family is CHILDREN adjacent query cells with one list of candidates: the children of the KEPT
+cells of their parent. GROUP is the number of rows (queries of the message) per query cell: 1, or
+with exact queries the tokens of a cell. Rows of all heads are concatenated. `kept` are the
+candidates that every query cell keeps; they are excluded from the softmax.
 """
 
 import triton
@@ -24,7 +24,7 @@ def candidates(
     p_parents, p_bias, i_family, i_b, o_c, number, keys,
     CHILDREN: tl.constexpr, KEPT: tl.constexpr, BIASED: tl.constexpr,
 ):  # fmt: skip
-    """Key cells of some candidates, which of them are visible, and the bias of their scores."""
+    """Key cells of some candidates, their mask, and the bias of their scores."""
     m_c = o_c < KEPT * CHILDREN
     o_parent = tl.load(p_parents + i_family * KEPT + o_c // CHILDREN, mask=m_c, other=-1)
     m_c = o_parent >= 0
@@ -40,7 +40,7 @@ def masses_of_children(
     p_next_k, p_next_bias, b_mass, b_high, b_q, i_b, o_key, m_c, o_d, i_child, scale, next_number,
     keys, CHILDREN: tl.constexpr, D: tl.constexpr, BIASED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Adds one child of every candidate to its running maximum and sum."""
+    """Add one child of every candidate to its running maximum and sum."""
     o_below = o_key * CHILDREN + i_child
     p_k = p_next_k + o_below.to(tl.int64)[:, None] * D + o_d[None, :]
     b_k = tl.load(p_k, mask=m_c[:, None] & (o_d < D)[None, :], other=0.0)
@@ -100,7 +100,7 @@ def flat_choose_kernel(
     b_bound, b_reach = lower_bound(b_rank, m_shown, TOPK, 51, 1)
     b_chosen = m_shown & (b_rank >= b_bound)
     if any_row(b_reach > TOPK, 1):
-        # More candidates than room share the last value: the first ones have it.
+        # More ties at the last value than slots: the first ones are kept.
         b_above = m_shown & (b_rank > b_bound)
         b_equal = m_shown & (b_rank == b_bound)
         b_room = TOPK - tl.sum(b_above.to(tl.int32), axis=1, keep_dims=True)
@@ -128,7 +128,7 @@ def scores_of_rows(
     b_q, b_k, b_bias, p_kept, o_cell, m_t, o_c, scale,
     CANDIDATES: tl.constexpr, EXCLUDING: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Scores (rows, candidates), -inf for candidates that are hidden or that the cell keeps."""
+    """Scores (rows, candidates), -inf for candidates that are hidden or kept by the cell."""
     b_score = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION) * scale + b_bias[None, :]
     if EXCLUDING:
         m_kept = m_t[:, None] & (o_c < CANDIDATES)[None, :]
@@ -147,7 +147,7 @@ def flat_message_kernel(
     EXCLUDING: tl.constexpr, INHERITING: tl.constexpr, BIASED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Adds the terms of a level to the states that rows inherit, SHARED rows one state."""
+    """Add the terms of a level to the inherited states of rows; SHARED rows inherit one state."""
     ROWS: tl.constexpr = CHILDREN * GROUP
     TILES: tl.constexpr = (ROWS + BLOCK_T - 1) // BLOCK_T
     i_family = tl.program_id(0).to(tl.int64) // TILES
@@ -212,7 +212,7 @@ def flat_bwd_rows_kernel(
     EXCLUDING: tl.constexpr, INHERITING: tl.constexpr, BIASED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of rows and of the states that they inherit; and delta, for the keys."""
+    """Gradients of rows and of their inherited states; and delta, for the gradients of keys."""
     ROWS: tl.constexpr = CHILDREN * GROUP
     TILES: tl.constexpr = (ROWS + BLOCK_T - 1) // BLOCK_T
     i_family = tl.program_id(0).to(tl.int64) // TILES
@@ -273,9 +273,9 @@ def flat_bwd_keys_kernel(
     D: tl.constexpr, BLOCK_D: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
     EXCLUDING: tl.constexpr, BIASED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of a family of keys, from the rows of the query families that look at it.
+    """Gradients of a family of keys, from the rows of the query families with it as candidate.
 
-    `entries` lists (query family, slot among its parents) as one number, from `first` of the key
+    `entries` lists (query family, slot in its parents) as one number, from `first` of the key
     family to `first` of the next one; `cells` key families per head.
     """
     ROWS: tl.constexpr = CHILDREN * GROUP

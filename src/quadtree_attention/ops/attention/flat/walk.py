@@ -23,10 +23,10 @@ class FlatProblem(Problem):
     """A problem of variant C.
 
     Attributes:
-        exact_queries: Tokens score the cells of all levels by their own queries, not by the mean
+        exact_queries: Scores of cells of all levels use the query of each token, not the mean
             query of a cell.
         lookahead: Cells are ranked by the log-sum-exp of their children's scores.
-        pooled: Cells that were not kept are terms of the softmax; without, they are dropped.
+        pooled: Cells that were not kept are terms of the softmax; if False, they are dropped.
     """
 
     exact_queries: bool = False
@@ -35,7 +35,7 @@ class FlatProblem(Problem):
 
 
 class FlatBackend(NamedTuple):
-    """Functions of one backend: a level, and the way into tree order and back."""
+    """Functions of one backend: a level, and conversion to and from tree order."""
 
     attend_level: AttendLevel
     pyramid: Pyramid = plain.pyramid
@@ -54,7 +54,7 @@ def attend(
     key_mask: Tensor | None,
     with_selection: bool,
 ) -> tuple[Tensor, Tensor, list[Kept]]:
-    """Return the result (B, *grid, N, Dv), the log-sum-exp (B, *grid, N) and what was kept.
+    """Return the result (B, *grid, N, Dv), the log-sum-exp (B, *grid, N) and the kept cells.
 
     Args:
         q, k, v: Maps (B, *grid, N, D), one or one per level; those of a forest are (B, T, N, D).
@@ -65,7 +65,7 @@ def attend(
     biases = [_bias(counts, i, problem) for i, counts in enumerate(key_counts)]
     query_counts = _counts(query_tree, query_mask, problem)
     qs = _levels(backend, query_tree, q, query_mask, query_counts)
-    if query_mask is not None:  # hidden queries are left out of means, but get a result
+    if query_mask is not None:  # hidden queries are excluded from means, but get a result
         qs[-1] = _finest(backend, query_tree, q[-1])
     ks = _levels(backend, key_tree, k, key_mask, key_counts)
     vs = _levels(backend, key_tree, v, key_mask, key_counts)
@@ -99,7 +99,7 @@ def attend(
 
 
 def _counts(tree: Tree, mask: Tensor | None, problem: Problem) -> list[Tensor | None]:
-    """Visible tokens of every cell (B, T_l), coarse -> fine; None where all cells are full."""
+    """Count the visible tokens of every cell (B, T_l), coarse -> fine; None where all are full."""
     if mask is None and not tree.is_padded:
         return [None] * tree.num_levels
     shown = tree.visible(mask, problem.batch, problem.device)[-1]
@@ -123,7 +123,7 @@ def _levels(
     mask: Tensor | None,
     counts: Sequence[Tensor | None],
 ) -> list[Tensor]:
-    """Means over the visible tokens of all cells, in tree order, coarse -> fine."""
+    """Compute means over the visible tokens of all cells, in tree order, coarse -> fine."""
     if len(maps) == tree.num_levels > 1:
         levels = [backend.to_tree(tree, x, i) for i, x in enumerate(maps)]
         if mask is None:
@@ -145,7 +145,7 @@ def _levels(
 
 
 def _means(backend: FlatBackend, tree: Tree, x: Tensor) -> list[Tensor]:
-    """Means over all tokens of a cell, as if those past the edge were zeros."""
+    """Compute means over all tokens of a cell, with zeros past the edge."""
     if not isinstance(tree, Forest):
         hidden = [None] * tree.num_levels
         if not _is_heads_first(x):
@@ -162,12 +162,12 @@ def _means(backend: FlatBackend, tree: Tree, x: Tensor) -> list[Tensor]:
 
 
 def _is_heads_first(x: Tensor) -> bool:
-    """Whether a map (B, *grid, N, D) lies in memory as (B, N, *grid, D)."""
+    """Return True if a map (B, *grid, N, D) has the memory layout (B, N, *grid, D)."""
     return x.shape[-2] > 1 and x.stride(-2) > x.stride(1)
 
 
 def _to_grid(backend: FlatBackend, tree: Tree, x: Tensor, heads_first: bool) -> Tensor:
-    """(B, N, T, D) -> (B, *grid, N, D), in memory as the queries were."""
+    """Convert (B, N, T, D) to (B, *grid, N, D), in the memory layout of the queries."""
     if isinstance(tree, Forest):
         return plain.to_grid(tree, x)
     if not heads_first:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The triton backend: which problems it takes, and how it runs them."""
+"""The triton backend: supported problems, and its attention function."""
 
 import os
 from collections.abc import Sequence
@@ -64,7 +64,7 @@ def attend(
 
 
 def _shown(tree: Tree, mask: Tensor | None) -> list[Tensor]:
-    """Which cells of each level are not hidden by a mask, (B, T_l) in row-major order."""
+    """Return the visible cells of each level, (B, T_l) in row-major order."""
     if mask is None:
         return []
     levels = tree.visible(mask, mask.shape[0], mask.device)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Backward: the tensors of all launches of a call, in their order.
+"""Backward: the tensors of all launches of a call, in order.
 
-Fine to coarse, each level has a launch for the gradients of its queries, which also computes those
-of the messages it inherited, and one for the gradients of its keys and values.
+From fine to coarse, each level has two launches: one for the gradients of its queries and of the
+inherited messages, and one for the gradients of its keys and values.
 """
 
 from collections.abc import Sequence
@@ -39,14 +39,14 @@ def gradients(
     *options: object,
     deterministic: bool,
 ) -> list[Tensor]:
-    """Gradients of all maps of q, k and v, and of the logits (empty if there are none).
+    """Return the gradients of all maps of q, k and v, and of the logits (empty if there are none).
 
     Args:
         dout: Gradient of the result.
         out: The result, if there is one level.
-        buffer: What forward left.
+        buffer: Memory saved by forward.
         maps, shown, logits, options: As for `forward.attend`.
-        deterministic: Whether the same call gives the same bits.
+        deterministic: True: repeated calls are bit-identical.
     """
     maps = as_rows(maps)
     ((dout,),) = as_rows([[dout]])
@@ -121,7 +121,7 @@ def gradients(
 def _zeros(
     plan: Backward, buffer: Tensor, *, deterministic: bool
 ) -> tuple[Tensor, list[Tensor] | list[None]]:
-    """Counters of the lists, and parts of the gradients of the shares of all levels."""
+    """Return zeros for the counters of the lists, and for partial gradients of the level shares."""
     levels = len(plan.fine) + 1
     counters = plan.listing.counters if plan.fine and not deterministic else 0
     zeros = buffer.new_empty(counters + levels * plan.width // 2, dtype=torch.int64)

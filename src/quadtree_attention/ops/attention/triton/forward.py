@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Forward: the tensors of all launches of a call, in their order."""
+"""Forward: the tensors of all launches of a call, in order."""
 
 from collections.abc import Sequence
 
@@ -13,7 +13,7 @@ Maps = Sequence[Sequence[Tensor]]  # of q, k and v: one, or one per level, coars
 
 
 def as_rows(maps: Maps) -> list[list[Tensor]]:
-    """The maps, copied where their layout is not that of rows."""
+    """Return the maps, copied if they are not rows in memory."""
     return [
         [x if row_strides(x.shape, x.stride()) else x.contiguous() for x in part] for part in maps
     ]
@@ -33,7 +33,7 @@ def look_of(
 
 
 def levels_of(maps: Sequence[Tensor], pooled: Sequence[Tensor]) -> list[Tensor]:
-    """All levels, coarse -> fine."""
+    """Return all levels, coarse -> fine."""
     return [*pooled[-2::-1], *maps]
 
 
@@ -42,7 +42,7 @@ def average(
     levels: Sequence[Sequence[Tensor]],
     shown: Sequence[Sequence[Tensor]],
 ) -> None:
-    """Launches kernels of `pyramid.py`; `levels` of q, k and v, coarse -> fine."""
+    """Launch kernels of `pyramid.py`; `levels` of q, k and v, coarse -> fine."""
     for maps, level, step in pools:
         x = [levels[part][level] for part in maps]
         masks = shown[maps[0] > 0]
@@ -54,13 +54,13 @@ def average(
 def attend(
     maps: Maps, shown: Sequence[Sequence[Tensor]], logits: Tensor | None, *options: object
 ) -> list[Tensor]:
-    """The result (B, *grid, N, Dv), and the buffer that backward needs.
+    """Return the result (B, *grid, N, Dv), and the buffer for backward.
 
     Args:
-        maps: Of q, k and v: one, or one per level, coarse -> fine.
-        shown: Which cells of each level are not hidden by a mask, of queries and keys, (B, T_l)
-            each; or nothing.
-        logits: Of the levels, (L,); None: equal parts.
+        maps: Maps of q, k and v: one, or one per level, coarse -> fine.
+        shown: Visible cells of each level, of queries and keys, (B, T_l) each; empty without
+            masks.
+        logits: Logits of the levels, (L,); None: equal weights.
         options: As in `Look`, from `topk` on.
     """
     maps = as_rows(maps)

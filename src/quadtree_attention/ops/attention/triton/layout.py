@@ -15,18 +15,18 @@ from quadtree_attention.ops.attention.triton.limits import Grid, bits_of
 Shape = tuple[int, ...]
 Strides = tuple[int, int, int]  # of batch, heads and rows
 
-ENTRIES = 256  # of a selection, that a program of `users.py` takes
+ENTRIES = 256  # entries of a selection per program of `users.py`
 
 
 class Layout(NamedTuple):
-    """The memory that forward leaves to backward, one buffer of float32; sizes are multiples of 64.
+    """Memory saved by forward for backward, one float32 buffer; sizes are multiples of 64.
 
     Attributes:
         floats: Sizes of: message of level 0, log-sum-exp of level 0, scores of every level but the
             finest. The message is empty with one level, scores are if not needed.
         places: Sizes of the selections of every level but the finest, int32.
-        pooled: Sizes of the averaged levels of q, k and v in their own dtype, fine -> coarse; with
-            what is left over last. Nothing of maps that are given at all levels.
+        pooled: Sizes of the averaged levels of q, k and v in their own dtype, fine -> coarse, and
+            last the padding. Empty for maps that are given at all levels.
     """
 
     floats: tuple[int, ...]
@@ -62,12 +62,12 @@ def grids_of(grid: Grid, num_levels: int) -> Grids:
 
 
 def rounded(size: int) -> int:
-    """A size that keeps what follows it aligned: kernels are not compiled anew for what is not."""
+    """Round up to a size that keeps the following tensor aligned, which saves a compilation."""
     return (size + 63) // 64 * 64
 
 
 def row_strides(shape: Sequence[int], stride: Sequence[int]) -> Strides | None:
-    """Strides of a map (B, *grid, N, D) as rows (B, N, T, D); None: it has to be copied first."""
+    """Return strides of a map (B, *grid, N, D) as rows (B, N, T, D); None: a copy is needed."""
     if stride[-1] != 1 and shape[-1] != 1:
         return None
     step = cells = 0
@@ -81,7 +81,7 @@ def row_strides(shape: Sequence[int], stride: Sequence[int]) -> Strides | None:
 
 
 def dense_strides(shape: Sequence[int]) -> Strides:
-    """As `row_strides`, of a dense map."""
+    """Return `row_strides` of a dense map."""
     heads, dim = shape[-2:]
     return prod(shape[1:]), dim, heads * dim
 
@@ -89,7 +89,7 @@ def dense_strides(shape: Sequence[int]) -> Strides:
 def layout_of(
     shapes: Sequence[Sequence[Shape]], topk: Sequence[int], itemsize: int, *, with_scores: bool
 ) -> Layout:
-    """The memory for maps of these shapes; `shapes` as `Look.maps`."""
+    """Return the layout for maps of these shapes; `shapes` as `Look.maps`."""
     finest, value_dim, num_levels = shapes[0][-1], shapes[2][-1][-1], len(topk) + 1
     heads = finest[0] * finest[-2]
     cells = grids_of(tuple(finest[1:-2]), num_levels).cells
@@ -116,10 +116,9 @@ class Kept(NamedTuple):
     Attributes:
         message: Unweighted message of level 0, float32 (B, N, T_0, Dv); empty with one level.
         lse: Log-sum-exp of level 0, float32 (B, N, T_0).
-        scores: (B, N, T_l, K_l) float32 of every level but the finest; empty if not needed
-            them.
+        scores: (B, N, T_l, K_l) float32 of every level but the finest; empty if not needed.
         places: Selections (B, N, T_l, K_l) int32 of every level but the finest.
-        pooled: The averaged levels of q, k and v, fine -> coarse, with what is left over last.
+        pooled: The averaged levels of q, k and v, fine -> coarse, and last the padding.
     """
 
     message: Tensor
@@ -142,7 +141,7 @@ def kept_in(buffer: Tensor, layout: Layout, dtype: torch.dtype) -> Kept:
 
 
 def pooled_in(buffer: Tensor, layout: Layout, dtype: torch.dtype) -> list[list[Tensor]]:
-    """The averaged levels of q, k and v."""
+    """Return the averaged levels of q, k and v."""
     sizes = [size for part in layout.pooled for size in part]
     if not sizes:
         return [[], [], []]
@@ -151,14 +150,14 @@ def pooled_in(buffer: Tensor, layout: Layout, dtype: torch.dtype) -> list[list[T
 
 
 class Cells(NamedTuple):
-    """A grid, and how many bits each of its axes has in places."""
+    """A grid, and the number of bits of each axis in places."""
 
     grid: Grid
     bits: Grid
 
 
 def packed(rows: Tensor, cells: Cells) -> Tensor:
-    """Places of row numbers, as `places.place_of`."""
+    """Return places of row indices, as `places.place_of`."""
     places, shift = torch.zeros_like(rows), 0
     for size, bits in zip(reversed(cells.grid), reversed(cells.bits), strict=True):
         places |= (rows % size) << shift
@@ -168,7 +167,7 @@ def packed(rows: Tensor, cells: Cells) -> Tensor:
 
 
 def coordinates_of(places: Tensor, bits: Grid) -> list[Tensor]:
-    """Undoes the packing of `places.place_of`, one tensor per axis; no place is negative."""
+    """Unpack places of `places.place_of`, one tensor per axis; places are not negative."""
     axes: list[Tensor] = []
     for count in reversed(bits):
         axes.insert(0, places & (2**count - 1))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every limit of the Triton kernels, and the reasons that they give against a call.
+"""Limits of the Triton kernels, and the resulting reasons not to run a call.
 
-Kernels number cells, programs and coordinates in 32 bits; addresses have 64. A limit is checked
-before anything runs.
+Indices of cells, programs and coordinates have 32 bits; addresses have 64. Limits are checked
+before any launch.
 """
 
 from collections.abc import Sequence
@@ -16,23 +16,23 @@ Grid = tuple[int, ...]
 LARGEST_DIM, LARGEST_TOPK = 256, 128  # of attention
 MOST_CANDIDATES = 1024  # of a query cell of variant C below the coarsest level
 LARGEST_CHANNELS = 1024  # of norms
-PLACE_BITS = 31  # of a place, the coordinates of a cell in one int32 that is never negative
-MOST_STEPS = {1: 5, 2: 3, 3: 2}  # levels that a program of `pyramid.py` looks down from a cell
+PLACE_BITS = 31  # bits of a place: the coordinates of a cell in one non-negative int32
+MOST_STEPS = {1: 5, 2: 3, 3: 2}  # levels below a cell per program of `pyramid.py`
 LARGEST_QUOTIENT = 2**21  # of `kernel.quotient`: below it the estimate is off by one at most
-LARGEST_CELLS = 2**31 - 2**17  # of a map: blocks and spans that reach past its end stay in int32
+LARGEST_CELLS = 2**31 - 2**17  # of a map; offsets of blocks past its end still fit into int32
 LARGEST_PROGRAMS = 2**31 - 16  # along the only axis of a launch, with room for the last block
 
 
 def usual_bits(ndim: int) -> Grid:
-    """Bits of each axis of a grid that is not unusually long along one of them."""
+    """Return the default bits of each axis, for grids without an extreme aspect ratio."""
     inner = PLACE_BITS // ndim if ndim != 2 else PLACE_BITS - PLACE_BITS // 2
     return PLACE_BITS - inner * (ndim - 1), *[inner] * (ndim - 1)
 
 
 def bits_of(grid: Grid) -> Grid:
-    """Bits that each axis of a grid takes in the places of its cells, at all levels.
+    """Return the bits of each axis in the places of a grid, for all levels.
 
-    Those of `usual_bits` wherever the grid fits, so that kernels are compiled once for most grids.
+    They equal `usual_bits` if the grid fits, so that kernels are compiled once for most grids.
     """
     ndim = len(grid)
     usual = usual_bits(ndim)
@@ -42,7 +42,7 @@ def bits_of(grid: Grid) -> Grid:
 
 
 def reasons(problem: Problem) -> list[str]:
-    """Why the sizes of a problem do not fit, one sentence each."""
+    """Return the reasons why the sizes of a problem are not supported."""
     found = []
     if max(problem.head_dim, problem.value_dim) > LARGEST_DIM:
         found.append(
@@ -59,16 +59,16 @@ def reasons(problem: Problem) -> list[str]:
     heads, single = problem.batch * problem.num_heads, problem.num_levels == 1
     for name, tree in (("query", problem.query_tree), ("key", problem.key_tree)):
         found += grid_reasons(f"the {name} grid", tree.grid)
-        # programs take 16 cells of a single level, or one family of cells at least
+        # a program processes 16 cells of a single level, or at least one family of cells
         blocks = -(-prod(tree.grid) // 16) if single else prod(tree.grid_at(tree.finest - 1))
         found += program_reasons(f"batch x heads x {name} families", heads * blocks)
     return found
 
 
 def grid_reasons(name: str, grid: Sequence[int]) -> list[str]:
-    """Why the cells of a grid cannot be numbered."""
+    """Return the reasons why the cells of a grid cannot be indexed."""
     if max(grid) <= 2 ** (PLACE_BITS // 3) and prod(grid) < LARGEST_QUOTIENT:
-        return []  # as most are, and this is asked at every call
+        return []  # fast path of most grids, since every call is checked
     found = []
     cells, rows = prod(grid), prod(grid[:-1])
     if cells > LARGEST_CELLS:
@@ -84,14 +84,14 @@ def grid_reasons(name: str, grid: Sequence[int]) -> list[str]:
 
 
 def program_reasons(name: str, programs: int) -> list[str]:
-    """Why so many programs cannot be launched."""
+    """Return the reason why this number of programs cannot be launched."""
     if is_known(programs >= LARGEST_PROGRAMS):
         return [f"{name} must be less than {LARGEST_PROGRAMS}, got {programs}"]
     return []
 
 
 def token_reasons(shape: Sequence[int]) -> list[str]:
-    """Why tokens (..., C) do not fit the layer norm."""
+    """Return the reasons why the layer norm does not support tokens (..., C)."""
     *lead, channels = shape
     found = []
     if channels > LARGEST_CHANNELS:
@@ -102,7 +102,7 @@ def token_reasons(shape: Sequence[int]) -> list[str]:
 
 
 def map_reasons(shape: Sequence[int]) -> list[str]:
-    """Why maps (B, Y, X, C) do not fit norms of maps, linear layers and position encodings."""
+    """Reasons why norms, linear layers and encodings do not support maps (B, Y, X, C)."""
     _, *grid, channels = shape
     found = token_reasons(shape)
     padded = [size + size % 2 for size in grid]  # with all children of every parent
@@ -115,7 +115,7 @@ def map_reasons(shape: Sequence[int]) -> list[str]:
 
 
 def depthwise_reasons(shape: Sequence[int]) -> list[str]:
-    """Why maps (B, *grid, C) do not fit depthwise convolutions."""
+    """Return the reasons why depthwise convolutions do not support maps (B, *grid, C)."""
     batch, *grid, channels = shape
     found = []
     if prod(grid) > LARGEST_CELLS or prod(grid[:-1]) >= LARGEST_QUOTIENT:
@@ -127,7 +127,7 @@ def depthwise_reasons(shape: Sequence[int]) -> list[str]:
 
 
 def transport_reasons(shape: Sequence[int], iterations: int) -> list[str]:
-    """Why matrices of scores (R, S, T) do not fit Sinkhorn iterations."""
+    """Return the reasons why Sinkhorn iterations do not support scores (R, S, T)."""
     matrices, sources, targets = shape
     found = []
     if sources * targets >= 2**31:

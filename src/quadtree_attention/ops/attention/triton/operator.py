@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The operators of the triton backend, and the function that has their gradient.
+"""The operators of the triton backend, and the autograd function that connects them.
 
-Triton itself is imported when an operator first runs, not before.
+Triton is imported when an operator first runs.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -32,9 +32,9 @@ def _run(
     with_scores: bool,
     with_rest: bool,
 ) -> list[Tensor]:
-    """The result, and with the rest the memory that backward needs, see `Layout`.
+    """Return the result and the memory for backward, see `Layout`.
 
-    What lies between the parts of that memory is not defined.
+    Padding between the parts of this memory is uninitialised.
     """
     from quadtree_attention.ops.attention.triton import forward
 
@@ -79,7 +79,7 @@ def _run_backward(
     with_scores: bool,
     deterministic: bool,
 ) -> list[Tensor]:
-    """Gradients of all maps of q, k and v, and of the logits (empty if there are none)."""
+    """Return the gradients of the maps of q, k and v, and of the logits (empty if None)."""
     from quadtree_attention.ops.attention.triton import backward
 
     options = tuple(topk), scale, variant, with_scores
@@ -90,7 +90,7 @@ def _run_backward(
             dout, out, rest, (q, k, v), shown, logits, *options, deterministic=deterministic
         )
 
-    if deterministic:  # sorts, which is no launch
+    if deterministic:  # sorts by torch, which is not recorded
         return run()
     own = [x for x in (out, logits) if x is not None]
     return _replayed(
@@ -117,7 +117,7 @@ def _replayed(
     others: Sequence[list[Tensor]],
     options: tuple[Hashable, ...],
 ) -> list[Tensor]:
-    """The results of `run`, by cached launches if it runs nothing else on the device."""
+    """Return the results of `run`, by cached launches if it runs nothing else on the device."""
     from quadtree_attention.ops import replay
 
     def only_launches() -> bool:
@@ -132,10 +132,10 @@ class Call(NamedTuple):
     """Options of a call of the operator; tensors are separate arguments.
 
     Attributes:
-        counts: How many tensors each of q, k, v, query_shown and key_shown has; logits come last.
+        counts: Number of tensors of each of q, k, v, query_shown and key_shown; logits come last.
         topk, scale, variant, with_scores: Options of the operator.
-        with_rest: Whether gradients, or the selection, are wanted.
-        with_selection: Whether the memory of selections is to be given.
+        with_rest: True if gradients or the selection are requested.
+        with_selection: True if the memory of selections is returned.
     """
 
     counts: tuple[int, ...]
@@ -147,7 +147,7 @@ class Call(NamedTuple):
     with_selection: bool
 
     def lists(self, tensors: Sequence[Tensor]) -> tuple[list[Any], Tensor | None]:
-        """The five lists, and the logits."""
+        """Return the five lists, and the logits."""
         parts, begin = [], 0
         for count in self.counts:
             parts.append(list(tensors[begin : begin + count]))
@@ -156,14 +156,14 @@ class Call(NamedTuple):
 
 
 class Attention(torch.autograd.Function):
-    """The result, and the rest if the selection is wanted, which has no gradient."""
+    """Autograd function of the result, and of the selection, which has no gradient."""
 
     @staticmethod
     def forward(ctx: Any, call: Call, *tensors: Tensor) -> Any:
         lists, logits = call.lists(tensors)
         out, *rest = _forward(*lists, logits, call.topk, *call[2:6])
         if call.with_rest:
-            # a single level recomputes from its result, others have their own messages
+            # with a single level, backward uses the result as message
             own = [] if call.topk else [out]
             ctx.call = call
             ctx.save_for_backward(*rest, *own, *tensors)
@@ -176,7 +176,7 @@ class Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, *_: Any) -> tuple[Any, ...]:
         call = ctx.call
-        kept = ctx.saved_tensors  # once: checkpoint recomputes them, and gives them once
+        kept = ctx.saved_tensors  # read once: checkpoint returns recomputed tensors only once
         first = 1 if call.topk else 2
         if dout is None:
             return (None,) * (1 + len(kept) - first)
@@ -200,7 +200,7 @@ def _forward_flops(
     q: Any, k: Any, v: Any, query_shown: Any, key_shown: Any, logits: Any, topk: Any,
     *args: Any, **options: Any,
 ) -> int:  # fmt: skip
-    """From shapes, as the counter gives them in place of tensors."""
+    """Return FLOPs from shapes, which the counter passes instead of tensors."""
     batch, *grid, heads, dim = q[-1]
     return sum(
         attention_flops(

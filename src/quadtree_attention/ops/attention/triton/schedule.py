@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Everything about the launches of a call but its tensors.
+"""Launch schedule of a call, without its tensors.
 
-Grids, integers and constants of kernels, and the sizes of the memory between them, follow from
-shapes, strides, dtype and options. They are worked out once for calls that look the same.
+Grids, integer arguments and constants of kernels, and sizes of temporary memory, are functions of
+shapes, strides, dtype and options. They are computed once per call signature.
 """
 
 from collections.abc import Sequence
@@ -29,11 +29,11 @@ from quadtree_attention.ops.attention.triton.layout import (
 from quadtree_attention.ops.attention.triton.limits import LARGEST_PROGRAMS, MOST_STEPS, Grid
 from quadtree_attention.ops.kernel import parts_of, power_of_two, precision
 
-ROWS = 16  # what a matrix unit takes at least
-TILE_BYTES = 32 * 1024  # of shared memory, for a tile of keys
-PART_BYTES = 8 * 1024  # of keys or values for which a warp has the registers
-LEVELS_AT_ONCE = 7  # whose K fit into one number
-SHARE_BLOCK = 1024  # parts of the gradient of a share that are added at once
+ROWS = 16  # minimum rows of a matrix unit
+TILE_BYTES = 32 * 1024  # shared memory of a tile of keys
+PART_BYTES = 8 * 1024  # keys or values that fit into the registers of a warp
+LEVELS_AT_ONCE = 7  # levels whose K are packed into one number
+SHARE_BLOCK = 1024  # partial gradients of a share that are added at a time
 
 
 class Look(NamedTuple):
@@ -42,9 +42,9 @@ class Look(NamedTuple):
     Attributes:
         maps: Shape (B, *grid, N, D) and strides of each map of q, of k and of v: one, to be
             averaged into levels, or one per level, coarse -> fine.
-        masked: Whether queries are hidden by masks, and keys.
-        weighted: Whether levels are mixed by logits.
-        with_scores: Whether the scores of kept cells are written.
+        masked: True if there are masks of queries, and of keys.
+        weighted: True if levels are mixed by logits.
+        with_scores: True if the scores of kept cells are written.
     """
 
     maps: tuple[tuple[tuple[Shape, Shape], ...], ...]
@@ -58,7 +58,7 @@ class Look(NamedTuple):
 
 
 class Step(NamedTuple):
-    """A launch but for its tensors."""
+    """A launch without its tensors."""
 
     kernel: Any
     programs: int
@@ -78,12 +78,13 @@ class Pool(NamedTuple):
 
 
 class Forward(NamedTuple):
-    """Launches of forward, and sizes (float32) of the memory between.
+    """Launches of forward, and sizes (float32) of temporary memory.
 
     Attributes:
-        layout: Of what backward needs.
-        pools: Averages.
-        between: Of the coarsest level: messages and log-sum-exps of spans, lists (64 bits), counts.
+        layout: Layout of the memory for backward.
+        pools: Launches of averages.
+        between: Sizes for the coarsest level: messages and log-sum-exps of spans, lists (64 bits),
+            counts.
         totals: Messages of the levels between the coarsest and the finest.
     """
 
@@ -97,11 +98,11 @@ class Forward(NamedTuple):
 
 
 class Listing(NamedTuple):
-    """Launches that list the users of key families, a few levels each.
+    """Launches that list the users of key families, several levels each.
 
     Attributes:
         first: The first level of each launch.
-        families: Where the key families of each level begin, and one more.
+        families: Start index of the key families of each level, and the end.
     """
 
     counting: tuple[Step, ...]
@@ -116,17 +117,18 @@ class Listing(NamedTuple):
 
 
 class Backward(NamedTuple):
-    """Launches of backward, and sizes (float32 or int32) of the memory between.
+    """Launches of backward, and sizes (float32 or int32) of temporary memory.
 
     Attributes:
-        layout: Of what forward left.
-        fine: Of the levels below the coarsest, coarse -> fine: gradients of queries, and of keys.
+        layout: Layout of the memory saved by forward.
+        fine: Launches of the levels below the coarsest, coarse -> fine: gradients of queries, and
+            of keys.
         inherited: Sizes of the gradients of inherited messages, by level as `fine`.
-        scores: Of the gradients of parent scores; empty in variant B.
-        stats: Of log-sum-exps and mean gradients, both; empty in variant A.
-        delta: Of the mean gradients of the coarsest level.
-        entries: Of all selections.
-        width: Parts of the gradient of each share; 0 without weights.
+        scores: Sizes of the gradients of parent scores; empty in variant B.
+        stats: Sizes of log-sum-exps and mean gradients; empty in variant A.
+        delta: Size of the mean gradients of the coarsest level.
+        entries: Number of entries of all selections.
+        width: Partial gradients of each share; 0 without weights.
     """
 
     layout: Layout
@@ -171,7 +173,7 @@ class _Levels:
         return self.heads * cells * dim, cells * dim, dim
 
     def _strides(self, maps: Sequence[tuple[Shape, Shape]]) -> list[Strides]:
-        """Of all levels, coarse -> fine; averaged ones are dense rows."""
+        """Return strides of all levels, coarse -> fine; averaged levels are dense rows."""
         own = [row_strides(*each) or dense_strides(each[0]) for each in maps]
         if len(own) == self.count:
             return own
@@ -197,7 +199,7 @@ class _Levels:
         return self.look.topk[level] if level < self.count - 1 else 0
 
     def sizes(self, level: int) -> tuple[int, ...]:
-        """Of the query grid and of the key grid."""
+        """Return the sizes of the query grid and of the key grid."""
         return *three(self.grids.sizes[level]), *three(self.key_grids.sizes[level])
 
     def constants(self, level: int) -> dict[str, Any]:
@@ -216,11 +218,11 @@ class _Levels:
     # ---- averages
 
     def pools(self, kernel: Any, strides: Sequence[Strides | None]) -> tuple[Pool, ...]:
-        """Launches from fine to coarse; maps of the same sizes and strides share them.
+        """Return launches from fine to coarse, shared by maps of the same sizes and strides.
 
         Args:
-            kernel: Of `pyramid.py`.
-            strides: Of the finest maps of q, k and v; None: there is nothing to average.
+            kernel: Kernel of `pyramid.py`.
+            strides: Strides of the finest maps of q, k and v; None: all levels are given.
         """
         found = []
         parts = [part for part, each in enumerate(strides) if each is not None]
@@ -277,9 +279,9 @@ class _Levels:
         return all(x % 16 for x in dims) and len({power_of_two(x, 16) for x in dims}) > 1
 
     def coarse_blocks(self) -> dict[str, int]:
-        """Queries and keys that a program takes at once.
+        """Return the block sizes of queries and keys.
 
-        Many queries save traffic where there are many keys; otherwise the warps share the keys.
+        With many keys, large blocks of queries reduce traffic; otherwise warps split the keys.
         """
         keys, size = self.key_grids.cells[0], self.row_bytes
         many = self.batch_heads * self.grids.cells[0] >= 4096 and keys >= 1024
@@ -296,7 +298,7 @@ class _Levels:
         }
 
     def coarse(self, out: Strides) -> tuple[Step, Step | None, tuple[int, ...]]:
-        """Both launches, and the sizes of the memory between; `out`: strides of the message."""
+        """Return both launches, and sizes of temporary memory; `out`: strides of the message."""
         look, kept, blocks = self.look, self.kept(0), self.coarse_blocks()
         cells, keys = self.grids.cells[0], self.key_grids.cells[0]
         rows, room = self.batch_heads * cells, power_of_two(2 * kept, 32)
@@ -328,7 +330,7 @@ class _Levels:
         return first, choose, tuple(map(rounded, sizes))
 
     def coarse_gradients(self, total: Strides) -> tuple[Step, Step]:
-        """`total`: strides of the gradient of the message."""
+        """Return both launches of backward; `total`: strides of the gradient of the message."""
         size, cells, keys = self.row_bytes, self.grids.cells[0], self.key_grids.cells[0]
         wide = size > 128
         fixed = self.constants(0) | {
@@ -359,7 +361,7 @@ class _Levels:
     # ---- the levels below
 
     def fine_parts(self, level: int) -> dict[str, int]:
-        """Split of candidates into parts, or grouping of families, see `fine.py`."""
+        """Return the split of candidates into parts, or grouping of families, see `fine.py`."""
         children, kept = 2**self.grids.ndim, self.kept(level - 1)
         candidates = max(power_of_two(kept) * children, 16)
         size = candidates * self.row_bytes
@@ -381,7 +383,7 @@ class _Levels:
         return self.batch_heads * self.grids.cells[level - 1]
 
     def fine(self, level: int, out: Strides) -> Step:
-        """`out`: strides of the result."""
+        """Return the launch of a finer level; `out`: strides of the result."""
         look, parts, kept = self.look, self.fine_parts(level), self.kept(level)
         rows = self.families(level)
         constants = self.constants(level) | parts | {
@@ -396,7 +398,7 @@ class _Levels:
         return Step(fine.fine_fwd_kernel, programs, numbers, constants)
 
     def fine_gradients(self, level: int, total: Strides) -> tuple[Step, Step]:
-        """`total`: strides of the gradient of the result."""
+        """Return both launches of backward; `total`: strides of the gradient of the result."""
         look, parts = self.look, self.fine_parts(level)
         rows = self.families(level)
         fixed = self.constants(level) | {
@@ -424,7 +426,7 @@ class _Levels:
         return queries, keys
 
     def listing(self) -> Listing:
-        """Lists of the users of all levels, of a few at once."""
+        """Return the launches that list the users of all levels, several levels at a time."""
         counting, listing, starts, families = [], [], [], [0]
         fixed = {"KEY_BITS": self.key_grids.bits, "BLOCK": ENTRIES}
         more = {"QUERY_BITS": self.grids.bits, "WITH_SLOTS": self.look.variant == "A"}
@@ -438,7 +440,7 @@ class _Levels:
                 if sum(blocks[first : last + 1]) >= LARGEST_PROGRAMS:
                     break
                 last += 1
-            # the highest bit but the sign makes it a number of 64 bits always
+            # a set bit 62 makes it a 64-bit number for any K
             kept = sum(self.kept(i) << 8 * (i - first) for i in range(first, last)) | 1 << 62
             numbers = (
                 self.batch_heads, self.count - 1 - first, kept, *self.sizes(self.count - 1),
@@ -452,12 +454,12 @@ class _Levels:
 
 
 def three(grid: Grid) -> Grid:
-    """As kernels take grids: always three axes."""
+    """Pad a grid to three axes, for kernels."""
     return (*grid, 1, 1)[:3]
 
 
 def coarse_spans(programs: int, keys: int, block_s: int, room: int) -> int:
-    """Into how many spans the keys are cut to give work to the whole chip."""
+    """Return the number of spans of keys that occupies all multiprocessors."""
     wanted = max(1, 512 // programs)
     most = max(1, keys // (2 * block_s))
     return 1 << (min(wanted, most, 256 // room, 4).bit_length() - 1)
@@ -488,7 +490,7 @@ def forward_schedule(look: Look) -> Forward:
 
 @lru_cache(maxsize=256)
 def backward_schedule(look: Look, dout: Strides) -> Backward:
-    """`dout`: strides of the gradient of the result, as rows."""
+    """Return the schedule of backward; `dout`: strides of the gradient of the result, as rows."""
     levels = _Levels(look)
     heads, cells, finest = levels.batch_heads, levels.grids.cells, levels.count - 1
     strides = [

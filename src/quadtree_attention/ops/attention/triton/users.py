@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which query families kept a key family: lists for the gradients of keys and values."""
+"""Lists of the query families that kept each key family, for gradients of keys and values."""
 
 from collections.abc import Sequence
 from math import prod
@@ -17,9 +17,9 @@ class Users(NamedTuple):
     """Lists of the key families of one level.
 
     Attributes:
-        places: Of the query families, list after list.
-        slots: Number of the key family among those that the query family kept; None in variant B.
-        first: Where the list of each key family begins, and one more, in 64 bits.
+        places: Places of the query families, in concatenated lists.
+        slots: Index of the key family in the selection of the query family; None in variant B.
+        first: Start of the list of each key family, and the end, in 64 bits.
     """
 
     places: Tensor
@@ -35,14 +35,14 @@ def listed_users(
     *,
     with_slots: bool,
 ) -> list[Users]:
-    """Lists of all levels but the coarsest, in the order in which threads came by.
+    """Return the lists of all levels but the coarsest, in nondeterministic order.
 
     Args:
-        places: Selections of all levels but the finest, one after the other in memory.
-        counters: Zeros, of 64 bits: `Listing.counters`.
-        buffer: Room for users and slots, int32.
-        listing: Its launches.
-        with_slots: Whether slots are wanted.
+        places: Selections of all levels but the finest, concatenated.
+        counters: 64-bit zeros, see `Listing.counters`.
+        buffer: Memory for users and slots, int32.
+        listing: The launches.
+        with_slots: True if slots are needed.
     """
     users, *slots = buffer.split(len(buffer) // (2 if with_slots else 1))
     total = listing.families[-1]
@@ -59,21 +59,21 @@ def listed_users(
 
 
 def running_sum(x: Tensor, out: Tensor) -> None:
-    """Sums up to each of the first entries, as many as there is room for."""
+    """Write the cumulative sum of the first entries to `out`, as many as it has."""
     torch.cumsum(x[: len(out)], 0, out=out)
 
 
 def sorted_users(
     places: Sequence[Tensor], grids: Grids, key_grids: Grids, topk: Sequence[int], heads: int
 ) -> list[Users]:
-    """As `listed_users`, every list in the order of its query families.
+    """Return `listed_users` in deterministic order, sorted by query family.
 
     Args:
         places: Selections of all levels but the finest.
-        grids: Of queries.
-        key_grids: Of keys.
-        topk: Of all levels but the finest.
-        heads: Of all batch entries.
+        grids: Grids of queries.
+        key_grids: Grids of keys.
+        topk: K of all levels but the finest.
+        heads: Number of heads of all batch entries.
     """
     found = []
     for i, (selection, kept) in enumerate(zip(places, topk, strict=True)):
@@ -84,7 +84,7 @@ def sorted_users(
 
 
 def sorted_by_key(parents: Tensor, queries: Cells, keys: Cells) -> Users:
-    """The lists of one level.
+    """Return the lists of one level.
 
     Args:
         parents: Places of the kept cells, (heads, families, K).
@@ -95,7 +95,7 @@ def sorted_by_key(parents: Tensor, queries: Cells, keys: Cells) -> Users:
     key_families = prod(keys.grid)
     head = torch.arange(heads, device=parents.device)[:, None]
     places = parents.reshape(heads, families * kept)
-    nobody = heads * key_families  # sorts behind every family
+    nobody = heads * key_families  # sorts after every family
     row = torch.zeros_like(places, dtype=torch.int64)
     for axis, size in zip(coordinates_of(places, keys.bits), keys.grid, strict=True):
         row = row * size + axis

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: allow-untyped-defs, allow-untyped-calls
-"""Gradients of one level. What `forward` says of empty arrays holds here too.
+"""Gradients of one level. Empty arrays are as in `forward`.
 
 With p the share of a candidate and e the gradient of its score (gradient of the message times its
-value, or the gradient of the score itself where the cell was kept in variant A), the gradient of
-its logit is p * (e - sum of p * e), the sum running over the same softmax.
+value, or the gradient of the score itself if the cell was kept in variant A), the gradient of its
+logit is p * (e - sum of p * e), with the sum over the same softmax.
 
-One pass over the queries adds to the gradients of the keys and values that they looked at. The
-families of queries of a head are cut into parts, each with its own sums of dk and dv; the caller
-adds them. Results depend on the number of parts, not on the threads that work them off.
+One pass over the queries adds to the gradients of their candidate keys and values. The families of
+queries of a head are divided into parts, each with its own sums of dk and dv; the caller adds them.
+Results depend on the number of parts, not on the number of threads.
 """
 
 import numpy as np
@@ -52,7 +52,7 @@ def backward(
 
     Args:
         dk, dv: Outputs, sums of each part.
-        shares: Output, for each query its part of the gradient of `weight`.
+        shares: Output, the part of each query in the gradient of `weight`.
     """
     children, width, value_width = shape.children, shape.width, shape.value_width
     stride = padded(shape.kept * children)
@@ -116,7 +116,7 @@ def _slopes_of_query(
     logits, slopes, weights, start, number, shape, scale, weight, lse, query, parent_scores, above,
     places, positions, grad_scores, shares, dparent_scores,
 ):  # fmt: skip
-    """Logits become their gradients; `weights` are what values are multiplied with."""
+    """Replace logits by their gradients; write the weights of the values to `weights`."""
     count = number * shape.children
     out = query * shape.topk
     if parent_scores.size > 0:
@@ -175,7 +175,7 @@ def _sum_of_children(grad, family, children, width, out):
 
 @inlined
 def _override(slopes, start, positions, out, topk, numbers):
-    """Writes numbers, or zeros if there are none, to where the kept cells are."""
+    """Write numbers, or zeros if there are none, to the positions of kept cells."""
     for i in range(out, out + topk):
         if positions[i] >= 0:
             slopes[start + positions[i]] = numbers[i] if numbers.size > 0 else 0
@@ -183,7 +183,7 @@ def _override(slopes, start, positions, out, topk, numbers):
 
 @inlined
 def _slopes(weights, slopes, start, count, sums, scale):
-    """Shares become gradients of logits."""
+    """Compute gradients of logits from shares."""
     sums = splat(sums)
     scale = splat(scale)
     for j in range(start, start + padded(count), LANES):
@@ -212,7 +212,7 @@ def _share_of_families(weights, slopes, start, number, children, parent_scores, 
 def _slopes_of_families(
     weights, slopes, start, number, children, parent_scores, dparent_scores, above, places, scale
 ):
-    """As `_slopes`, each kept cell by itself; also adds to the gradients of their scores."""
+    """Run `_slopes` per kept cell; also add to the gradients of their scores."""
     for n in range(number):
         begin = start + n * children
         place = above + places[n]

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: allow-untyped-defs, allow-untyped-calls
-"""The highest numbers of a row, without sorting it.
+"""Selection of the highest numbers of a row, without sorting.
 
-A bar is searched that just as many numbers pass as are wanted. The first guess supposes that the
-numbers are normally distributed, the next ones move it by as many ranks as it was wrong, and
-halving the interval makes certain that the search ends. Equal numbers at the bar are rare and take
-a slower way.
+The search finds a threshold that exactly K numbers reach. The first guess assumes a normal
+distribution, the next ones shift the threshold by the error in ranks, and bisection guarantees
+termination. Ties at the threshold are rare and use a slower path.
 """
 
 import math
@@ -33,9 +32,9 @@ from quadtree_attention.ops.attention.cpu.kernels.vectors import (
 )
 from quadtree_attention.ops.attention.cpu.shape import LANES
 
-GUESSES = 6  # before the interval is only halved
+GUESSES = 6  # guesses before bisection
 HALVINGS = 64
-# For every byte the positions of its bits that are set, packed into the bytes of an integer.
+# Positions of the set bits of every byte, packed into the bytes of an integer.
 POSITIONS = np.array(
     [
         sum(i << 8 * n for n, i in enumerate(i for i in range(LANES) if byte >> i & 1))
@@ -46,9 +45,9 @@ POSITIONS = np.array(
 
 @inlined
 def normal_guess(count, topk, like):
-    """Where the bar would be in a normal distribution, in standard deviations, and one rank there.
+    """Return threshold and width of one rank of a normal distribution, in standard deviations.
 
-    The logistic distribution is close enough and has a simple inverse.
+    It is approximated by the logistic distribution, which has a simple inverse.
     """
     share = min(max(topk / max(count, 1), 0.01), 0.99)
     rank = 1 / (1.7 * share * (1 - share) * max(count, 1))
@@ -57,16 +56,17 @@ def normal_guess(count, topk, like):
 
 @function
 def best(rank, start, count, shown, topk, guess, found, values):
-    """Positions of the highest `topk` of rank[start : start + count], ascending; ties to the first.
+    """Find the `topk` highest of rank[start : start + count]; ties to the first.
 
-    NaN counts as highest. Writes to `found`; returns how many there are and the highest number.
+    NaN counts as highest. Writes ascending positions to `found`; returns their number and the
+    highest number.
 
     Args:
-        rank: Its row is padded with -inf to whole vectors.
-        shown: How many of the numbers are more than -inf; may be wrong.
-        guess: What `normal_guess` gives.
-        found: Room for `topk + LANES` entries.
-        values: Room for `topk` entries.
+        rank: Row, padded with -inf to whole vectors.
+        shown: Number of entries above -inf; an estimate.
+        guess: Result of `normal_guess`.
+        found: Output of at least `topk + LANES` entries.
+        values: Temporary array of at least `topk` entries.
     """
     high, low, mean, deviation = _statistics(rank, start, count, shown)
     wanted = min(topk, count)
@@ -86,7 +86,7 @@ def best(rank, start, count, shown, topk, guess, found, values):
 
 @inlined
 def _statistics(row, start, count, shown):
-    """Highest and lowest number, mean and standard deviation; -inf is left out, NaN makes NaN."""
+    """Maximum, minimum, mean and standard deviation without -inf; NaN if any number is NaN."""
     infinity = row.dtype.type(np.inf)
     nothing = splat(-infinity)
     everything = splat(infinity)
@@ -109,7 +109,7 @@ def _statistics(row, start, count, shown):
 
 @inlined
 def _bar(rank, start, count, low, high, guess, step, wanted):
-    """A number that at least `wanted` of a row are not below, and how many those are."""
+    """Return a threshold that at least `wanted` numbers of a row reach, and their number."""
     half = rank.dtype.type(0.5)
     bar = -rank.dtype.type(np.inf)
     size = count
@@ -151,7 +151,7 @@ def _is_ahead(x, y):
 
 @function
 def _with_ties(rank, start, count, bar, wanted, found, values):
-    """All that are ahead of the last one to be kept, then the first of its like."""
+    """Write all numbers above the last kept one, then the first ones equal to it."""
     last, room = _last_kept(rank, start, count, bar, wanted, values)
     size = 0
     for j in range(count):
@@ -167,7 +167,7 @@ def _with_ties(rank, start, count, bar, wanted, found, values):
 
 @inlined
 def _last_kept(rank, start, count, bar, wanted, values):
-    """The lowest of the `wanted` best of a row, and how many of those are not ahead of it."""
+    """Return the lowest of the `wanted` best of a row, and how many of these equal it."""
     size = 0
     for j in range(start, start + count):
         x = rank[j]

@@ -11,15 +11,15 @@ from quadtree_attention.ops.attention.cpu.shape import BLOCK
 
 @inlined
 def list_candidates(family, shape, parents, visible, listed, hidden, places):
-    """Lists the families of keys that a family of queries looks at.
+    """List the families of keys that are candidates of a family of queries.
 
     Args:
-        listed: Output, those families.
+        listed: Output, the families.
         hidden: Output, positions of hidden cells among all their cells.
-        places: Output, for each listed family its place among the kept.
+        places: Output, index of each listed family in the selection.
 
     Returns:
-        How many families are listed, and how many cells are hidden.
+        Number of listed families, and of hidden cells.
     """
     children = shape.children
     first = family // shape.families // shape.heads * shape.key_families * children

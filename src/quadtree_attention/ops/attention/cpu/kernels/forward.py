@@ -2,13 +2,13 @@
 # mypy: allow-untyped-defs, allow-untyped-calls
 """Attention of one level, on flat arrays in tree order.
 
-A kernel computes a range of query families, or of key families, and releases the GIL; whoever calls
-it divides the ranges among threads. No two ranges write to the same place, and what is written for
-a cell never depends on how the ranges were cut, so results are the same for any number of threads.
+A kernel computes a range of query families, or of key families, and releases the GIL; the caller
+divides the ranges among threads. Ranges write to disjoint memory, and the result of a cell does not
+depend on the division, so that results are the same for any number of threads.
 
-An array that is not needed is empty: `visible` without a mask, `parents` and `inherited` at level
-0, `parent_scores` except for variant A below level 0, `positions` except for variant A where cells
-are kept. Rows of hidden keys and values are zeros; their logits become -inf.
+Arrays that are not needed are empty: `visible` without a mask, `parents` and `inherited` at level
+0, `parent_scores` except for variant A below level 0, `positions` except for variant A at selecting
+levels. Rows of hidden keys and values are zeros; their logits are set to -inf.
 """
 
 import numpy as np
@@ -48,12 +48,12 @@ def forward(
     first, last, shape, scale, weight, q, k, v, visible, parents, parent_scores, inherited, total,
     selection, scores, positions, lse,
 ):  # fmt: skip
-    """The query families `first` ... `last - 1`, counted over batch and heads.
+    """Compute the query families `first` ... `last - 1`, counted over batch and heads.
 
     Args:
         total, selection, scores: Outputs, see `base.Level`.
-        positions: Output, where among the candidates the kept cells are.
-        lse: Output, the logarithm of the sum of exponentials of each query.
+        positions: Output, positions of the kept cells among the candidates.
+        lse: Output, log-sum-exp of each query.
     """
     children, topk, value_width = shape.children, shape.topk, shape.value_width
     stride = padded(shape.kept * children)
@@ -67,7 +67,7 @@ def forward(
     found = np.empty(topk + LANES, np.int32)
     values = np.empty(topk, q.dtype)
     guess = normal_guess(shape.kept * children, topk, q)
-    number = dark = 0  # of listed families, of hidden cells
+    number = dark = 0  # number of listed families, of hidden cells
     batch = -1
     for family in range(first, last):
         head = family // shape.families
@@ -140,7 +140,7 @@ def _scores_of_families(logits, start, number, children, parent_scores, above, p
 
 @inlined
 def _rank_by_score(rank, weights, start, count):
-    """Variant A: logits become scores, but hidden cells stay behind a score of 0."""
+    """Variant A: replace logits by scores; hidden cells keep a rank below a score of 0."""
     for j in range(count):
         rank[j] = weights[start + j] if rank[j] != -np.inf else -1
 
@@ -150,7 +150,7 @@ def _keep(
     found, size, weights, start, factor, listed, shape, visible, shown, out, selection, scores,
     positions,
 ):  # fmt: skip
-    """Writes what one query keeps; in variant A that is taken out of the message."""
+    """Write the kept cells of one query; in variant A, remove them from the message."""
     kept = 0
     for i in range(size):
         position = at(found, i)

@@ -2,12 +2,12 @@
 # mypy: allow-untyped-defs, allow-untyped-calls
 """Building blocks: products of rows, weighted sums of rows, softmax.
 
-Almost all the work is done by three of them, on four rows at a time:
+Three of them, on four rows at a time, take most of the time:
     products   every product of four rows with a list of rows: logits, or gradients times values
     combine    four weighted sums over a list of rows: messages, or gradients of queries
     scatter    weighted sums of four rows, added to a list of rows: gradients of keys and values
-A list names families, that is `children` neighbouring rows each, an even number. Rows of an operand
-are a multiple of `LANES` numbers wide; rows of products and weights are `stride` apart.
+A list contains indices of families of `children` adjacent rows, an even number. Widths of operands
+are multiples of `LANES`; rows of products and weights have stride `stride`.
 """
 
 import math
@@ -36,8 +36,8 @@ from quadtree_attention.ops.attention.cpu.kernels.vectors import (
 )
 from quadtree_attention.ops.attention.cpu.shape import BLOCK, LANES
 
-AHEAD = 3  # families that are fetched into the cache before they are needed
-LINE = 16  # numbers of a cache line
+AHEAD = 3  # families that are prefetched
+LINE = 16  # numbers in a cache line
 
 
 @inlined
@@ -47,7 +47,7 @@ def padded(count):
 
 @inlined
 def row_of(families, j, children):
-    """Row number j of a list; `children` is a power of two."""
+    """Return row j of a list; `children` is a power of two."""
     return at(families, j >> count_bits(children - 1)) * children + (j & (children - 1))
 
 
@@ -56,16 +56,16 @@ def products(
     a, first, last, b, base, families, count, children, width, scale, out, stride, padding, other,
     other_width,
 ):  # fmt: skip
-    """out[i, j] = scale * a[first + i] . b[base + row j] for four i, up to and with `last`.
+    """out[i, j] = scale * a[first + i] . b[base + row j] for four i, up to and including `last`.
 
-    Beyond `last` the last row is used again.
+    Beyond `last` the last row is repeated.
 
     Args:
         families, count: The list and its length.
-        padding: What rows of `out` are filled up with to whole vectors.
-        other: Its listed rows are fetched into the cache, since they will be needed next.
+        padding: Value that pads rows of `out` to whole vectors.
+        other: Array whose listed rows are prefetched.
     """
-    # Sizes that the compiler knows make the loops twice as fast.
+    # Loops with constant sizes are twice as fast.
     if children == 4 and width == 32 and other_width == 32:
         _products(a, first, last, b, base, families, count, 4, 32, scale, out, stride, other, 32)
     elif children == 4 and width == 64 and other_width == 64:
@@ -136,7 +136,7 @@ def _combine(weights, stride, b, base, families, count, children, width, out):
     while d + 2 * LANES <= width:
         _combine_columns(weights, stride, b, base, families, count, children, width, out, d, LANES)
         d += 2 * LANES
-    if d < width:  # the same column twice
+    if d < width:  # the last column twice
         _combine_columns(weights, stride, b, base, families, count, children, width, out, d, 0)
 
 
@@ -185,9 +185,9 @@ def _combine_columns(weights, stride, b, base, families, count, children, width,
 
 @function
 def scatter(weights, stride, a, first, last, out, base, families, count, children, width):
-    """out[base + row j] += sum over four i of weights[i, j] * a[first + i], up to and with `last`.
+    """out[base + row j] += sum over four i of weights[i, j] * a[first + i], including `last`.
 
-    Beyond `last` the last row is used again; its weights have to be 0.
+    Beyond `last` the last row is repeated; its weights must be 0.
     """
     if children == 4 and width == 32:
         _scatter(weights, stride, a, first, last, out, base, families, count, 4, 32)
@@ -205,7 +205,7 @@ def _scatter(weights, stride, a, first, last, out, base, families, count, childr
             weights, stride, a, first, last, out, base, families, count, children, width, d, LANES
         )
         d += 2 * LANES
-    if d < width:  # the same column twice: what is stored last is right
+    if d < width:  # the last column twice: the second store is correct
         _scatter_columns(
             weights, stride, a, first, last, out, base, families, count, children, width, d, 0
         )
@@ -284,7 +284,7 @@ def dot(a, b, start, count):
 
 @inlined
 def maximum(row, start, count):
-    """Highest number of a padded row; NaN is passed over."""
+    """Return the maximum of a padded row, ignoring NaN."""
     high = splat(-row.dtype.type(np.inf))
     for j in range(start, start + padded(count), LANES):
         high = higher(high, load(row, j))
@@ -293,7 +293,7 @@ def maximum(row, start, count):
 
 @inlined
 def exponentials(row, start, count, shift):
-    """Replaces a padded row by exp(row - shift) and returns the sum."""
+    """Replace a padded row by exp(row - shift) and return the sum."""
     shift = splat(shift)
     sums = zeros(row)
     for j in range(start, start + padded(count), LANES):
@@ -305,9 +305,9 @@ def exponentials(row, start, count, shift):
 
 @inlined
 def softmax(row, start, count, high):
-    """Turns a row of logits into exponentials; returns 1 / their sum and the log-sum-exp.
+    """Replace a row of logits by exponentials; return 1 / their sum and the log-sum-exp.
 
-    Where nothing can be seen these are 0 and infinity, so that nothing weighs anything.
+    Without visible entries these are 0 and infinity, so that all weights are 0.
     """
     zero = row.dtype.type(0)
     infinity = row.dtype.type(np.inf)

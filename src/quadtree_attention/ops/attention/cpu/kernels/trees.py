@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: allow-untyped-defs, allow-untyped-calls
-"""From the grid to tree order and back, and means over children.
+"""Conversion between grid and tree order, and means over children.
 
-Rows are at least `LANES` numbers wide. Where the width is not a multiple of that, the last vector
-overlaps the one before. `order` names the place on the grid of every finest cell, or -1; `visible`
-is empty where all cells are. `cells` are parents per batch entry and head.
+Rows have at least `LANES` numbers. If the width is not a multiple of `LANES`, the last vector
+overlaps the previous one. `order` is the grid index of every finest cell, or -1; `visible` is empty
+if all cells are visible. `cells` is the number of parents per batch entry and head.
 """
 
 from quadtree_attention.ops.attention.cpu.kernels.rows import LINE
@@ -23,12 +23,12 @@ from quadtree_attention.ops.attention.cpu.kernels.vectors import (
 )
 from quadtree_attention.ops.attention.cpu.shape import LANES
 
-AHEAD = 2  # parents whose rows on the grid are fetched into the cache before they are needed
+AHEAD = 2  # parents whose rows on the grid are prefetched
 
 
 @inlined
 def _share(like, visible, first, children):
-    """Weight of a visible child in the mean of its parent."""
+    """Return the weight of a visible child in the mean of its parent."""
     count = children
     if visible.size > 0:
         count = 0
@@ -44,9 +44,9 @@ def _is_shown(visible, child):
 
 @kernel
 def grid_to_tree(first, last, x, order, cells, places, heads, children, width, out):
-    """A map (B, places, N, D) in tree order (B, N, T, D).
+    """Convert a map (B, places, N, D) to tree order (B, N, T, D).
 
-    The range counts parents of all batch entries; cells that are not on the grid become zeros.
+    The range counts parents of all batch entries; padding cells become zeros.
     """
     for i in range(first, last):
         batch, parent = i // cells, i % cells
@@ -68,7 +68,7 @@ def grid_to_tree(first, last, x, order, cells, places, heads, children, width, o
 def tree_to_grid(
     first, last, own, above, order, visible, cells, places, heads, children, width, out
 ):
-    """Undoes `grid_to_tree`; adds the gradients of means (B, N, T/F, D) if there are any."""
+    """Undo `grid_to_tree`; add the gradients of means (B, N, T/F, D) if there are any."""
     for i in range(first, last):
         batch, parent = i // cells, i % cells
         share = _share(own, visible, i * children, children)
@@ -91,7 +91,7 @@ def tree_to_grid(
 
 @kernel
 def pool(first, last, x, visible, cells, heads, children, width, out):
-    """Means over the visible children of cells; the range counts cells of all heads."""
+    """Compute means over the visible children of cells; the range counts cells of all heads."""
     for i in range(first, last):
         if visible.size == 0 and children == 4:
             _mean(x, i, 4, width, out)
@@ -127,7 +127,7 @@ def _masked_mean(x, visible, first_child, row, children, width, out):
 
 @kernel
 def unpool(first, last, own, above, visible, cells, heads, children, width, out):
-    """Gradients of children: their own and those of means; the range counts cells of all heads."""
+    """Sum gradients of children and of their means; the range counts cells of all heads."""
     for i in range(first, last):
         shown = (i // cells // heads * cells + i % cells) * children
         share = _share(own, visible, shown, children)

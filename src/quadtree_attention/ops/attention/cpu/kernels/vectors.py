@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: allow-untyped-defs, allow-untyped-calls, allow-subclassing-any
-"""Vectors of `LANES` numbers for Numba, which LLVM maps to whatever the processor has.
+"""Vectors of `LANES` numbers for Numba, which LLVM maps to the registers of the processor.
 
-`array[i]` is checked for negative indices by Numba; `at` and `load` are not. No fast-math flag is
-set anywhere: NaN and infinity mean what they should.
+Numba checks `array[i]` for negative indices; `at` and `load` are not checked. No fast-math flag is
+set: NaN and infinity follow IEEE 754.
 """
 
 import math
@@ -20,23 +20,23 @@ from numba.extending import models, register_model
 
 from quadtree_attention.ops.attention.cpu.shape import LANES
 
-intrinsic: Any = typed_intrinsic  # called without the typing context of its definition
+intrinsic: Any = typed_intrinsic  # an intrinsic is called without its typing context
 inlined = njit(nogil=True, error_model="numpy", forceinline=True)
 function = njit(nogil=True, error_model="numpy")
 
 
 def kernel(python: Callable[..., None]) -> Any:
-    """Compiles a function that PyTorch calls, and keeps the compiled code if there is a place."""
+    """Compile a function called by PyTorch; cache the code if there is a writable folder."""
     try:
         compiled = njit(nogil=True, error_model="numpy", cache=True)(python)
-    except RuntimeError:  # there is no place on this machine where the compiled code could be kept
+    except RuntimeError:  # there is no writable folder for the cache
         return function(python)
     _forget_old_code(Path(str(compiled.stats.cache_path)), python)
     return compiled
 
 
 def _forget_old_code(folder: Path, python: Callable[..., None]) -> None:
-    """Numba looks at the date of a kernel's own file only, not at those with its helpers."""
+    """Drop outdated cached code: Numba checks the date of a kernel's file, not of its helpers."""
     sources = Path(__file__).parent
     newest = max(file.stat().st_mtime for file in sources.glob("*.py"))
     stem = f"{python.__module__.rpartition('.')[2]}.{python.__qualname__}-"
@@ -105,7 +105,7 @@ def _spread(builder: Any, number: Any) -> Any:
 
 @intrinsic
 def at(typing_context, array, index):
-    """One number."""
+    """Load one number."""
 
     def build(context, builder, signature, args):
         return builder.load(_pointer(context, builder, array, *args))
@@ -178,7 +178,7 @@ add = _binary(lambda builder, a, b: builder.fadd(a, b))
 subtract = _binary(lambda builder, a, b: builder.fsub(a, b))
 multiply = _binary(lambda builder, a, b: builder.fmul(a, b))
 divide = _binary(lambda builder, a, b: builder.fdiv(a, b))
-# Of each lane the higher or the lower number; `a` where one of them is NaN.
+# Maximum or minimum of each lane; `a` if one of them is NaN.
 higher = _binary(lambda builder, a, b: builder.select(builder.fcmp_ordered(">", b, a), b, a))
 lower = _binary(lambda builder, a, b: builder.select(builder.fcmp_ordered("<", b, a), b, a))
 
@@ -216,7 +216,7 @@ _LN2_DOUBLE = (0.693145751953125, 1.42860682030941723212e-6)  # in two parts, fo
 
 @intrinsic
 def exp(typing_context, x):
-    """e**x for x below 88; 0 where that is not a normal number, NaN for NaN."""
+    """e**x for x below 88; 0 if the result is subnormal, NaN for NaN."""
     is_float = x.dtype == types.float32
 
     def build(context, builder, signature, args):
@@ -225,14 +225,14 @@ def exp(typing_context, x):
         digits, bias = (23, 127) if is_float else (52, 1023)
         integers = ir.VectorType(ir.IntType(32 if is_float else 64), LANES)
 
-        # Adding 1.5 * 2**digits leaves the nearest integer in the lowest bits; NaN stays NaN.
+        # Adding 1.5 * 2**digits puts the nearest integer into the lowest bits; NaN stays NaN.
         shift = _constant(vector, 1.5 * 2.0**digits)
         shifted = _fuse(builder, y, _constant(vector, 1 / math.log(2)), shift)
         power = builder.fsub(shifted, shift)
         rest = y
         for part in _LN2_FLOAT if is_float else _LN2_DOUBLE:
             rest = _fuse(builder, power, _constant(vector, -part), rest)
-        # Pairs of terms side by side: a chain of half the length.
+        # Pairs of terms in parallel: a dependency chain of half the length.
         terms = [_constant(vector, c) for c in (_EXP_FLOAT if is_float else _EXP_DOUBLE)]
         pairs = [_fuse(builder, b, rest, a) for a, b in zip(terms[::2], terms[1::2], strict=True)]
         square = builder.fmul(rest, rest)
@@ -251,7 +251,7 @@ def exp(typing_context, x):
 
 
 def _reduction(operation: Callable[[Any, Any, Any], Any]) -> Any:
-    """Halves a vector until one number is left."""
+    """Create a reduction that halves a vector until one number remains."""
 
     @intrinsic
     def reduce(typing_context, vector):
@@ -275,9 +275,9 @@ lowest = _reduction(lambda builder, a, b: builder.select(builder.fcmp_ordered("<
 
 @intrinsic
 def store_sums(typing_context, array, index, stride, scale, a, b, c, d, e, f, g, h):
-    """Sums over the lanes of eight vectors, times `scale`.
+    """Store the sums over the lanes of eight vectors, times `scale`.
 
-    The sums of a and b go to array[index] and array[index + 1], those of c and d to one stride
+    The sums of a and b are stored at array[index] and array[index + 1], those of c and d one stride
     further, and so on.
     """
 
@@ -287,7 +287,7 @@ def store_sums(typing_context, array, index, stride, scale, a, b, c, d, e, f, g,
         def fold(x: Any, y: Any, first: list[int], second: list[int]) -> Any:
             return builder.fadd(_shuffle(builder, x, y, first), _shuffle(builder, x, y, second))
 
-        # (x0+x2, y0+y2, x1+x3, y1+y3) of both halves, then the two pairs of those, then the halves
+        # (x0+x2, y0+y2, x1+x3, y1+y3) of both halves, then their two pairs, then the halves
         pairs = [
             fold(x, y, [0, 8, 1, 9, 4, 12, 5, 13], [2, 10, 3, 11, 6, 14, 7, 15])
             for x, y in zip(args[4::2], args[5::2], strict=True)
@@ -311,7 +311,7 @@ def store_sums(typing_context, array, index, stride, scale, a, b, c, d, e, f, g,
 
 @intrinsic
 def not_below(typing_context, vector, bar):
-    """One bit for each lane that is not below that of another vector; NaN is below nothing."""
+    """One bit per lane that is not below the lane of another vector; NaN compares as not below."""
 
     def build(context, builder, signature, args):
         bits = builder.fcmp_unordered(">=", *args)
@@ -327,7 +327,7 @@ def count_bits(typing_context, bits):
 
 @intrinsic
 def store_positions(typing_context, array, index, bytes_of_positions, first):
-    """Eight numbers of an int32 array: `first` plus each byte of an integer, lowest byte first."""
+    """Store eight int32 numbers: `first` plus each byte of an integer, lowest byte first."""
 
     def build(context, builder, signature, args):
         data, index, packed, first = args

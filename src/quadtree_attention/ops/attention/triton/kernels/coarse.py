@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels of the coarsest level: every query cell looks at every key cell.
+"""Kernels of the coarsest level: every query cell attends to every key cell.
 
-A program takes a block of queries and a span of the keys, over which it walks twice. The first walk
-makes the message and notes the highest score in each column of its tiles; the K-th highest of these
-is a bound that the K best keys reach and few others do. The second walk lists the keys that reach
-it. Another kernel puts the spans together and chooses the best keys of the lists.
-Backward has one kernel for queries, one for keys and values.
+A program processes a block of queries and a span of the keys in two passes. The first pass computes
+the message and the maximum score in each column of its tiles; the K-th highest maximum is a lower
+bound that the K best keys reach and few others do. The second pass lists the keys that reach it.
+Another kernel merges the spans and selects the best keys of the lists.
+Backward has one kernel for queries, and one for keys and values.
 """
 
 import triton
@@ -25,7 +25,7 @@ from quadtree_attention.ops.kernel import kernel, load_rows, store_rows
 
 @triton.jit
 def key_rows(p_shown, i_start, i_b, keys, BLOCK_S: tl.constexpr, MASKED: tl.constexpr):
-    """Numbers of a block of keys, and which of them are shown."""
+    """Indices of a block of keys, and the mask of visible ones."""
     o_s = i_start + tl.arange(0, BLOCK_S)
     m_shown = o_s < keys
     if MASKED:
@@ -46,11 +46,11 @@ def list_keys(
     BLOCK_S: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, TOPK: tl.constexpr,
     ROOM: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Lists the keys that reach the bound, of those that equal it no more than TOPK.
+    """List the keys that reach the bound, with at most TOPK keys equal to it.
 
-    An entry is a score and a key in one number. The lists of all queries lie side by side,
+    An entry is a score and a key in one number. The lists of all queries are interleaved,
     (ROOM, rows), for the kernel that reads them.
-    Returns how many lie above the bound and how many equal it; no more than ROOM are written.
+    Returns the numbers of keys above the bound and equal to it; at most ROOM are written.
     """
     b_above = tl.zeros(b_bound.shape, tl.int32)
     b_equal = tl.zeros(b_bound.shape, tl.int32)
@@ -60,13 +60,13 @@ def list_keys(
         b_score = scores_of(b_q, b_k, m_shown, scale, PRECISION)
         m_above = b_score > b_bound
         m_equal = (b_score == b_bound) & m_shown[None, :]
-        # Two counters in one number: equal ones in the upper half.
+        # Two counters in one number; the upper half counts equal keys.
         b_ones = tl.where(m_above, 1, tl.where(m_equal, 1 << 16, 0))
         b_before = tl.cumsum(b_ones, axis=1) - b_ones
         b_equal_before = b_equal + (b_before >> 16)
         o_slot = b_above + (b_before & 0xFFFF) + tl.minimum(b_equal_before, TOPK)
         m_list = (m_above | (m_equal & (b_equal_before < TOPK))) & (o_slot < ROOM) & m_t[:, None]
-        o_slot = tl.where(m_list, o_slot, -1)  # one tensor to bring into the layout of stores
+        o_slot = tl.where(m_list, o_slot, -1)  # a single tensor to convert to the layout of stores
         b_pair = (b_score.to(tl.int32, bitcast=True).to(tl.int64) << 32) | o_s[None, :]
         tl.store(p_list + o_slot.to(tl.int64) * rows + o_row, b_pair, mask=o_slot >= 0)
         b_all = tl.sum(b_ones, axis=1, keep_dims=True)
@@ -84,7 +84,7 @@ def coarse_fwd_kernel(
     D: tl.constexpr, BLOCK_D: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
     TOPK: tl.constexpr, ROOM: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Messages of the spans and lists of good keys, both for all spans one after the other."""
+    """Messages of the spans and lists of the best keys, concatenated over spans."""
     blocks = tl.cdiv(cells, BLOCK_T)
     i_span = tl.program_id(0) % spans
     i_block = tl.program_id(0) // spans
@@ -119,8 +119,8 @@ def coarse_fwd_kernel(
         b_message = tl.dot(b_weight.to(b_v.dtype), b_v, acc=b_message, input_precision=PRECISION)
         b_max = b_new_max
     o_row = (i_bn * cells + o_t)[:, None]
-    b_lse = b_max + tl.log(b_sum)  # -inf if nothing was shown
-    if TOPK == 0:  # spans are not joined later
+    b_lse = b_max + tl.log(b_sum)  # -inf without visible keys
+    if TOPK == 0:  # spans are not merged later
         b_lse = tl.where(b_sum == 0, 0.0, b_lse)
     tl.store(p_lse + i_span.to(tl.int64) * rows + o_row, b_lse, mask=m_t[:, None])
     b_message *= safe_reciprocal(b_sum)
@@ -136,14 +136,14 @@ def coarse_fwd_kernel(
         b_count = tl.zeros((BLOCK_T, 1), tl.int32)
         crowded = 1
         i_step = 0
-        while (crowded > 0) & (i_step < 64):  # once, unless there is too little room
+        while (crowded > 0) & (i_step < 64):  # one iteration, unless the list is full
             b_above, b_equal = list_keys(
                 p_list, b_q, p_k, p_shown, b_bound, o_row, m_t, i_b, i_begin, i_end,
                 scale, rows, keys, sk_t,
                 BLOCK_S, D, BLOCK_D, TOPK, ROOM, MASKED, PRECISION,
             )  # fmt: skip
             b_count = b_above + tl.minimum(b_equal, TOPK)
-            # Where more keys than fit reach the bound it moves, halving what is left of the way.
+            # If more keys than fit reach the bound, bisect the interval above it.
             b_here = ordered(b_bound.to(tl.int32, bitcast=True))
             m_few = b_above + b_equal < TOPK
             m_many = b_count > ROOM
@@ -153,7 +153,7 @@ def coarse_fwd_kernel(
             b_next = tl.where(b_high - b_low == 1, b_low, middle(b_low, b_high, i_step))
             b_bound = ordered(tl.where(m_move, b_next, b_here)).to(tl.float32, bitcast=True)
             crowded = any_row(m_move & m_t[:, None], 1)
-            tl.debug_barrier()  # another thread may write the same slot in the next walk
+            tl.debug_barrier()  # another thread may write the same slot in the next pass
             i_step += 1
         tl.store(p_count + i_span.to(tl.int64) * rows + o_row, b_count, mask=m_t[:, None])
 
@@ -167,7 +167,7 @@ def coarse_choose_kernel(
     TOPK: tl.constexpr, BLOCK_TOPK: tl.constexpr, ROOM: tl.constexpr,
     VARIANT_A: tl.constexpr, WITH_SCORES: tl.constexpr,
 ):  # fmt: skip
-    """The whole message (unweighted: the next level weighs what it inherits) and the best keys."""
+    """Merged message (unweighted: the next level applies the weight) and the best keys."""
     o_row = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     m_row = o_row < rows
     rows = rows.to(tl.int64)
@@ -191,7 +191,7 @@ def coarse_choose_kernel(
     b_lse = tl.where(b_max == float("-inf"), 0.0, b_max) + tl.log(tl.where(b_sum == 0, 1.0, b_sum))
     tl.store(p_lse + o_row, b_lse, mask=m_row)
 
-    # The lists: one query per column.
+    # The lists have one query per column.
     o_slot = tl.arange(0, MOST_SPANS * ROOM)[:, None]
     o_count = o_slot // ROOM * rows + o_row[None, :]
     m_count = (o_slot // ROOM < spans) & m_row[None, :]
@@ -202,7 +202,7 @@ def coarse_choose_kernel(
     b_bound, b_reach = lower_bound(b_score, m_list, TOPK, 51, 0)
     b_chosen = m_list & (b_score >= b_bound)
     if any_row(b_reach > TOPK, 0):
-        # More entries than room share the last value: the first ones have it.
+        # More ties at the last value than slots: the first ones are kept.
         b_above = m_list & (b_score > b_bound)
         b_equal = m_list & (b_score == b_bound)
         b_room = TOPK - tl.sum(b_above.to(tl.int32), axis=0, keep_dims=True)
@@ -241,13 +241,13 @@ def pair_gradients(
     scale, key_1, key_2,
     KEY_BITS: tl.constexpr, TOPK: tl.constexpr, VARIANT_A: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """For a block of queries and keys: attention, how much of it speaks here, and its gradient."""
+    """Attention of a block of queries and keys, its share in the message here, and its gradient."""
     b_attention = tl.exp(scores_of(b_q, b_k, m_shown, scale, PRECISION) - b_lse)
     b_attention = tl.where(m_t[:, None], b_attention, 0.0)
     b_dattention = tl.dot(b_do, tl.trans(b_v), input_precision=PRECISION)
     b_spoken = b_attention
     if VARIANT_A and TOPK > 0:
-        # Kept cells say nothing at this level; their gradient is that of their score.
+        # Kept cells are not in the message of this level; their gradient is that of their score.
         o_place = place_of(o_s, key_1, key_2, KEY_BITS)
         for r in range(TOPK):
             b_kept = tl.load(p_selection + o_row * TOPK + r, mask=m_t, other=-1)
@@ -283,7 +283,7 @@ def coarse_bwd_queries_kernel(
     b_do = load_rows(p_dtotal + i_b * so_b + i_n * so_n, o_t, m_t, so_t, DV, BLOCK_DV)
     b_lse = tl.load(p_lse + o_row, mask=m_t, other=0.0)[:, None]
     w = share_at(p_logits, 0, levels) if WEIGHTED else share
-    # Mean gradient of each row. What was kept did not speak; its gradient is that of its score.
+    # Mean gradient of each row. Kept cells are not in the message; they have the score's gradient.
     b_message = load_rows(p_message + i_b * sm_b + i_n * sm_n, o_t, m_t, sm_t, DV, BLOCK_DV)
     b_delta = tl.sum(b_do.to(tl.float32) * b_message.to(tl.float32), axis=1)
     if VARIANT_A and TOPK > 0:

@@ -2,11 +2,11 @@
 """Kernels of the finer levels, where the F children of a query cell share their candidates.
 
 A program holds the F queries of a family and all their candidates, the F children of each of the
-K kept cells, in registers. A matrix unit takes 16 rows at least; instead of padding F queries, the
-candidates are cut into parts, and row (g, f) is query f before part g: nothing is weighed twice.
-Where there are too few candidates for that (in 1-D, 12 for two queries and K 6), a program holds
-several families instead, and row (g, f) is query f of family g before the candidates of family g.
-Scores, softmax, message and selection never leave the chip; backward recomputes them.
+K kept cells, in registers. A matrix unit needs at least 16 rows; instead of padding F queries, the
+candidates are divided into parts, and row (g, f) is query f with part g, without redundant work.
+If there are too few candidates (in 1-D, 12 for two queries and K 6), a program holds several
+families instead, and row (g, f) is query f of family g with the candidates of family g.
+Scores, softmax, message and selection stay in registers; backward recomputes them.
 """
 
 import triton
@@ -38,7 +38,7 @@ def families_of(size_0, size_1, size_2):
 
 @triton.jit
 def family_of_part(i_first, i_part, FAMILIES: tl.constexpr):
-    """Number of the family of a part, among all."""
+    """Index of the family of a part, over all heads."""
     i_row = i_first
     if FAMILIES > 1:
         i_row += i_part
@@ -47,7 +47,7 @@ def family_of_part(i_first, i_part, FAMILIES: tl.constexpr):
 
 @triton.jit
 def of_families(m_row, i_row, rows, FAMILIES: tl.constexpr):
-    """A mask without what is of no family: the last program may have room for some."""
+    """Mask out rows without a family, which the last program may have."""
     if FAMILIES > 1:
         m_row = m_row & (i_row < rows)
     return m_row
@@ -55,15 +55,15 @@ def of_families(m_row, i_row, rows, FAMILIES: tl.constexpr):
 
 @triton.jit
 def candidates_of_part(i_part, FAMILIES: tl.constexpr, WIDTH: tl.constexpr):
-    """Number of the first candidate of a part, among those of its family."""
+    """Index of the first candidate of a part, among those of its family."""
     return i_part * WIDTH if FAMILIES == 1 else 0
 
 
 @triton.jit
 def head_of_part(i_first, i_part, heads, families, FAMILIES: tl.constexpr):
-    """Of the family of a part: batch entry and head in one number and each, and its number there.
+    """Batch entry and head (combined and separate) of a part's family, and its index in the head.
 
-    Whole numbers are divided for the first family alone: those of a program are near each other.
+    Only the index of the first family is divided; the others are derived from it.
     """
     i_bn = i_first // families
     i_b = i_bn // heads
@@ -84,7 +84,7 @@ def head_of_part(i_first, i_part, heads, families, FAMILIES: tl.constexpr):
 @triton.jit
 def family(i_first, i_part, rows, heads, size_0, size_1, size_2, o_child, BITS: tl.constexpr,
            FAMILIES: tl.constexpr):  # fmt: skip
-    """Of a query family: its batch entry and head, and its queries' rows and which of them are."""
+    """Batch entry and head of a query family, and rows and mask of its queries."""
     above_1, above_2 = (size_1 + 1) // 2, (size_2 + 1) // 2
     families = families_of(size_0, size_1, size_2)
     i_bn, i_b, i_n, o_family = head_of_part(i_first, i_part, heads, families, FAMILIES)
@@ -104,13 +104,13 @@ def offsets(i_b, i_n, o_row, s_b, s_n, s_t):
 def candidates(p_parents, p_shown, o_c, m_c, i_b, key_0, key_1, key_2,
                KEPT: tl.constexpr, KEY_BITS: tl.constexpr, HIDES: tl.constexpr,
                MASKED: tl.constexpr):  # fmt: skip
-    """Places and rows of the candidates numbered `o_c`, and which of them are shown."""
+    """Places and rows of the candidates `o_c`, and the mask of visible ones."""
     F: tl.constexpr = 2 ** len(KEY_BITS)
     m_shown = m_c & (o_c // F < KEPT)
     o_parent = tl.load(p_parents + o_c // F, mask=m_shown, other=-1)
     if HIDES:
         m_shown = m_shown & (o_parent >= 0)
-    else:  # all are there, unless scores were not numbers: then any cell is as good
+    else:  # all exist, unless scores were NaN: then any cell may be used
         o_parent = tl.maximum(o_parent, 0)
     o_place = child_of(o_parent, o_c % F, KEY_BITS)
     o_row = row_at(o_place, key_1, key_2, KEY_BITS)
@@ -128,7 +128,7 @@ def load_part(p_x, p_parents, p_shown, g, i_first, rows, heads, families, key_0,
               D: tl.constexpr, BLOCK_D: tl.constexpr, KEPT: tl.constexpr, FAMILIES: tl.constexpr,
               WIDTH: tl.constexpr, KEY_BITS: tl.constexpr, HIDES: tl.constexpr,
               MASKED: tl.constexpr):  # fmt: skip
-    """Keys or values of the candidates of part `g`; zeros where they are hidden."""
+    """Keys or values of the candidates of part `g`; zeros for hidden ones."""
     i_row = family_of_part(i_first, g, FAMILIES)
     _, i_b, i_n, _ = head_of_part(i_first, g, heads, families, FAMILIES)
     o_c = candidates_of_part(g, FAMILIES, WIDTH) + tl.arange(0, WIDTH)
@@ -148,7 +148,7 @@ def family_scores(
     ROWS: tl.constexpr, PARTS: tl.constexpr, WIDTH: tl.constexpr, KEY_BITS: tl.constexpr,
     HIDES: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Scores of the queries at `o_query`, (ROWS, WIDTH): row (g, f) is a query before part g."""
+    """Scores of the queries at `o_query`, (ROWS, WIDTH): row (g, f) is query f with part g."""
     i_part = tl.arange(0, ROWS) // 2 ** len(KEY_BITS)
     b_q = load_rows(p_q, o_query, m_query, 1, D, BLOCK_D)
     b_score = tl.zeros((ROWS, WIDTH), tl.float32)
@@ -164,9 +164,9 @@ def family_scores(
 
 @triton.jit
 def add_part(b_sum, b_weight, b_x, m_own, FAMILIES: tl.constexpr, PRECISION: tl.constexpr):
-    """`b_sum` and the weighted sum of the candidates of a part, in the rows that are of it.
+    """`b_sum` plus the weighted sum of the candidates of a part, in the rows of this part.
 
-    Nothing of another family is multiplied by 0 and added: that is no number if it is infinite.
+    Other families are masked instead of multiplied by 0, which would give NaN for infinities.
     """
     if FAMILIES > 1:
         b_here = tl.dot(b_weight.to(b_x.dtype), b_x, input_precision=PRECISION)
@@ -182,7 +182,7 @@ def all_candidates(p_parents, p_shown, i_first, rows, heads, families, key_0, ke
                    KEPT: tl.constexpr, FAMILIES: tl.constexpr, PARTS: tl.constexpr,
                    GROUPS: tl.constexpr, WIDTH: tl.constexpr, KEY_BITS: tl.constexpr,
                    HIDES: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
-    """Places of the candidates of all parts, and which are shown: (G, 1, W)."""
+    """Places of the candidates of all parts, and their mask: (G, 1, W)."""
     i_part = tl.arange(0, GROUPS)[:, None, None]
     i_row = family_of_part(i_first, i_part, FAMILIES)
     o_c = candidates_of_part(i_part, FAMILIES, WIDTH) + tl.arange(0, WIDTH)[None, None, :]
@@ -213,7 +213,7 @@ def shares(b_score, NDIM: tl.constexpr):
 @triton.jit
 def kept_cells(i_first, rows, KEPT: tl.constexpr, FAMILIES: tl.constexpr, ROWS: tl.constexpr,
                PARTS: tl.constexpr, WIDTH: tl.constexpr, NDIM: tl.constexpr):  # fmt: skip
-    """Where the kept cells of all parts are in their list, and which there are: (G, 1, W / F, 1)"""
+    """Positions of the kept cells of all parts in their list, and their mask: (G, 1, W / F, 1)"""
     F: tl.constexpr = 2**NDIM
     i_part = tl.arange(0, ROWS // F)[:, None, None, None]
     i_row = family_of_part(i_first, i_part, FAMILIES)
@@ -239,7 +239,7 @@ def fine_fwd_kernel(
     NDIM: tl.constexpr = len(QUERY_BITS)
     F: tl.constexpr = 2**NDIM
     GROUPS: tl.constexpr = ROWS // F
-    AXIS: tl.constexpr = SPREAD if FAMILIES == 1 else 2  # where the candidates of a query are
+    AXIS: tl.constexpr = SPREAD if FAMILIES == 1 else 2  # axes of the candidates of a query
     i_first = tl.program_id(0) * FAMILIES
     families = families_of(size_0, size_1, size_2)
     i_part = tl.arange(0, ROWS) // F
@@ -279,7 +279,7 @@ def fine_fwd_kernel(
             i_first, i_part3, rows, heads, size_0, size_1, size_2, o_child, QUERY_BITS, FAMILIES
         )
         o_out = (i_bn * size_0 * size_1 * size_2 + o_out) * TOPK
-        # One tensor to bring into the layout of stores; no slot but those there are, whatever came.
+        # A single tensor to convert to the layout of stores; slots are in range for any input.
         o_slot = tl.where(b_chosen & m_out & (o_slot < TOPK), o_slot, -1)
         o_k = tl.arange(0, BLOCK_TOPK)[None, None, :]
         m_rest = (o_k >= b_count) & (o_k < TOPK) & m_out
@@ -290,10 +290,10 @@ def fine_fwd_kernel(
             b_kept = b_attention if VARIANT_A else b_attention * b_norm
             tl.store(p_scores + o_out + o_slot, b_kept, mask=o_slot >= 0)
             tl.store(p_scores + o_out + o_k, 0.0, mask=m_rest)
-        if VARIANT_A:  # kept cells speak one level down
+        if VARIANT_A:  # kept cells contribute at the next level
             b_attention = tl.where(b_chosen, 0.0, b_attention)
 
-    # Values come late: the choice above needs the registers.
+    # Values are loaded late, since the selection above needs the registers.
     b_weight = tl.reshape(b_attention, (ROWS, WIDTH))
     b_message = tl.zeros((ROWS, BLOCK_DV), tl.float32)
     for g in tl.static_range(PARTS):
@@ -311,7 +311,7 @@ def fine_fwd_kernel(
     o_out = tl.arange(0, OUT)
     i_out = family_of_part(i_first, o_out // F, FAMILIES) + tl.zeros((OUT,), tl.int32)
     b_inherited = load_rows(p_inherited, i_out, i_out < rows, DV, DV, BLOCK_DV)
-    if level == 1:  # the message of level 0 comes unweighted
+    if level == 1:  # the message of level 0 is unweighted
         b_inherited *= share_at(p_logits, 0, levels) if WEIGHTED else share
     b_message += b_inherited
     _, i_b, i_n, o_out, m_out = family(
@@ -334,11 +334,11 @@ def fine_bwd_kernel(
     TOPK: tl.constexpr, VARIANT_A: tl.constexpr, HIDES: tl.constexpr, MASKED: tl.constexpr,
     WEIGHTED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of the queries, of what came from above, and statistics for those of the keys."""
+    """Gradients of queries and inherited messages, and statistics for the gradients of keys."""
     NDIM: tl.constexpr = len(QUERY_BITS)
     F: tl.constexpr = 2**NDIM
     GROUPS: tl.constexpr = ROWS // F
-    AXIS: tl.constexpr = SPREAD if FAMILIES == 1 else 2  # where the candidates of a query are
+    AXIS: tl.constexpr = SPREAD if FAMILIES == 1 else 2  # axes of the candidates of a query
     i_first = tl.program_id(0) * FAMILIES
     families = families_of(size_0, size_1, size_2)
     i_part = tl.arange(0, ROWS) // F
@@ -383,7 +383,7 @@ def fine_bwd_kernel(
         b_above = tl.load(p_parent_scores + o_kept, mask=m_kept, other=0.0)
         b_share = shares(b_score, NDIM)
         if TOPK > 0:
-            # A kept cell is silent here; its gradient is the one of its score.
+            # A kept cell is not in the message here; its gradient is that of its score.
             for r in range(TOPK):
                 o_slot = o_query3 * TOPK + r
                 b_kept = tl.load(p_selection + o_slot, mask=m_query3, other=-1)
@@ -443,10 +443,10 @@ def fine_bwd_keys_kernel(
     TOPK: tl.constexpr, VARIANT_A: tl.constexpr, MASKED: tl.constexpr, WEIGHTED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of keys and values, one program per family of key cells: no atomics on them.
+    """Gradients of keys and values, one program per family of key cells, without atomics.
 
-    `p_users` lists the query families that kept each key family, `p_slots` the number of the key
-    family in their selection, and `p_first` where the list of each key family begins.
+    `p_users` lists the query families that kept each key family, `p_slots` the index of the key
+    family in their selection, and `p_first` the start of the list of each key family.
     """
     F: tl.constexpr = 2 ** len(QUERY_BITS)
     i_key = tl.program_id(0)
@@ -469,7 +469,7 @@ def fine_bwd_keys_kernel(
     b_dv = tl.zeros((16, BLOCK_DV), tl.float32)
     o_m = tl.arange(0, BLOCK_M)  # rows: queries of several families
     i_first = i_bn * size_0 * size_1 * size_2
-    i_begin = tl.load(p_first + i_key)  # of 64 bits; the list itself is short
+    i_begin = tl.load(p_first + i_key)  # 64 bits; the list itself is short
     count = (tl.load(p_first + i_key + 1) - i_begin).to(tl.int32)
     p_users += i_begin
     if VARIANT_A:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Places: coordinates of a cell in one number.
 
-The cells of a level are the rows of an array, in row-major order of the level's grid. Where one
-kernel tells the next about a cell (selections), it writes its *place*: the coordinates packed
-into one 32-bit number, so that the children of a cell follow by shifts, without a division. `BITS`
-says how many bits each axis has there, see `limits.bits_of`.
+The cells of a level are the rows of an array, in row-major order of the level's grid. Kernels pass
+cells to other kernels (selections) as *places*: the coordinates packed into one 32-bit number, so
+that the children of a cell are computed by shifts, without a division. `BITS` is the number of bits
+of each axis, see `limits.bits_of`.
 """
 
 import triton
@@ -15,7 +15,7 @@ from quadtree_attention.ops.kernel import quotient
 
 @triton.jit
 def place_of(o_row, size_1, size_2, BITS: tl.constexpr):
-    """Packs the coordinates of a row number."""
+    """Pack the coordinates of a row index."""
     NDIM: tl.constexpr = len(BITS)
     o_place = o_row
     if NDIM == 2:
@@ -43,7 +43,7 @@ def coordinate(o_place, AXIS: tl.constexpr, BITS: tl.constexpr):
 
 @triton.jit
 def row_at(o_place, size_1, size_2, BITS: tl.constexpr):
-    """Row number of a place."""
+    """Row index of a place."""
     NDIM: tl.constexpr = len(BITS)
     o_row = o_place
     if NDIM == 2:
@@ -56,7 +56,7 @@ def row_at(o_place, size_1, size_2, BITS: tl.constexpr):
 
 @triton.jit
 def child_of(o_place, o_child, BITS: tl.constexpr):
-    """Place of a child, one level down; children count row by row."""
+    """Place of a child at the next finer level; children are in row-major order."""
     NDIM: tl.constexpr = len(BITS)
     o_step = o_child & 1
     if NDIM == 2:
@@ -69,7 +69,7 @@ def child_of(o_place, o_child, BITS: tl.constexpr):
 
 @triton.jit
 def is_on_grid(o_place, size_0, size_1, size_2, BITS: tl.constexpr):
-    """Whether a place lies on the grid; odd sizes leave children that do not."""
+    """True for places on the grid; with odd sizes, some children are outside."""
     NDIM: tl.constexpr = len(BITS)
     if NDIM == 1:
         m_place = o_place < size_0

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels of the pyramids: means on the way up, gradients of the means on the way down.
+"""Kernels of the pyramids: means in forward, gradients of the means in backward.
 
-A program takes the `F**STEPS` tokens below one cell and makes the means of all levels from them. It
-reads a map once and writes all coarser levels; backward adds the gradients of all coarser levels to
-that of the map. A launch goes over up to three maps of the same sizes and strides. The tokens are
-ordered by the child they are of their parent, then by the child that one is of its own, and so on:
-a mean is then a sum over axis 0, which lies in registers.
-Levels lie one after the other in one buffer, from fine to coarse.
+A program reads the `F**STEPS` tokens below one cell and computes the means of all levels. It reads
+a map once and writes all coarser levels; backward adds the gradients of all coarser levels to the
+gradient of the map. A launch processes up to three maps of the same sizes and strides. Tokens are
+sorted by child index in their parent, then by child index of the parent, and so on, so that a mean
+is a sum over axis 0 in registers.
+Levels are concatenated in one buffer, from fine to coarse.
 """
 
 import triton
@@ -28,7 +28,7 @@ def halved(size, STEPS: tl.constexpr):
 
 @triton.jit
 def cells_below(i_place, size_0, size_1, size_2, BITS: tl.constexpr, STEPS: tl.constexpr):
-    """Row numbers of the cells `STEPS` levels below a place, and which of them exist."""
+    """Row indices of the cells `STEPS` levels below a place, and their mask."""
     NDIM: tl.constexpr = len(BITS)
     o_cell = tl.arange(0, 2 ** (NDIM * STEPS))
     o_place = o_cell * 0 + i_place
@@ -41,7 +41,7 @@ def cells_below(i_place, size_0, size_1, size_2, BITS: tl.constexpr, STEPS: tl.c
 
 @triton.jit
 def average(b_x, b_shown, F: tl.constexpr, HIDES: tl.constexpr):
-    """Means over the shown children of each cell: (M, D) -> (M / F, D)."""
+    """Means over the visible children of each cell: (M, D) -> (M / F, D)."""
     CELLS: tl.constexpr = b_x.shape[0] // F
     b_count = tl.sum(tl.reshape(b_shown, (F, CELLS)), axis=0)
     if HIDES:
@@ -71,7 +71,7 @@ def tokens(p_shown, batch_heads, heads, size_0, size_1, size_2,
            BITS: tl.constexpr, STEPS: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
     """The cell of this program (map, map and head, batch entry, place) and the tokens below it.
 
-    Of the tokens: their rows, which of them are on the grid, and which are shown (1.0 or 0.0).
+    For the tokens: rows, mask of tokens on the grid, and visibility (1.0 or 0.0).
     """
     top_1, top_2 = halved(size_1, STEPS), halved(size_2, STEPS)
     top = halved(size_0, STEPS) * top_1 * top_2
@@ -90,7 +90,7 @@ def tokens(p_shown, batch_heads, heads, size_0, size_1, size_2,
 
 @triton.jit
 def map_of(p_0, p_1, p_2, i_map):
-    """One of three maps."""
+    """Select one of three maps."""
     return tl.where(i_map == 0, p_0, tl.where(i_map == 1, p_1, p_2))
 
 
@@ -126,13 +126,13 @@ def pyramid_bwd_kernel(
     BITS: tl.constexpr, STEPS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     HIDES: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Adds the gradients of all coarser levels to those of the maps."""
+    """Add the gradients of all coarser levels to those of the maps."""
     F: tl.constexpr = 2 ** len(BITS)
     i_map, i_bn, i_b, i_place, o_token, m_token, b_shown = tokens(
         p_shown, batch_heads, heads, size_0, size_1, size_2, BITS, STEPS, MASKED
     )
     p_dlevels += i_map.to(tl.int64) * s_m
-    for i_step in tl.static_range(1, STEPS + 1):  # to the end of the buffer, where the coarsest is
+    for i_step in tl.static_range(1, STEPS + 1):  # to the end of the buffer, the coarsest level
         cells = (halved(size_0, i_step) * halved(size_1, i_step)).to(tl.int64)
         p_dlevels += batch_heads * cells * halved(size_2, i_step) * D
     b_grad = tl.zeros((1, BLOCK_D), tl.float32)
@@ -144,7 +144,7 @@ def pyramid_bwd_kernel(
         o_row, m_row = cells_below(i_place, level_0, level_1, level_2, BITS, i_down)
         b_own = load_rows(p_dlevels + i_bn * cells * D, o_row, m_row, D, D, BLOCK_D)
         b_grad += b_own.to(tl.float32)
-        # A cell is shown if any token below it is.
+        # A cell is visible if any token below it is.
         b_here = tl.reshape(b_shown, (F ** (STEPS - 1 - i_down), F ** (i_down + 1)))
         b_here = tl.max(b_here, axis=0)
         b_grad = hand_down(b_grad, b_here, F, HIDES)

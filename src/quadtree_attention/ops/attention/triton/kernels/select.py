@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Softmax pieces, and the choice of the best candidates of a query."""
+"""Parts of the softmax, and selection of the best candidates of a query."""
 
 import triton
 import triton.language as tl
@@ -9,7 +9,7 @@ MOST_LEVELS: tl.constexpr = tl.constexpr(32)  # a grid has fewer than 2**31 cell
 
 @triton.jit
 def finite_max(b_score, AXIS: tl.constexpr):
-    """Maximum along an axis; 0 where nothing is shown, so that exp(score - max) stays 0."""
+    """Maximum along an axis; 0 without visible entries, so that exp(score - max) stays 0."""
     b_max = tl.max(b_score, axis=AXIS, keep_dims=True)
     return tl.where(b_max == float("-inf"), 0.0, b_max)
 
@@ -37,13 +37,13 @@ def share_at(p_logits, level, levels):
 
 @triton.jit
 def ordered(b_bits):
-    """Between the bits of a float and an integer that sorts alike; its own inverse."""
+    """Map the bits of a float to an integer of the same order; the map is its own inverse."""
     return b_bits ^ ((b_bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
 def middle(b_low, b_high, i_step):
-    """A number between two `ordered` ones: halfway by value at first, by bits if that drags on."""
+    """Bisect between two `ordered` numbers: by value in the first steps, then by bits."""
     b_value = ordered(b_low).to(tl.float32, bitcast=True)
     b_value = 0.5 * b_value + 0.5 * ordered(b_high - 1).to(tl.float32, bitcast=True)
     b_half = (b_low & b_high) + ((b_low ^ b_high) >> 1)
@@ -51,12 +51,12 @@ def middle(b_low, b_high, i_step):
     return tl.minimum(tl.maximum(b_middle, b_low + 1), b_high - 1)
 
 
-SPREAD: tl.constexpr = tl.constexpr(-1)  # the axis of rows that lie along axes 0 and 2 of three
+SPREAD: tl.constexpr = tl.constexpr(-1)  # axis code of rows along axes 0 and 2 of three
 
 
 @triton.jit
 def row_sum(b_x, AXIS: tl.constexpr):
-    """Sums over rows, which lie along `AXIS`, or are `SPREAD`."""
+    """Sums over rows along `AXIS`, or `SPREAD` rows."""
     if AXIS == SPREAD:
         b_sum = tl.sum(tl.sum(b_x, axis=2, keep_dims=True), axis=0, keep_dims=True)
     else:
@@ -75,7 +75,7 @@ def row_max(b_x, AXIS: tl.constexpr):
 
 @triton.jit
 def any_row(m_row, AXIS: tl.constexpr):
-    """Whether something holds for any row; there is one entry for each."""
+    """True if any row is True; there is one entry per row."""
     m_any = m_row.to(tl.int32)
     if len(m_row.shape) == 3:
         m_any = tl.max(tl.max(m_any, axis=2), axis=0)
@@ -88,8 +88,8 @@ def any_row(m_row, AXIS: tl.constexpr):
 def lower_bound(b_rank, b_shown, TOPK: tl.constexpr, STEPS: tl.constexpr, AXIS: tl.constexpr):
     """The TOPK-th highest shown value of each row, or a value below it after `STEPS` halvings.
 
-    By counting: no sort, and no second array to carry along. For rows see `row_sum`. Returns the
-    bound as a float and how many values reach it.
+    It counts values, without sorting or a second array. For rows see `row_sum`. Returns the bound
+    as a float and the number of values that reach it.
     """
     b_value = tl.where(b_shown, b_rank, float("-inf"))
     b_high = row_max(b_value, AXIS).to(tl.int32, bitcast=True)
@@ -100,7 +100,7 @@ def lower_bound(b_rank, b_shown, TOPK: tl.constexpr, STEPS: tl.constexpr, AXIS: 
     i_step = 0
     unsettled = 1
     while (i_step < STEPS) & (unsettled > 0):
-        for _ in tl.static_range(3):  # asking whether to go on costs as much as a step
+        for _ in tl.static_range(3):  # the termination check costs as much as a step
             b_try = middle(b_low, b_high, i_step)
             b_reach = b_value >= ordered(b_try).to(tl.float32, bitcast=True)
             b_found = row_sum(b_reach.to(tl.int32), AXIS)
@@ -116,16 +116,16 @@ def lower_bound(b_rank, b_shown, TOPK: tl.constexpr, STEPS: tl.constexpr, AXIS: 
 
 @triton.jit
 def choose_best(b_rank, b_shown, TOPK: tl.constexpr, AXIS: tl.constexpr):
-    """Which entries of each row are among its `TOPK` highest shown ones; ties go to the first.
+    """Mask of the `TOPK` highest visible entries of each row; ties go to the first.
 
     `b_rank` (G, R, C) float32, `b_shown` of the same shape; rows are `SPREAD`, or along axis 2.
-    Returns the choice, the places of the chosen side by side, and their number, (1, R, 1) or
+    Returns the mask, consecutive positions of the selected entries, and their number, (1, R, 1) or
     (G, R, 1).
     """
     b_bound, b_count = lower_bound(b_rank, b_shown, TOPK, 51, AXIS)
     b_chosen = b_shown & (b_rank >= b_bound)
     if any_row(b_count > TOPK, AXIS):
-        # More entries than room share the last value: the first ones have it.
+        # More ties at the last value than slots: the first ones are kept.
         b_above = b_shown & (b_rank > b_bound)
         b_equal = b_shown & (b_rank == b_bound)
         b_room = TOPK - row_sum(b_above.to(tl.int32), AXIS)
@@ -135,10 +135,10 @@ def choose_best(b_rank, b_shown, TOPK: tl.constexpr, AXIS: tl.constexpr):
 
 @triton.jit
 def count_before(b_number):
-    """For each entry of a row, the sum of those before it: (R, C) -> (R, C).
+    """Exclusive cumulative sum of each row: (R, C) -> (R, C).
 
-    As a product with a triangle of ones, which keeps the entries where they are. Exact for
-    numbers of few bits, such as 0, 1 and 1024.
+    It is a product with a triangular matrix of ones, which keeps the layout. Exact for numbers of
+    few bits, such as 0, 1 and 1024.
     """
     o_c = tl.arange(0, b_number.shape[1])
     b_triangle = (o_c[:, None] < o_c[None, :]).to(tl.float16)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""For every key family of every level: which query families kept it.
+"""Lists of the query families that kept each key family, for all levels.
 
-The selections of all levels lie one after the other, coarse -> fine, each padded to whole programs,
-so one launch goes over all of them. So do the lists. A program finds its level by itself.
+The selections of all levels are concatenated, coarse -> fine, each padded to whole programs, so
+that one launch processes all of them. The lists are concatenated, too. Programs compute their
+level from their index.
 """
 
 import triton
@@ -29,15 +30,15 @@ def cells_above(size_0, size_1, size_2, i_up):
 @triton.jit
 def level_of_program(batch_heads, above, kept, size_0, size_1, size_2, key_0, key_1, key_2,
                      BLOCK: tl.constexpr):  # fmt: skip
-    """The level whose selection this program has a block of.
+    """The level of the block of this program.
 
     Args:
-        above: How many levels the first selection lies above the finest grid.
+        above: Number of levels from the finest grid up to the first selection.
         kept: K of each level, 8 bits of 64 each, the first one in the lowest.
 
     Returns:
-        How far its level lies above the finest grid, its K, the number of this block and of all
-        entries in its selection, and how many key families the levels before it have.
+        Number of levels from the finest grid up to its level, its K, the index of this block, the
+        number of entries in its selection, and the number of key families of previous levels.
     """
     i_block = tl.program_id(0)
     o_first = tl.zeros((), tl.int64)
@@ -56,9 +57,9 @@ def level_of_program(batch_heads, above, kept, size_0, size_1, size_2, key_0, ke
 @triton.jit
 def load_entries(p_parents, batch_heads, above, kept, size_0, size_1, size_2, key_0, key_1, key_2,
                  KEY_BITS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """Of a block of entries: level, K, numbers in their heads, key families, and which there are.
+    """Level, K, index in the head, key family and mask of a block of entries.
 
-    The key family of an entry counts from the first one of the first level.
+    Key families are counted from the first one of the first level.
     """
     above, k, i_block, entries, o_first = level_of_program(
         batch_heads, above, kept, size_0, size_1, size_2, key_0, key_1, key_2, BLOCK
@@ -91,10 +92,10 @@ def list_users_kernel(p_parents, p_first, p_cursor, p_users, p_slots, batch_head
                       size_0, size_1, size_2, key_0, key_1, key_2,
                       QUERY_BITS: tl.constexpr, KEY_BITS: tl.constexpr, BLOCK: tl.constexpr,
                       WITH_SLOTS: tl.constexpr):  # fmt: skip
-    """Writes them side by side, in no particular order.
+    """Write the users of every key family, in nondeterministic order.
 
-    Users are places of query families. Slots are the numbers of the key family among those that
-    the query family kept.
+    Users are places of query families. Slots are indices of the key family in the selection of the
+    query family.
     """
     above, k, o_entry, o_key, m = load_entries(
         p_parents, batch_heads, above, kept, size_0, size_1, size_2, key_0, key_1, key_2,
@@ -112,7 +113,7 @@ def list_users_kernel(p_parents, p_first, p_cursor, p_users, p_slots, batch_head
 
 @kernel
 def logits_bwd_kernel(p_logits, p_dshare, p_dlogits, levels, width, BLOCK: tl.constexpr):
-    """Gradients of the logits of the levels, from those of their shares: `width` parts of each."""
+    """Gradients of the level logits from the gradients of their shares, in `width` parts each."""
     o_l = tl.arange(0, MOST_LEVELS)
     b_dshare = tl.zeros((MOST_LEVELS,), tl.float32)
     for i_level in range(levels):
