@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Databases of COLMAP and the h5 files of hloc.
 
-COLMAP's pixels begin at the corner of the first pixel, ours and hloc's at its centre.
+In COLMAP (0, 0) is the corner of the first pixel, here and in hloc it is the centre.
 """
 
 from collections.abc import Sequence
@@ -17,16 +17,16 @@ from quadtree_attention.images import Array
 from quadtree_attention.sfm.photos import Photo, View
 from quadtree_attention.sfm.tracks import Tracks
 
-CORNER = 0.5  # what COLMAP's coordinates are larger by
-LEAST_MATCHES = 15  # of a pair, as COLMAP has it
-COLMAP_ERROR = 4.0  # pixels of an inlier from its epipolar line, as COLMAP has it
+CORNER = 0.5  # offset of COLMAP's coordinates
+LEAST_MATCHES = 15  # minimum matches of a pair, as in COLMAP
+COLMAP_ERROR = 4.0  # maximum distance of an inlier from its epipolar line in pixels, as in COLMAP
 
 
 def colmap() -> Any:
-    """The module pycolmap, which says nothing but errors.
+    """Import pycolmap, with a log level of errors only.
 
     Raises:
-        MissingDependencyError: It is not installed.
+        MissingDependencyError: pycolmap is not installed.
     """
     with checks.needs("sfm", "a reconstruction"):
         import pycolmap
@@ -35,7 +35,7 @@ def colmap() -> Any:
 
 
 def camera_of(view: View, number: int) -> Any:
-    """A camera of COLMAP: a pinhole if it was given, else with one term of radial distortion."""
+    """Create a COLMAP camera: a pinhole if calibrated, else with one term of radial distortion."""
     pycolmap = colmap()
     models = pycolmap.CameraModelId
     model = models.SIMPLE_RADIAL if view.matrix is None else models.PINHOLE
@@ -50,15 +50,15 @@ def camera_of(view: View, number: int) -> Any:
 def geometry(
     camera0: Any, points0: Array, camera1: Any, points1: Array, matches: Array, error: float
 ) -> Any:
-    """The two-view geometry of matches (M, 2), with its inliers; seeds are fixed.
+    """Estimate the two-view geometry of matches (M, 2), with its inliers; seeds are fixed.
 
     Args:
         camera0: Camera of image 0.
-        points0: (K0, 2) pixels of image 0, ours.
+        points0: (K0, 2) pixels of image 0, in the convention of this package.
         camera1: Camera of image 1.
         points1: (K1, 2) pixels of image 1.
         matches: Indices (M, 2) of points.
-        error: Largest distance of an inlier from its epipolar line in pixels.
+        error: Maximum distance of an inlier from its epipolar line in pixels.
     """
     pycolmap = colmap()
     options = pycolmap.TwoViewGeometryOptions()
@@ -78,18 +78,18 @@ def write_database(
     tracks: Tracks,
     errors: Sequence[float],
 ) -> dict[tuple[int, int], int]:
-    """Writes a new database with all photographs, tracks as matches, and two-view geometries.
+    """Write a new database with all photographs, tracks as matches, and two-view geometries.
 
     Args:
-        path: Where to; a file that is there is removed.
-        photos: The photographs; their numbers in the database begin with 1.
+        path: Path of the database; an existing file is replaced.
+        photos: The photographs; their ids in the database start at 1.
         views: Cameras.
-        view_of: Which of them each photograph has.
+        view_of: Index of the camera of each photograph.
         tracks: The tracks.
-        errors: Largest distance of an inlier from its epipolar line, by photograph.
+        errors: Maximum distance of an inlier from its epipolar line, by photograph.
 
     Returns:
-        Inliers of pairs.
+        Number of inliers by pair.
     """
     pycolmap = colmap()
     path.unlink(missing_ok=True)
@@ -124,18 +124,18 @@ def write_database(
 
 
 def add_to_database(path: Path, names: Sequence[str], tracks: Tracks) -> int:
-    """Adds keypoints, matches and two-view geometries to a database; how many pairs.
+    """Add keypoints, matches and two-view geometries to a database; return the number of pairs.
 
-    Keypoints that are there stay and keep their numbers, and ours come after them; the same points
-    and matches are not added twice.
+    Existing keypoints keep their indices, and new ones are appended; points and matches are not
+    added twice.
 
     Args:
         path: The database.
-        names: Images, as the database names them.
+        names: Names of the images in the database.
         tracks: Tracks of these images.
 
     Raises:
-        DataError: It is no database, or lacks an image.
+        DataError: The file is not a database, or lacks an image.
     """
     pycolmap = colmap()
     try:
@@ -183,7 +183,7 @@ def add_to_database(path: Path, names: Sequence[str], tracks: Tracks) -> int:
 
 
 def _merged(database: Any, image_id: int, points: Array) -> tuple[Array, Array]:
-    """All keypoints of an image with the new ones at the end, and where each new one is."""
+    """Return all keypoints of an image, new ones last, and the index of each new one."""
     points = points.astype(np.float32)
     there = np.zeros((0, 2), np.float32)
     if database.exists_keypoints(image_id):
@@ -203,7 +203,7 @@ def _merged(database: Any, image_id: int, points: Array) -> tuple[Array, Array]:
 
 
 def write_hloc(folder: StrPath, names: Sequence[str], tracks: Tracks) -> list[Path]:
-    """Writes `features.h5` and `matches.h5`, as hloc reads them; their paths."""
+    """Write `features.h5` and `matches.h5` in the format of hloc; return their paths."""
     with checks.needs("sfm", "hloc's files"):
         import h5py
     features, matches = Path(folder) / "features.h5", Path(folder) / "matches.h5"

@@ -27,7 +27,7 @@ EXPORTS = ("hloc",)
 
 @dataclass(frozen=True, eq=False)
 class Exchanged:
-    """Summary of what was written: tracks over images, and files."""
+    """Summary of the written tracks and files."""
 
     tracks: int
     points: int
@@ -47,21 +47,21 @@ def export_pairs(
     progress: bool | None = None,
     cluster: Cluster | None = None,
 ) -> Exchanged:
-    """Matches pairs into a store, and writes their tracks for other programs.
+    """Match pairs into a store, and write their tracks for other programs.
 
     Args:
         lines: The pairs, without rotations.
         save: Folder of the matches; hloc's files are written there, too.
-        matcher: What matches.
-        database: Database of COLMAP to add to; it has the images, named as in the pairs.
+        matcher: The matcher.
+        database: Database of COLMAP to add to; it contains the images, named as in the pairs.
         export: "hloc": write features.h5 and matches.h5.
-        batch: Pairs that go through the network together.
+        batch: Batch size of the network.
         force: Match again, and replace matches of other settings.
         progress: Show progress bars; None: in a terminal.
-        cluster: Where pairs are matched; None: here.
+        cluster: Cluster that matches the pairs; None: this process.
 
     Raises:
-        OptionError: A pair has a rotation, or `save` holds something else.
+        OptionError: A pair has a rotation, or `save` contains other files.
         DataError: An image cannot be read, or the database lacks it.
     """
     checks.one_of(EXPORTS, export=export)

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Matching many pairs of few photographs: the CNN runs once per photograph, points are anchored.
 
-Matches of a pair come in two halves of the same length. Row i of the first half has the centre of a
-coarse cell in image 0 and the point of image 1 that the fine stage measured from it; row i of the
-second half is the same match, measured from the cell of image 1.
+Matches of a pair consist of two halves of the same length. Row i of the first half has the centre
+of a coarse cell in image 0 and the point in image 1 refined from it; row i of the second half is
+the same match, refined from the cell of image 1.
 
-A photograph has the same cells if it is turned by quarters, and the network is right for rotations
-of up to 45 degrees. Where less than `SURE` of the matches of a pair agree on a geometry, and SIFT
-features have a common turn, the pair is matched again with one photograph turned back by quarters.
+Quarter turns do not change the cells of a photograph, and the network supports rotations of up to
+45 degrees. If the inlier share of a pair is below `SURE`, and SIFT features have a common rotation,
+the pair is matched again with one photograph rotated back by quarter turns.
 """
 
 from collections import OrderedDict
@@ -31,10 +31,10 @@ from quadtree_attention.tasks.match.result import Matches
 from quadtree_attention.tasks.store import Store
 
 Size = tuple[int, int]
-SURE = 0.6  # share of matches that agree, above which a pair is not matched again
-CACHE_BYTES = 2**30  # of maps; those of an image of 640x480 pixels take 25 MB
-MOST_TURNS = 200  # photographs whose SIFT features are kept, 0.3 MB each
-SOME = 500  # matches of a pair that tell whether most agree
+SURE = 0.6  # minimum inlier share of a pair that is not matched again
+CACHE_BYTES = 2**30  # cache of maps; an image of 640x480 pixels takes 25 MB
+MOST_TURNS = 200  # photographs whose SIFT features are cached, 0.3 MB each
+SOME = 500  # matches of a pair used to estimate its inlier share
 
 
 @dataclass(frozen=True)
@@ -43,12 +43,12 @@ class PreparedPair(Prepared):
 
     paths: tuple[str, str] = ("", "")
     sizes: tuple[Size, ...] = ()  # width and height of the photographs, upright
-    seen: tuple[Size, ...] = ()  # as the network sees them
+    seen: tuple[Size, ...] = ()  # sizes of the network's inputs
 
 
 @dataclass(frozen=True)
 class PreprocessPair:
-    """Sizes of two photographs and what the network sees of them."""
+    """Preprocessing of two photographs: their sizes and the sizes of the network's inputs."""
 
     size: int
 
@@ -60,8 +60,9 @@ class PreprocessPair:
 
 
 def seen_size(size: tuple[int, int], longer: int) -> tuple[int, int]:
-    """Width and height that the network sees: whole cells and one pixel, so that cells begin and
-    end at the edges; the longer side is at most `longer`.
+    """Return width and height of the network's input, with a longer side of at most `longer`.
+
+    They are whole cells plus one pixel, so that the first and last cells are at the edges.
     """
     scale = min(1.0, longer / max(size))
     width, height = (
@@ -76,12 +77,12 @@ class PairMatcher(Matcher):
     Args:
         network: The network.
         card: Its card.
-        size: Pixels of the longer side.
-        cache: Bytes of maps that are kept.
-        guided: Matching of photographs that are turned against each other. "auto": where few
-            matches agree on a geometry, the pair is matched again, turned by quarters as SIFT
-            features have it; "always": also where many do; "never".
-        **common: As for `Matcher`.
+        size: Longer side of the network's input in pixels.
+        cache: Size of the cache of maps in bytes.
+        guided: Matching of photographs with a relative rotation. "auto": if the inlier share is
+            low, the pair is matched again, rotated by quarter turns according to SIFT features;
+            "always": all pairs; "never".
+        **common: Arguments of `Matcher`.
     """
 
     def __init__(
@@ -95,12 +96,15 @@ class PairMatcher(Matcher):
         **common: Any,
     ) -> None:
         super().__init__(network, card, size=size, guided=guided, **common)
-        self.guided, self.guide = guided, None  # with turns that keep the cells where they are
+        self.guided, self.guide = (
+            guided,
+            None,
+        )  # replaced by quarter turns, which keep the cells
         self.options["points"] = "anchored"
         self.preprocess = PreprocessPair(SIZE if size is None else size)
         self.cache = _Cache(cache)
         self.turns: dict[str, Turns | None] = {}
-        self.flat = set[str]()  # photographs of one grey value, whose maps tell of borders alone
+        self.flat = set[str]()  # photographs of one grey value, whose maps only depend on borders
 
     def forward(self, batch: Sequence[Prepared]) -> list[dict[str, Tensor]]:
         maps = [_stacked([self.maps(*_seen(item)[side]) for item in batch]) for side in range(2)]
@@ -145,12 +149,12 @@ class PairMatcher(Matcher):
         return self.network
 
     def maps(self, path: str, size: tuple[int, int], turn: int = 0) -> Maps:
-        """Maps of a photograph, from the cache if they are there.
+        """Return the maps of a photograph, cached if available.
 
         Args:
-            path: Its file.
-            size: Width and height that the network sees, before it is turned.
-            turn: Quarters that it is turned by, counter-clockwise.
+            path: File of the photograph.
+            size: Width and height of the network's input, before rotation.
+            turn: Quarter turns, counter-clockwise.
         """
         key = (path, size, turn)
         maps = self.cache.get(key)
@@ -164,7 +168,7 @@ class PairMatcher(Matcher):
         return maps
 
     def features(self, path: str) -> Turns | None:
-        """SIFT features of a photograph with their orientations, of the photographs used last."""
+        """Return the SIFT features of a photograph with orientations; recent ones are cached."""
         if path not in self.turns:
             self.turns[path] = oriented(to_image(path).convert("L"))
             if len(self.turns) > MOST_TURNS:
@@ -173,13 +177,13 @@ class PairMatcher(Matcher):
 
 
 def seems_sure(matches: Matches, scale: float) -> bool:
-    """Whether `SURE` of the matches agree on a geometry, estimated from at most 2 * `SOME` of them.
+    """True if the inlier share is at least `SURE`, estimated from at most 2 * `SOME` matches.
 
-    If not, and SIFT features have a common turn, all matches decide.
+    Otherwise, if SIFT features have a common rotation, all matches are used.
 
     Args:
-        matches: As `PairMatcher` gives them; both halves are the same matches.
-        scale: Pixels of the photographs to one pixel that the network sees.
+        matches: Result of `PairMatcher`; both halves are the same matches.
+        scale: Pixels of the photographs per pixel of the network's input.
     """
     half = np.arange(len(matches) // 2)
     some = half if len(half) <= SOME else half[:: len(half) // SOME]
@@ -189,13 +193,13 @@ def seems_sure(matches: Matches, scale: float) -> bool:
 
 
 def _seen(item: Prepared) -> list[tuple[str, Size]]:
-    """The files of a pair, and the size that the network sees each at."""
+    """Return the files of a pair, and the sizes of the network's inputs."""
     assert isinstance(item, PreparedPair)
     return list(zip(item.paths, item.seen, strict=True))
 
 
 def _matches(raw: dict[str, Tensor], item: PreparedPair, turn: int = 0) -> Matches:
-    """Matches in pixels of the photographs, of which the second was turned by quarters."""
+    """Convert matches to pixels of the photographs; the second was rotated by quarter turns."""
     sides = []
     for i, names in enumerate((("cells0", "points0"), ("points1", "cells1"))):
         points = torch.cat([raw[name] for name in names]).double().numpy()
@@ -207,7 +211,7 @@ def _matches(raw: dict[str, Tensor], item: PreparedPair, turn: int = 0) -> Match
 
 
 def _turned_back(points: Array, turn: int, size: Size) -> Array:
-    """Points (N, 2) of an image turned by quarters, in the image of a size as it was before."""
+    """Map points (N, 2) of an image rotated by quarter turns to the original image of a size."""
     x, y = points.T
     right, bottom = size[0] - 1, size[1] - 1
     there = [(x, y), (right - y, x), (right - x, bottom - y), (y, bottom - x)][turn]
@@ -215,13 +219,13 @@ def _turned_back(points: Array, turn: int, size: Size) -> Array:
 
 
 class _Cache:
-    """The maps used last, up to a number of bytes."""
+    """Cache of the most recently used maps, with a limit in bytes."""
 
     def __init__(self, limit: int) -> None:
         self.limit, self._held = limit, OrderedDict[Any, Maps]()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _Cache, (self.limit,)  # maps are not worth sending
+        return _Cache, (self.limit,)  # pickled without its maps
 
     def clear(self) -> None:
         self._held.clear()
@@ -254,7 +258,7 @@ def _stacked(maps: Sequence[Maps]) -> Maps:
 
 
 def _grey(image: Image.Image, size: tuple[int, int]) -> Tensor:
-    """(1, H, W) between 0 and 1."""
+    """Resize an image; return (1, H, W) in [0, 1]."""
     if image.size != size:
         image = image.resize(size, Image.Resampling.BICUBIC, reducing_gap=3.0)
     return torch.from_numpy(np.asarray(image.convert("L"), np.float32) / 255)[None]
@@ -269,10 +273,10 @@ def match_pairs(
     progress: bool | None = None,
     cluster: Cluster | None = None,
 ) -> None:
-    """Matches the pairs that the store lacks, here or on a cluster.
+    """Match the pairs that the store lacks, here or on a cluster.
 
-    A batch is made of the same pairs in every run, also in one that continues another, as results
-    depend on the batch in their last digits.
+    A batch contains the same pairs in every run, also in a resumed one, since results depend on the
+    batch within rounding.
 
     Raises:
         DataError: A photograph cannot be read.
@@ -304,5 +308,5 @@ def _matched(
 
 
 def anchored(matches: Matches) -> Array:
-    """True for matches that are measured from a cell of image 0 (N,)."""
+    """Return True for matches refined from a cell of image 0, (N,)."""
     return np.arange(len(matches)) < len(matches) // 2

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which pairs of photographs are matched."""
+"""Selection of the pairs of photographs to match."""
 
 from collections.abc import Sequence
 from itertools import combinations
@@ -15,11 +15,11 @@ from quadtree_attention.sfm.matching import PairMatcher, seen_size
 from quadtree_attention.sfm.photos import Photo
 from quadtree_attention.tasks.match.readers import read_pairs
 
-EXHAUSTIVE = 40  # photographs of which all pairs are matched
-NEAREST = 20  # of each photograph, above that
+EXHAUSTIVE = 40  # maximum photographs for matching all pairs
+NEAREST = 20  # neighbours of each photograph, above that
 SMALL = 320  # pixels of the longer side for descriptors
-WORDS = 32  # of a descriptor
-SAMPLED = 200  # cells of each photograph that words are made of
+WORDS = 32  # visual words of a descriptor
+SAMPLED = 200  # cells sampled from each photograph for k-means
 ROUNDS = 10  # of k-means
 
 Pair = tuple[int, int]
@@ -31,17 +31,17 @@ def exhaustive(count: int) -> list[Pair]:
 
 
 def sequential(count: int, ahead: int) -> list[Pair]:
-    """Every photograph with the next ones, by name; then with those 2, 4, 8, ... times as far."""
+    """Pair every photograph with the next ones by name, and those 2, 4, 8, ... times as far."""
     far = {ahead * 2**i for i in range(1, 31)}
     steps = sorted({*range(1, ahead + 1), *far})
     return sorted((i, i + step) for i in range(count) for step in steps if i + step < count)
 
 
 def listed(photos: Sequence[Photo], path: StrPath, folder: StrPath) -> list[Pair]:
-    """The pairs that a file names.
+    """Read pairs from a file.
 
     Raises:
-        DataError: It names a photograph that there is not.
+    DataError: A photograph of the file does not exist.
     """
     numbers = {photo.name: i for i, photo in enumerate(photos)}
     pairs = set[Pair]()
@@ -54,7 +54,7 @@ def listed(photos: Sequence[Photo], path: StrPath, folder: StrPath) -> list[Pair
             pairs.add((first, second))
     if unknown:
         raise DataError(
-            f"{path} names {few(unknown)}, not among the usable photographs of {folder}; mend it"
+            f"{path} names {few(unknown)}, not among the usable photographs of {folder}; fix it"
         )
     if not pairs:
         raise DataError(f"{path} lists no pair of two photographs; write one to a line")
@@ -62,7 +62,7 @@ def listed(photos: Sequence[Photo], path: StrPath, folder: StrPath) -> list[Pair
 
 
 def nearest(descriptors: Tensor, count: int) -> list[Pair]:
-    """Every photograph with those `count` whose descriptors are most similar."""
+    """Pair every photograph with the `count` photographs with the most similar descriptors."""
     similar = descriptors @ descriptors.T
     similar.fill_diagonal_(-torch.inf)
     best = similar.topk(min(count, len(descriptors) - 1), dim=1).indices.tolist()
@@ -71,7 +71,7 @@ def nearest(descriptors: Tensor, count: int) -> list[Pair]:
 
 @torch.inference_mode()
 def describe(matcher: PairMatcher, photos: Sequence[Photo]) -> Tensor:
-    """Descriptors (N, D) of length 1: residuals of coarse features to visual words, summed.
+    """Compute normalised descriptors (N, D): summed residuals of coarse features to visual words.
 
     The words are the centres of k-means over cells of all photographs; seeds are fixed.
     """
@@ -100,5 +100,5 @@ def _k_means(points: Tensor, count: int, generator: torch.Generator) -> Tensor:
 def _residuals(points: Tensor, words: Tensor) -> Tensor:
     nearest_word = (points @ words.T).argmax(dim=1)
     sums = torch.zeros_like(words).index_add_(0, nearest_word, points - words[nearest_word])
-    sums = F.normalize(sums, dim=1)  # of each word, so that none outweighs the others
+    sums = F.normalize(sums, dim=1)  # per word, so that all words have equal weight
     return F.normalize(sums.flatten(), dim=0)

@@ -15,7 +15,7 @@ from quadtree_attention.errors import DataError
 from quadtree_attention.files import StrPath
 from quadtree_attention.images import Array, images_inside, opened, read_bytes
 
-GUESS = 1.2  # focal length over the longer side, where nothing is known
+GUESS = 1.2  # default focal length over the longer side
 FULL_FRAME = 36.0  # mm, the longer side of 35 mm film
 PER_UNIT = {2: 25.4, 3: 10.0, 4: 1.0}  # mm in a unit of EXIF's focal plane resolution
 Sharing = str  # "auto", "one" or "each"
@@ -28,11 +28,11 @@ class Photo:
 
     Args:
         name: Its file name.
-        path: Its file.
+        path: Path of the file.
         size: Width and height, upright.
         focal: Focal length in pixels from EXIF, or None.
-        camera: Make, model, lens and focal length as EXIF has them; "" if it has none.
-        turned: True if EXIF says that the stored pixels must be turned or mirrored.
+        camera: Make, model, lens and focal length from EXIF; "" if missing.
+        turned: True if the EXIF orientation requires a rotation or reflection.
     """
 
     name: str
@@ -48,8 +48,8 @@ class Photos:
     """The photographs of a folder.
 
     Args:
-        used: Those that are matched, by name.
-        left_out: Why others are not, by name.
+        used: Usable photographs, by name.
+        left_out: Reasons for skipping the others, by name.
     """
 
     used: Sequence[Photo]
@@ -63,8 +63,8 @@ class View:
     Args:
         size: Width and height.
         focal: Focal length in pixels.
-        known: Whether it was given or is from EXIF; else it is a guess.
-        matrix: The whole camera (3, 3), if it was given; it is not refined then.
+        known: True if given or from EXIF; otherwise it is a default.
+        matrix: Camera matrix (3, 3) if calibrated; it is not refined.
     """
 
     size: tuple[int, int]
@@ -74,10 +74,10 @@ class View:
 
 
 def read_photos(folder: StrPath) -> Photos:
-    """The photographs in a folder; headers are read, pixels are not.
+    """Read the headers of the photographs in a folder, without decoding pixels.
 
     Raises:
-        DataError: There are fewer than two that can be read.
+        DataError: Fewer than two photographs can be read.
     """
     used, left_out, seen = [], {}, dict[str, str]()
     for path in images_inside(Path(folder)):
@@ -109,14 +109,14 @@ def cameras(
     focal: float | None = None,
     matrix: Array | None = None,
 ) -> tuple[list[View], list[int]]:
-    """Cameras, and which of them each photograph has.
+    """Return cameras, and the index of the camera of each photograph.
 
     Args:
         photos: The photographs.
-        sharing: "auto": photographs of the same size and EXIF camera share one; "one": all of a
-            size do; "each": every photograph has its own.
-        focal: Focal length of all in pixels; None: from EXIF, or a guess.
-        matrix: Camera of all (3, 3), which is not refined.
+        sharing: "auto": photographs of the same size and EXIF camera share a camera; "one": all of
+            the same size; "each": every photograph has its own.
+        focal: Focal length of all photographs in pixels; None: from EXIF, or a default.
+        matrix: Camera matrix (3, 3) of all photographs, which is not refined.
     """
     checks.one_of(SHARING, cameras=sharing)
     checks.above(0, focal=focal)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a folder of photographs to a model and its files."""
+"""Reconstruction of a model and its files from a folder of photographs."""
 
 import json
 import shutil
@@ -66,18 +66,18 @@ class Report:
 
     Attributes:
         out: The folder of the results.
-        registered: Photographs of the model, by name.
-        left_out: Why others are not in it, by name.
-        models: Photographs of each model that was found, the largest first.
-        pairs: Pairs that were matched.
-        verified: Pairs whose matches agree on a geometry.
-        points: Points of the model.
-        track_length: Photographs that see a point, on average.
+        registered: Names of the photographs in the model.
+        left_out: Reasons why others are not in the model, by name.
+        models: Number of photographs of each model, the largest first.
+        pairs: Number of matched pairs.
+        verified: Number of pairs with a verified geometry.
+        points: Number of points of the model.
+        track_length: Mean number of photographs per point.
         error: Mean reprojection error in pixels.
         focal: Focal lengths of the cameras in pixels.
         seconds: Time by stage.
-        lengths: Points by the number of photographs that see them.
-        views: By name: points seen, mean reprojection error.
+        lengths: Number of points by track length.
+        views: Number of points and mean reprojection error, by name.
     """
 
     out: Path
@@ -149,22 +149,22 @@ def build_model(
 ) -> Report:
     """Reconstruct cameras and points from the photographs in a folder.
 
-    Matches are stored in `out/matches`, so that an interrupted run continues. All other files are
-    written at the end, together.
+    Matches are stored in `out/matches`, so that an interrupted run can be resumed. All other files
+    are written at the end, together.
 
     Args:
         photos: Folder of photographs.
         out: Folder of the results.
-        matcher: What matches; None: the packaged weights.
+        matcher: The matcher; None: the packaged weights.
         chosen: Options of pairs, cameras and the mapper.
-        batch: Pairs that go through the network together.
+        batch: Batch size of the network.
         force: Match again, and replace matches of other settings.
         progress: Show progress bars; None: in a terminal.
-        cluster: Where pairs are matched; None: here.
+        cluster: Cluster that matches the pairs; None: this process.
 
     Raises:
         DataError: There are fewer than two photographs.
-        OptionError: An option is not accepted, or `out` holds something else.
+        OptionError: An option is not accepted, or `out` contains other files.
         MissingDependencyError: pycolmap is not installed.
     """
     colmap()  # before the slow part
@@ -203,7 +203,7 @@ def _model(
     views, view_of = cameras(used, sharing=chosen.sharing, focal=chosen.focal, matrix=chosen.camera)
     size: int = matcher.preprocess.size  # type: ignore[attr-defined]
     scales = [max(photo.size) / max(seen_size(photo.size, size)) for photo in used]
-    pairs = list(verified(_matches(listed, used, store, progress), scales))
+    pairs = verified(_matches(listed, used, store, progress), scales)
     tracks = build(pairs, [SPACING * scale for scale in scales])
     tracks = refine_tracks(tracks, pairs, [photo.path for photo in used], scales)
     clock.stop("tracks")
@@ -223,6 +223,7 @@ def _model(
         mapper=chosen.mapper,
         scale=scale,
         linked=_largest_component(len(used), inliers),
+        long_tracks=int((np.diff(tracks.starts) > 2).sum()),
         progress=progress,
     )
     if models and attempts is KNOWN:
@@ -234,7 +235,7 @@ def _model(
 
 
 def _largest_component(count: int, inliers: Mapping[Pair, int]) -> int:
-    """Photographs in the largest group that pairs with enough inliers link."""
+    """Number of photographs in the largest component linked by pairs with enough inliers."""
     group = list(range(count))
 
     def root(i: int) -> int:
@@ -251,7 +252,7 @@ def _largest_component(count: int, inliers: Mapping[Pair, int]) -> int:
 def _write(
     out: Path, work: Path, photos: Sequence[Photo], models: Sequence[Any], report: Report
 ) -> None:
-    """Replaces the files of an earlier run by those of this one."""
+    """Replace the files of an earlier run by the new ones."""
     from quadtree_attention.sfm.report import page
 
     shutil.rmtree(work / "sparse", ignore_errors=True)
@@ -301,7 +302,7 @@ def _pairs(photos: Photos, folder: StrPath, matcher: PairMatcher, chosen: Chosen
 
 
 def _check_ours(out: Path) -> None:
-    """Raises `OptionError` for a folder that holds other files than ours."""
+    """Raise `OptionError` for a folder with files that are not results."""
     if out.is_dir():
         foreign = sorted(path.name for path in out.iterdir() if path.name not in OURS)
         if foreign:
@@ -374,7 +375,7 @@ def _of_view(model: Any, number: int) -> dict[str, float]:
 
 
 def _why(i: int, inside: set[int], members: Sequence[set[int]], good: Mapping[Pair, int]) -> str:
-    """Why a photograph is not in the first model."""
+    """Return the reason why a photograph is not in the first model."""
     mine = {pair: count for pair, count in good.items() if i in pair}
     if not mine:
         return "its matches with no other photograph agree on a geometry"

@@ -2,11 +2,11 @@
 """Refinement and extension of tracks by the pixels of the photographs.
 
 The centre of a coarse cell may be on a plain wall. Each track is therefore moved to the corner with
-the strongest texture in its cell, and the patch around it is aligned with every photograph whose
-matches with the first one say where it is: least-squares matching (Gruen 1985) under an affine map
-and a change of brightness and contrast, as inverse compositional Gauss-Newton steps (Baker and
-Matthews 2004). Correlation confirms a point. Photographs whose cells were matched with a neighbour
-in that scale are found, too, so that tracks become longer.
+the strongest texture in its cell. The patch around it is aligned with every photograph in which
+matches determine its approximate position, by least-squares matching (Gruen 1985) with an affine
+map and a change of brightness and contrast, in inverse compositional Gauss-Newton steps (Baker and
+Matthews 2004). A point is accepted by its correlation. Matches of neighbouring cells determine
+positions, too, so that tracks become longer.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,22 +22,22 @@ from torch import Tensor
 from quadtree_attention.images import Array, to_image
 from quadtree_attention.sfm.tracks import PairPoints, Tracks, assembled
 
-CORRELATION = 0.7  # least, of a patch with the patch that it is aligned with
-TEXTURE = 4.0  # least mean square gradient, in any direction, of grey levels of 0 to 255 per pixel
-CONTRAST = 2.0  # least standard deviation of a patch, in grey levels
-MOVED = 4.0  # pixels, as the network sees them, that the alignment may move a point at most
+CORRELATION = 0.7  # minimum, of two aligned patches
+TEXTURE = 4.0  # minimum mean square gradient in any direction, in grey levels (0 to 255) per pixel
+CONTRAST = 2.0  # minimum standard deviation of a patch, in grey levels
+MOVED = 4.0  # maximum shift of a point by the alignment, in input pixels
 RADIUS = 7  # samples from the centre of a patch to its edge
 WIDTH = 5.0  # standard deviation of the weights in a patch, in samples
 STEPS = 8  # of the alignment
 DAMPING = 0.02  # of the affine map, and a tenth of it of the position
-SHRUNK = 2  # longer side of the pixels used, in sizes of what the network sees
-CELL = 8.0  # pixels, as the network sees them, from one coarse cell to the next
-NEIGHBOURS, REACH = 16, 3 * CELL  # matches that an affine map is from, and how far they are
+SHRUNK = 2  # longer side of the image used, relative to the network's input
+CELL = 8.0  # distance of coarse cells, in input pixels
+NEIGHBOURS, REACH = 16, 3 * CELL  # matches of an affine map, and their maximum distance
 MOST_STRETCH, MOST_ZOOM = 3.0, 4.0  # of an affine map
-SPACING = 2.0  # pixels, as the network sees them, within which refined tracks are one
+SPACING = 2.0  # distance in input pixels below which refined tracks are merged
 LEVELS, SMALLEST = 5, 32  # of a pyramid, and the sides of its smallest level
 AT_ONCE = 2048  # patches
-PHOTOGRAPHS = 64  # whose pixels are kept, 7 MB each at most
+PHOTOGRAPHS = 64  # photographs whose pixels are cached, at most 7 MB each
 
 _TICKS = torch.arange(-RADIUS, RADIUS + 1, dtype=torch.float64)
 _GRID = torch.cartesian_prod(_TICKS, _TICKS).flip(1)  # (P, 2), x before y
@@ -51,8 +51,8 @@ class Pixels:
 
     Args:
         levels: Each half as large as the one before, (1, 1, H, W).
-        scale: Pixels of the photograph to one of the first level, along x and y (2,).
-        unit: Pixels of the first level to one that the network sees.
+        scale: Pixels of the photograph per pixel of the first level, along x and y (2,).
+        unit: Pixels of the first level per pixel of the network's input.
     """
 
     levels: Sequence[Tensor]
@@ -61,7 +61,7 @@ class Pixels:
 
     @classmethod
     def of(cls, path: str, scale: float) -> "Pixels":
-        """Read a photograph with `scale` pixels to one that the network sees."""
+        """Read a photograph with `scale` pixels per pixel of the network's input."""
         image = to_image(path).convert("L")
         full = image.size
         factor = min(1.0, SHRUNK / scale)
@@ -83,15 +83,15 @@ class Pixels:
         return torch.tensor(self.levels[0].shape[:1:-1], dtype=torch.float64)
 
     def inner(self, points: Array) -> Tensor:
-        """Points (N, 2) of the photograph in pixels of the first level."""
+        """Map points (N, 2) of the photograph to pixels of the first level."""
         return torch.from_numpy((points + 0.5) / self.scale - 0.5)
 
     def outer(self, points: Tensor) -> Array:
-        """Points (N, 2) of the first level in pixels of the photograph."""
+        """Map points (N, 2) of the first level to pixels of the photograph."""
         return (points.numpy() + 0.5) * self.scale - 0.5
 
     def sampled(self, level: int, points: Tensor) -> Tensor:
-        """Grey values at points (N, P, 2) of the first level, (N, P)."""
+        """Sample grey values (N, P) at points (N, P, 2) of the first level."""
         image = self.levels[level]
         last = torch.tensor(image.shape[:1:-1], dtype=torch.float64) - 1
         places = (points / 2**level * 2 / last - 1).float()[None]
@@ -100,7 +100,7 @@ class Pixels:
         )[0, 0]
 
     def corners(self, points: Tensor) -> tuple[Tensor, Tensor]:
-        """The pixels (N, 2) with the strongest texture in the cells around points, and it (N,)."""
+        """Return the pixels (N, 2) with the strongest texture near points, and the texture (N,)."""
         reach = round(CELL / 2 * self.unit)
         texture = F.pad(_texture(self.levels[0]), (reach,) * 4)[0, 0]
         centres = points.round().long().clamp(min=0)
@@ -132,13 +132,13 @@ def _texture(image: Tensor) -> Tensor:
 def refine_tracks(
     tracks: Tracks, pairs: Sequence[PairPoints], paths: Sequence[str], scales: Sequence[float]
 ) -> Tracks:
-    """Tracks at corners, confirmed and extended by the pixels of the photographs.
+    """Move tracks to corners, and verify and extend them by the pixels of the photographs.
 
     Args:
         tracks: Tracks whose anchors are centres of cells.
-        pairs: The verified matches that they were made from.
+        pairs: The verified matches of the tracks.
         paths: Files of the photographs.
-        scales: Of each, its pixels to one pixel that the network sees.
+        scales: Pixels of each photograph per pixel of the network's input.
     """
 
     @lru_cache(PHOTOGRAPHS)
@@ -177,7 +177,7 @@ def refine_tracks(
 def _found(
     source: Pixels, target: Pixels, corners: Tensor, matches: tuple[Array, Array]
 ) -> tuple[Tensor, Array, Array]:
-    """Points in another photograph, of which corners they are, and their correlation."""
+    """Return points in another photograph, the indices of their corners, and their correlation."""
     points0, points1 = source.inner(matches[0]), target.inner(matches[1])
     expected, maps, near = local_maps(corners, points0, points1, REACH * source.unit)
     rows = near.nonzero()[:, 0]
@@ -191,17 +191,17 @@ def _found(
 def local_maps(
     points: Tensor, matches0: Tensor, matches1: Tensor, reach: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Affine maps from matches nearby, by weighted least squares that outliers hardly affect.
+    """Estimate affine maps from nearby matches by robust weighted least squares.
 
     Args:
         points: (N, 2) of image 0.
         matches0: (M, 2) of image 0.
         matches1: (M, 2) of image 1.
-        reach: Distance of matches that have no weight.
+        reach: Distance from which on matches have weight 0.
 
     Returns:
-        The points in image 1 (N, 2), the linear parts of the maps (N, 2, 2), and where enough
-        matches are near (N,).
+        The points in image 1 (N, 2), the linear parts of the maps (N, 2, 2), and a mask of points
+        with enough nearby matches (N,).
     """
     count = min(NEIGHBOURS, len(matches0))
     far, nearest = torch.cdist(points, matches0).topk(count, largest=False)
@@ -274,7 +274,7 @@ def _aligned(
     maps: Tensor,
     step: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """`align` at one level of either image; `maps` are of samples to image 1."""
+    """Run `align` at one level of each image; `maps` map samples to image 1."""
     spread = step[:, None, None]
 
     def patch(x: float = 0, y: float = 0) -> Tensor:
@@ -310,12 +310,12 @@ def _aligned(
 
 
 def _normalised(patches: Tensor) -> tuple[Tensor, Tensor]:
-    """Patches (N, P) with mean 0 and standard deviation 1, and the deviations before (N,)."""
+    """Normalise patches (N, P) to mean 0 and deviation 1; also return the deviations (N,)."""
     centred = patches - (patches * _WEIGHTS).sum(dim=1, keepdim=True)
     deviation = (centred.square() * _WEIGHTS).sum(dim=1).sqrt()
     return centred / deviation.clamp(min=1e-3)[:, None], deviation
 
 
 def _inside(points: Tensor, reach: Tensor, size: Tensor) -> Tensor:
-    """Whether points (N, 2) are at least `reach` from the edges of an image."""
+    """Return True for points (N, 2) at least `reach` away from the edges of an image."""
     return ((points >= reach) & (points <= size - 1 - reach)).all(dim=1)

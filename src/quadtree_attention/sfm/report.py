@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The report of a reconstruction: one HTML file with everything in it."""
+"""The report of a reconstruction as a single HTML file."""
 
 import html
 from collections.abc import Iterable, Sequence
@@ -15,13 +15,13 @@ from quadtree_attention.viz.page import make_page
 if TYPE_CHECKING:
     from quadtree_attention.sfm.pipeline import Report
 
-MOST_POINTS = 40_000  # that are drawn
+MOST_POINTS = 40_000  # maximum number of drawn points
 FRUSTUM = 0.08  # depth of a drawn camera, over the size of the model
-BAR = 16  # em, of the longest bar
+BAR = 16  # length of the longest bar in em
 
 
 def page(report: "Report", model: Any, photos: Sequence[Photo]) -> bytes:
-    """The report; `model` is None if there is none."""
+    """Return the HTML page; `model` is None if there is no model."""
     cloud = Cloud.of(model) if model is not None else None
     about: dict[str, Any] = {"count": 0, "cameras": [], "turn": np.eye(3).tolist()}
     data, shown = b"", "There is no model."
@@ -53,14 +53,14 @@ def page(report: "Report", model: Any, photos: Sequence[Photo]) -> bytes:
 
 
 def _frame(points: Array) -> tuple[Array, float]:
-    """Centre and size of a cloud, without its outermost points."""
+    """Return centre and size of a cloud, without its outermost points."""
     centre = np.median(points, axis=0)
     apart = np.linalg.norm(points - centre, axis=1)
     return centre, float(np.quantile(apart, 0.9)) or 1.0
 
 
 def _frustum(model: Any, image: Any, centre: Array, scale: float) -> list[list[float]]:
-    """The centre of a camera and the four corners of its image."""
+    """Return the centre of a camera and the four corners of its image."""
     camera = model.cameras[image.camera_id]
     wide, high = camera.width / camera.focal_length_x / 2, camera.height / camera.focal_length_y / 2
     corners = np.array([[0, 0, 0], [-wide, -high, 1], [wide, -high, 1], [wide, high, 1],
@@ -72,7 +72,7 @@ def _frustum(model: Any, image: Any, centre: Array, scale: float) -> list[list[f
 
 
 def _turn(model: Any, numbers: Sequence[int]) -> list[list[float]]:
-    """The rotation of a camera in the middle of the sequence."""
+    """Return the rotation of the middle camera of the sequence."""
     image = model.images[numbers[len(numbers) // 2]]
     return image.cam_from_world().rotation.matrix().round(6).tolist()
 
@@ -125,7 +125,7 @@ def _bars(lengths: Any) -> str:
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[object]], *, numbers: int = 0) -> str:
-    """A table; the last columns hold numbers."""
+    """Return an HTML table; the last columns are numbers."""
 
     def line(tag: str, cells: Sequence[object]) -> str:
         words = len(cells) - numbers

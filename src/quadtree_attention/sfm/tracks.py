@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tracks: one scene point in all images that show it, from matches of pairs.
+"""Tracks: observations of one scene point in several images, from matches of pairs.
 
-The coarse cells of an image are the same in all of its pairs, and the fine stage says where the
-centre of a cell is in the other image, to a fraction of a pixel. So all matches of one cell form a
-track whose first point is exact and whose other points are each measured from it: nothing has to be
-rounded to a grid or averaged over neighbouring points. Cells of all images propose such tracks. The
-longest are kept; a proposal that lies where kept tracks are already, in most of its images, is
-dropped.
+The coarse cells of an image are the same in all of its pairs, and the fine stage estimates the
+position of a cell's centre in the other image with sub-pixel accuracy. All matches of one cell
+therefore form a track: its first point is exact, and the others are refined from it, without
+rounding to a grid or averaging. Cells of all images propose tracks. The longest are kept; a
+proposal close to kept tracks in most of its images is dropped.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,7 +15,7 @@ import numpy as np
 
 from quadtree_attention.images import Array
 
-_STEPS = 64  # per pixel, to recognise the same anchor in several pairs
+_STEPS = 64  # per pixel, to identify the same anchor in several pairs
 _BITS = 22  # of a coordinate in such steps
 
 
@@ -29,8 +28,8 @@ class PairPoints:
         image1: Index of image 1.
         points0: (N, 2) pixels of image 0.
         points1: (N, 2) pixels of image 1.
-        anchored: (N,), True where the point of image 0 is a cell's centre and the point of image 1
-            was measured from it; else it is the other way round.
+        anchored: (N,), True if the point of image 0 is the centre of a cell and the point of image
+            1 was refined from it; False for the opposite.
         confidence: (N,).
     """
 
@@ -47,11 +46,11 @@ class Tracks:
     """Points of images, sorted by track.
 
     Args:
-        starts: (T + 1,), where the points of each track begin; the last is their number.
+        starts: (T + 1,), start of the points of each track; the last entry is their number.
         images: (P,), the image of each point.
         points: (P, 2), pixels.
         indices: (P,), the index of each point among the points of its image.
-        anchors: (T,), the point of each track that the others were measured from.
+        anchors: (T,), the point of each track that the others were refined from.
     """
 
     starts: Array
@@ -64,12 +63,12 @@ class Tracks:
         return len(self.starts) - 1
 
     def keypoints(self, image: int) -> Array:
-        """The points (K, 2) of an image, by index."""
+        """Return the points (K, 2) of an image, by index."""
         chosen = np.flatnonzero(self.images == image)
         return self.points[chosen[np.argsort(self.indices[chosen])]]
 
     def pairs(self) -> Iterator[tuple[int, int, Array]]:
-        """Pairs of images with the indices (M, 2) of their points that share a track."""
+        """Yield pairs of images with the indices (M, 2) of their points that share a track."""
         lengths = np.diff(self.starts)
         rows: list[Array] = []
         for length in np.unique(lengths):
@@ -87,7 +86,7 @@ class Tracks:
 
 
 def build(pairs: Iterable[PairPoints], spacing: Sequence[float]) -> Tracks:
-    """Tracks of verified matches.
+    """Build tracks from verified matches.
 
     Args:
         pairs: The matches of every pair, each pair once.
@@ -107,7 +106,7 @@ def build(pairs: Iterable[PairPoints], spacing: Sequence[float]) -> Tracks:
 
 
 def _proposals(pair: PairPoints) -> Iterator[tuple[Array, Array, Array, Array]]:
-    """Key of the track, image, point and confidence of both directions of a pair."""
+    """Yield key of the track, image, point and confidence for both directions of a pair."""
     for there, reference, other, source, target in (
         (pair.anchored, pair.image0, pair.image1, pair.points0, pair.points1),
         (~pair.anchored, pair.image1, pair.image0, pair.points1, pair.points0),
@@ -141,7 +140,7 @@ def _select(
     anchors: Array,
     spacing: Sequence[float],
 ) -> list[int]:
-    """Proposals to keep, the longest first."""
+    """Select the proposals to keep, the longest first."""
     ends = np.append(starts[1:], len(images))
     total = np.add.reduceat(confidence, starts)
     order = np.lexsort((-total, starts - ends))
@@ -152,13 +151,13 @@ def _select(
 
 
 def _places(images: Array, points: Array, spacing: Sequence[float]) -> Array:
-    """A number (N,) for the image and the place of each point, in steps of `spacing`."""
+    """Return an integer (N,) per image and position of each point, in steps of `spacing`."""
     place = np.rint(points / np.asarray(spacing)[images, None]).astype(np.int64)
     return (images.astype(np.int64) << 2 * _BITS) | (place[:, 0] << _BITS) | place[:, 1]
 
 
 def _unclaimed(proposals: Iterable[tuple[int, Sequence[int]]]) -> list[int]:
-    """Proposals, in order, at least half of whose places no kept one has."""
+    """Return proposals, in order, with at least half of their places unoccupied by kept ones."""
     taken: set[int] = set()
     kept = []
     for proposal, places in proposals:
@@ -188,7 +187,7 @@ def _collected(
     found = np.where(is_anchor, 0, rows)
     of = np.where(is_anchor, np.repeat(references[chosen], lengths), images[found])
     at = np.where(is_anchor[:, None], np.repeat(anchors[chosen], lengths, axis=0), points[found])
-    # By image within each track, so that pairs come out with the smaller index first
+    # By image within each track, so that pairs have the smaller index first
     track = np.repeat(np.arange(len(chosen)), lengths)
     order = np.lexsort((of, track))
     of, at = of[order], at[order]
@@ -197,7 +196,7 @@ def _collected(
 
 
 def _indices(images: Array, count: int) -> Array:
-    """The index (P,) of each point among the points of its image."""
+    """Return the index (P,) of each point among the points of its image."""
     by_image = np.argsort(images, kind="stable")
     counts = np.bincount(images, minlength=count)
     indices = np.empty(len(images), int)
@@ -208,11 +207,11 @@ def _indices(images: Array, count: int) -> Array:
 def assembled(
     track: Array, images: Array, points: Array, confidence: Array, spacing: Sequence[float]
 ) -> Tracks:
-    """Tracks of points; the longest are kept where several lie at the same places.
+    """Assemble tracks from points; of tracks at the same places, the longest are kept.
 
     Args:
-        track: (P,), the number of the track of each point; its first one is the anchor.
-        images: (P,), at most one point of an image to a track.
+        track: (P,), the index of the track of each point; the first point is the anchor.
+        images: (P,), at most one point per image in a track.
         points: (P, 2), pixels.
         confidence: (P,); of two tracks of the same length the one with the larger sum is kept.
         spacing: Of each image, pixels within which a point counts as there already.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether the matches of a pair agree on a geometry."""
+"""Geometric verification of the matches of a pair."""
 
 import numpy as np
 
@@ -8,17 +8,17 @@ from quadtree_attention.sfm.database import LEAST_MATCHES
 from quadtree_attention.tasks.match.pose import libraries
 from quadtree_attention.tasks.match.result import Matches
 
-ERROR = 2.0  # pixels, as the network sees them, that an inlier may be from its epipolar line
-LEAST_SHARE = 0.2  # of matches that agree: between photographs without overlap it is 0.1 to 0.17
+ERROR = 2.0  # maximum distance of an inlier from its epipolar line, in input pixels
+LEAST_SHARE = 0.2  # minimum inlier share; photographs without overlap have 0.1 to 0.17
 TRIALS = 2000  # of RANSAC
 
 
 def agreeing(matches: Matches, scale: float) -> Array | None:
-    """Which matches (N,) agree on a fundamental matrix; None if too few do.
+    """Return the inlier mask (N,) of a fundamental matrix; None if there are too few inliers.
 
     Args:
-        matches: As `PairMatcher` gives them; both halves are the same matches.
-        scale: Pixels of the photographs to one pixel that the network sees.
+        matches: Result of `PairMatcher`; both halves are the same matches.
+        scale: Pixels of the photographs per pixel of the network's input.
     """
     if len(matches) < 2 * LEAST_MATCHES:
         return None
