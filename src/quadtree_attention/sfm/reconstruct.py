@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From matches to a model: verified pairs, tracks, COLMAP's mapper, and the files of a model."""
+"""Reconstruction from matches: verified pairs, tracks, COLMAP's mapper, and files of a model."""
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,32 +20,45 @@ from quadtree_attention.sfm.verify import agreeing
 from quadtree_attention.tasks.match.result import Matches
 
 MAPPERS = ("incremental", "global")
-SPACING = 6.0  # pixels, as the network sees them, within which tracks are one
-COLMAP_SCALE = (
-    1.6  # pixels of a photograph to one of the network that COLMAP's limits are right for
-)
-LEAST_IMAGES = 2  # of a model
-REPROJECTION = 1.25  # largest error of an observation, in pixels as the network sees them
-WORTH = 0.01  # share by which refined cameras must lower the error
+SPACING = 6.0  # distance in input pixels below which tracks are merged
+COLMAP_SCALE = 1.6  # pixels of a photograph per input pixel that COLMAP's limits are meant for
+LEAST_IMAGES = 2  # minimum images of a model
+REPROJECTION = 1.25  # maximum error of an observation, in input pixels
+SURE = 0.4  # minimum share of matches that agree,
+FEW = 2  # except in this number of pairs of each photograph
+KEPT = 0.4  # minimum share of the tracks of three or more photographs that a good model keeps
+WORTH = 0.01  # minimum relative reduction of the error by refined cameras
 ROUNDS = 2  # of adjustment and filter
-LEAST_ANGLE = 1.5  # degrees between the rays of a point, as COLMAP has it
-FORWARD_ANGLE = 4.0  # least median angle of a first pair that may move forward; COLMAP's is 16
+LEAST_ANGLE = 1.5  # degrees between the rays of a point, as in COLMAP
+FORWARD_ANGLE = 4.0  # minimum median angle of a first pair with forward motion; COLMAP: 16
 
 
-def verified(
-    pairs: Iterable[tuple[Pair, Matches]], scales: Sequence[float]
-) -> Iterator[PairPoints]:
-    """Matches of pairs that agree on a fundamental matrix; pairs with too few are left out.
+def verified(pairs: Iterable[tuple[Pair, Matches]], scales: Sequence[float]) -> list[PairPoints]:
+    """Return the matches of pairs that agree on a fundamental matrix.
+
+    Pairs of which less than `SURE` of the matches agree are left out, too, unless they are among
+    the `FEW` best pairs of a photograph: between distant photographs of a street a third agrees by
+    chance, and the wrong tracks prevent a model.
 
     Args:
         pairs: Matches as `PairMatcher` gives them; both halves are the same matches.
         scales: Of each photograph, its pixels to one pixel that the network sees.
     """
+    found: list[PairPoints] = []
+    sure, pairs_of = set[int](), [list[int]() for _ in scales]
     for (i, j), matches in pairs:
         inliers = agreeing(matches, (scales[i] + scales[j]) / 2)
-        if inliers is not None:
-            values = matches.keypoints0, matches.keypoints1, anchored(matches), matches.confidence
-            yield PairPoints(i, j, *(x[inliers] for x in values))
+        if inliers is None:
+            continue
+        for image in (i, j):
+            pairs_of[image].append(len(found))
+        if inliers.mean() >= SURE:
+            sure.add(len(found))
+        values = matches.keypoints0, matches.keypoints1, anchored(matches), matches.confidence
+        found.append(PairPoints(i, j, *(x[inliers] for x in values)))
+    for numbers in pairs_of:
+        sure.update(sorted(numbers, key=lambda n: -len(found[n].points0))[:FEW])
+    return [found[n] for n in sorted(sure)]
 
 
 @dataclass(frozen=True)
@@ -54,7 +67,7 @@ class Attempt:
 
     Args:
         refines: Refine cameras while photographs are added; False: keep them until the end.
-        two_views: Use points that only two photographs see.
+        two_views: Use points with only two observations.
         forward: The first pair may move forward and have a median angle of `FORWARD_ANGLE`. With
             COLMAP's limits there is no first pair if all cameras move along their view.
     """
@@ -64,11 +77,17 @@ class Attempt:
     forward: bool = False
 
 
-# In this order, until all photographs that are linked are registered. A focal length that is known
-# is kept first: where photographs show a plane or move forward, it is hardly determined.
-KNOWN = (Attempt(False), Attempt(False, True), Attempt(False, True, True), Attempt(True))
-GUESSED = (Attempt(True), Attempt(True, True), Attempt(True, True, True), Attempt(False))
-CALIBRATED = (Attempt(False), Attempt(False, True), Attempt(False, True, True))
+# In this order, until all linked photographs are registered and the share `KEPT` of the tracks is
+# kept. A known focal length is fixed at first, since it is poorly determined by planes or forward
+# motion.
+CALIBRATED = (
+    Attempt(False), Attempt(False, False, True), Attempt(False, True), Attempt(False, True, True),
+)  # fmt: skip
+GUESSED = (
+    Attempt(True), Attempt(True, False, True), Attempt(True, True), Attempt(True, True, True),
+    Attempt(False),
+)  # fmt: skip
+KNOWN = (*CALIBRATED, *GUESSED[:2])
 
 
 def map_images(
@@ -79,18 +98,20 @@ def map_images(
     mapper: str = "incremental",
     scale: float | None = None,
     linked: int = 0,
+    long_tracks: int = 0,
     progress: bool | None = None,
 ) -> list[Any]:
-    """Models by COLMAP's mapper, the largest first.
+    """Run COLMAP's mapper; return the models, the largest first.
 
     Args:
         database: The database.
-        folder: New folder, which it writes to.
-        attempts: How the incremental mapper is run, until one is successful; the best is kept.
+        folder: New folder for its output.
+        attempts: Options of the incremental mapper, tried until one succeeds; the best is kept.
         mapper: "incremental" or "global".
-        scale: Pixels of a photograph to one that matches were measured in, which sets the limits of
+        scale: Pixels of a photograph per pixel of the network's input, which scales the limits of
             errors; None: COLMAP's own limits.
-        linked: Photographs that an attempt has to register to be successful.
+        linked: Number of photographs that a successful attempt registers.
+        long_tracks: Number of tracks of three or more photographs, of which it keeps `KEPT`.
         progress: Show a progress bar; None: in a terminal.
     """
     best: list[Any] = []
@@ -102,13 +123,17 @@ def map_images(
         )
         if not best or (models and _size(models[0]) > _size(best[0])):
             best = models
-        if best and best[0].num_reg_images() >= linked:
-            break
+        if best:
+            registered, kept, _ = _size(best[0])
+            if registered >= linked and kept >= KEPT * long_tracks:
+                break
     return best
 
 
-def _size(model: Any) -> tuple[int, int]:
-    return model.num_reg_images(), model.num_points3D()
+def _size(model: Any) -> tuple[int, int, int]:
+    """Photographs, points seen by three or more of them, and all points."""
+    kept = sum(point.track.length() > 2 for point in model.points3D.values())
+    return model.num_reg_images(), kept, model.num_points3D()
 
 
 def _incrementally(
@@ -167,7 +192,7 @@ def _globally(database: Path, folder: Path, *, refines: bool) -> list[Any]:
 
 
 def refined(model: Any, scale: float) -> Any:
-    """The model with refined cameras, if that lowers its error by more than `WORTH`; else itself.
+    """Refine the cameras of a model, if that reduces its error by more than `WORTH`.
 
     Args:
         model: A model.
@@ -192,7 +217,7 @@ def refined(model: Any, scale: float) -> Any:
 
 
 def colour(model: Any, photos: Sequence[Photo]) -> None:
-    """Colours of all points: means over the photographs that see them, read one at a time."""
+    """Set the colours of all points to means over their photographs, read one at a time."""
     ids = {point_id: row for row, point_id in enumerate(model.points3D)}
     sums, counts = np.zeros((len(ids), 3)), np.zeros(len(ids))
     for number in sorted(model.reg_image_ids()):
@@ -218,7 +243,7 @@ class Cloud:
     Args:
         points: (N, 3).
         colours: (N, 3), 0 to 255.
-        lengths: (N,), images that see each.
+        lengths: (N,), track lengths.
         errors: (N,), mean reprojection errors in pixels.
     """
 
@@ -239,7 +264,7 @@ class Cloud:
 
 
 def transforms(model: Any, photos: Sequence[Photo]) -> bytes:
-    """`transforms.json`: cameras as NeRF and Gaussian splatting have them.
+    """Return `transforms.json`: cameras in the format of NeRF and Gaussian splatting.
 
     Matrices map the camera to the world; the camera looks along -z, y is up.
     """
