@@ -69,7 +69,7 @@ PHRASES = {  # refused phrases, and what to write instead
     r"give the pose of": "recovers N of M poses",
     r"knows? nothing of": "is independent of",
 }
-IN_DOCS = {  # refused in pages, help texts and the parts of the package in PROSE
+IN_DOCS = {  # refused in pages, and in help texts, messages and docstrings of the package
     r"looks? at|looked at": "candidates, compared with",
     r"asked for": "requested",
     r"anew": "again",
@@ -91,10 +91,6 @@ IN_DOCS = {  # refused in pages, help texts and the parts of the package in PROS
     r"in silence": "silently",
     r"what (stood|stands) in the way": "problem",
 }
-PROSE = (
-    *("cli/", "export/", "inspect/", "integrations/", "models/", "ops/planning/", "synthetic/"),
-    *("viz/", "checks", "errors", "files", "images"),
-)
 UNCHECKED = ("CONTRIBUTING.md", "docs/make.py", "tests/docs/test_site.py")  # quote them
 TEXTS = ("*.md", "*.py", "*.yaml", "*.toml", "*.js", "*.html", "*.cff")
 LINK = re.compile(r"(\]\()([^)\s:#]+)(#[^)\s]*)?(\))")  # of files, not of URLs or of this page
@@ -429,8 +425,7 @@ def phrases() -> list[str]:
             continue
         text = (ROOT / name).read_text()
         found += [f"{name}:{problem}" for problem in refused(text, PHRASES)]
-        edited = name.endswith(".py") and name.startswith(tuple(f"{PACKAGE}/{x}" for x in PROSE))
-        if name.endswith(".md") or edited:
+        if name.endswith(".md") or (name.endswith(".py") and name.startswith(f"{PACKAGE}/")):
             found += [f"{name}:{problem}" for problem in refused(text, IN_DOCS)]
     return found
 
