@@ -19,6 +19,7 @@ from PIL import ExifTags, Image
 from quadtree_attention.errors import DataError, OptionError
 from quadtree_attention.sfm import Chosen, PairMatcher, build_model
 from quadtree_attention.sfm.matching import _turned_back, seems_sure
+from quadtree_attention.sfm.reconstruct import KNOWN, map_images
 from quadtree_attention.tasks.match.result import Matches
 from tests.support.commands import (
     START,
@@ -213,6 +214,15 @@ def test_a_known_camera_is_kept(scene, matcher, tmp_path):
     (camera,) = model.cameras.values()
     assert camera.model.name == "PINHOLE" and list(camera.params) == [FOCAL, FOCAL, 128, 96]
     assert len(report.registered) == 4
+
+
+@pytest.mark.parametrize(("long_tracks", "count"), [(0, 1), (10, 1), (10**6, 2)])
+def test_a_model_that_keeps_few_of_the_tracks_is_made_again(scene, tmp_path, long_tracks, count):
+    options = {"scale": 1.0, "linked": 4, "long_tracks": long_tracks}
+    database = shutil.copy(scene[0] / "out" / "database.db", tmp_path)
+    models = map_images(Path(database), tmp_path / "sparse", attempts=KNOWN[:2], **options)
+    assert models[0].num_reg_images() == 4
+    assert len(list((tmp_path / "sparse").iterdir())) == count
 
 
 def test_killed_and_started_again(scene, tmp_path):
