@@ -59,7 +59,7 @@ def check_options(parser: ArgumentParser, options: Namespace) -> None:
 
 
 def evaluate(options: Namespace, argv: Sequence[str]) -> int:
-    """Scores what has no scores yet, and SIFT; other weights than those of the runs are refused.
+    """Score runs that have no scores, and SIFT; weights other than those of the runs are refused.
 
     Scores of other settings, or of runs that were made again, are removed.
     """
