@@ -33,15 +33,19 @@ M_MMAP_THRESHOLD = -3  # as malloc.h has it
 MAX_REPEATS = 200
 TURNS = 8  # of calls that are timed in turns
 LONGEST_BATCH = 16  # calls in a row before the clock is read
+FRESH: multiprocessing.context.BaseContext = multiprocessing.get_context("spawn")
 
 
 @contextmanager
-def scores_held() -> Iterator[None]:
-    """Attention without a fused kernel: all scores are computed and kept.
+def scores_held(held: bool = True) -> Iterator[None]:
+    """Attention without a fused kernel, if `held`: all scores are computed and kept.
 
     PyTorch would take float32 for scores of half precision; networks that compute them by hand do
     not.
     """
+    if not held:
+        yield
+        return
     switch = torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp
     before = torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed()
     switch(True)
@@ -85,11 +89,12 @@ def measure(
 
 def _times(call: Call, device: str, seconds: float, max_repeats: int) -> list[float]:
     """Milliseconds of repeats, at least of one."""
-    time_calls = _cuda_times if device == "cuda" else _cpu_times
     times: list[float] = []
     count, end = 1, time.perf_counter() + seconds
     while len(times) < max_repeats and (not times or time.perf_counter() < end):
-        times += time_calls(call, min(count, max_repeats - len(times)))
+        repeats = min(count, max_repeats - len(times))
+        cuda = device == "cuda"
+        times += _cuda_times(call, repeats) if cuda else [one_time(call) for _ in range(repeats)]
         count = min(2 * count, LONGEST_BATCH)
     return times
 
@@ -101,22 +106,15 @@ def summarise(times: list[float]) -> Timing:
     return {"median_ms": median, "q25_ms": q25, "q75_ms": q75, "repeats": len(times)}
 
 
-def one_time(call: Call, device: str) -> float:
-    """Milliseconds of one call on an idle device, until that has done it."""
-    _wait(device)
+def one_time(call: Call, device: str = "cpu", *, until_returned: bool = False) -> float:
+    """Milliseconds of one call on an idle device, until that is done or until the call returns."""
+    wait = torch.cuda.synchronize if device == "cuda" else lambda: None
+    wait()
     begin = time.perf_counter()
     call()
-    _wait(device)
+    if not until_returned:
+        wait()
     return (time.perf_counter() - begin) * 1e3
-
-
-def _wait(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()
-
-
-def _cpu_times(call: Call, repeats: int) -> list[float]:
-    return [one_time(call, "cpu") for _ in range(repeats)]
 
 
 def _cuda_times(call: Call, repeats: int) -> list[float]:
@@ -243,7 +241,7 @@ class StoragePeak(TorchDispatchMode):
 
 def in_fresh_process(function: Callable[..., Any], *args: Any, threads: int) -> Any:
     """The result of a function in a new process, without freed blocks that a call could reuse."""
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+    with ProcessPoolExecutor(1, mp_context=FRESH) as pool:
         return pool.submit(_fresh, function, args, threads).result()
 
 

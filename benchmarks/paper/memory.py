@@ -9,9 +9,8 @@ PVTv2's attention holds all scores, as in its own code.
 
 import sys
 from argparse import Namespace
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -65,7 +64,12 @@ def measure_row(work: Work, options: Namespace) -> dict[str, float]:
         else:
             own = ATTENTIONS[work["attention"]]
             model = Network(models.create(work["model"], num_classes=CLASSES, **own)).eval()
-    with FakeTensorMode(allow_non_fake_inputs=True), _as_on_a_gpu():
+    with (  # as on a GPU: attention of all rows at once, and Sinkhorn in PyTorch
+        FakeTensorMode(allow_non_fake_inputs=True),
+        patch.object(sttr_attention, "CPU_SCORES", sys.maxsize),
+        patch.object(row_attention, "CPU_NUMBERS", sys.maxsize),
+        use_backend("reference"),
+    ):
         model.to_empty(device=device)
         with StoragePeak() as storages:
             storages.add(*model.parameters(), *model.buffers())
@@ -77,18 +81,6 @@ def measure_row(work: Work, options: Namespace) -> dict[str, float]:
                 losses = stereo_losses(output, batch, model.at_cells, model.max_disparity)
                 torch.stack(list(losses.values())).sum().backward()
             else:
-                with torch.no_grad(), scores_held() if held else nullcontext():
+                with torch.no_grad(), scores_held(held):
                     model(batch)
     return {"peak_mib": round(storages.peak / MIB, 1), "before_mib": round(before / MIB, 1)}
-
-
-@contextmanager
-def _as_on_a_gpu() -> Iterator[None]:
-    """Attention of all rows at once, which on a CPU is that of a few, and Sinkhorn in PyTorch."""
-    before = sttr_attention.CPU_SCORES, row_attention.CPU_NUMBERS
-    sttr_attention.CPU_SCORES = row_attention.CPU_NUMBERS = sys.maxsize
-    try:
-        with use_backend("reference"):
-            yield
-    finally:
-        sttr_attention.CPU_SCORES, row_attention.CPU_NUMBERS = before

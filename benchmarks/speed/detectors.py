@@ -8,7 +8,6 @@ pyramid and heads; "detector" also resizes the images and chooses boxes.
 
 from argparse import Namespace
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -101,5 +100,5 @@ def compiled(network: nn.Module) -> Any:
 
 
 def _forward(model: Callable[[Any], object], images: Any, held: bool) -> object:
-    with torch.no_grad(), scores_held() if held else nullcontext():
+    with torch.no_grad(), scores_held(held):
         return model(images)

@@ -5,7 +5,6 @@ The host lays out the next batch while a GPU is busy, so a training step waits f
 two at most. The first call on a GPU compiles, and has a row of its own.
 """
 
-import time
 from argparse import Namespace
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -55,19 +54,10 @@ def measure_row(work: Work, options: Namespace) -> dict[str, Any]:
         if part in WHOLE:
             values["pairs_per_second"] = options.batch / timing["median_ms"] * 1e3
         if cuda:
-            values["host_ms"] = _host_ms(call, min(10, int(timing["repeats"])))
+            repeats = range(min(10, int(timing["repeats"])))
+            times = [one_time(call, work.device, until_returned=True) for _ in repeats]
+            values["host_ms"] = summarise(times)["median_ms"]
     return values
-
-
-def _host_ms(call: Call, repeats: int) -> float:
-    """Median time until a call returns, of a device that has nothing to do before."""
-    times = []
-    for _ in range(repeats):
-        torch.cuda.synchronize()
-        begin = time.perf_counter()
-        call()
-        times.append((time.perf_counter() - begin) * 1e3)
-    return summarise(times)["median_ms"]
 
 
 def _calls(options: Namespace) -> dict[str, Call]:

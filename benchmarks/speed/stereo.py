@@ -7,7 +7,6 @@ all scores of a layer, as STTR's own code does; `full-*` is PyTorch's fused atte
 
 import sys
 from argparse import Namespace
-from contextlib import ExitStack
 from functools import cache
 from typing import Any
 
@@ -73,21 +72,15 @@ def prepare(work: Work) -> Call:
     model = models.create("sttr", **NETWORKS[work["network"]]).to(work.device).train(training)
     batch = noise(*work["image"], work.device)
     parameters = list(model.parameters())
-    dtype = PRECISIONS[work["precision"]]
-
-    def settings() -> ExitStack:
-        stack = ExitStack()
-        stack.enter_context(torch.autocast(work.device, dtype, enabled=dtype is not None))
-        if work["network"].startswith("explicit"):
-            stack.enter_context(scores_held())
-        return stack
+    dtype, held = PRECISIONS[work["precision"]], work["network"].startswith("explicit")
+    autocast = torch.autocast(work.device, dtype, enabled=dtype is not None)
 
     def inference() -> object:
-        with torch.inference_mode(), settings():
+        with torch.inference_mode(), autocast, scores_held(held):
             return model(batch).disparity
 
     def train() -> object:
-        with settings():
+        with autocast, scores_held(held):
             output = model(batch, true_disparity=batch["disparity0"])
             losses = stereo_losses(output, batch, model.at_cells, model.max_disparity)
             loss = torch.stack(list(losses.values())).sum()

@@ -26,6 +26,7 @@ from benchmarks.training.runs import (
     Trainer,
     exits_when_terminated,
     find_recipes,
+    fingerprint,
     tell,
 )
 from quadtree_attention.errors import OptionError
@@ -110,17 +111,18 @@ def plan(options: Namespace, seeds: Sequence[int]) -> list[Job]:
     data = Path(options.data).resolve().name if options.data else None
     jobs = []
     for seed in seeds:
-        for recipe in options.recipes:
-            epochs = options.epochs or recipe.content["trainer"]["max_epochs"]
-            case: dict[str, Any] = {"recipe": recipe.name, "seed": seed, "epochs": epochs}
-            case |= {"fingerprint": recipe.fingerprint(data=data, extra=options.extra)}
-            more = [*options.comparison.options, *options.data_options, *options.extra]
+        for name, recipe in options.recipes.items():
+            epochs = options.epochs or recipe.settings["trainer"]["max_epochs"]
+            case: dict[str, Any] = {"recipe": name, "seed": seed, "epochs": epochs}
+            case |= {"fingerprint": fingerprint(recipe, data=data, extra=options.extra)}
+            more = ["--config", str(recipe.path), "--variant", name, "--seed_everything", str(seed)]
+            more += [*options.comparison.options, *options.data_options, *options.extra]
             more += ["--trainer.max_epochs", str(epochs)]
             more += PAIRED if options.comparison.paired else []
             if options.comparison.start:  # a backbone of another one, same attention and seed
-                path = WEIGHTS / options.comparison.start / f"{recipe.name}-s{seed}.safetensors"
+                path = WEIGHTS / options.comparison.start / f"{name}-s{seed}.safetensors"
                 more += ["--model.backbone_weights", str(path)]
-            jobs.append(Job(recipe, case | {"data": data}, more))
+            jobs.append(Job(case | {"data": data}, more))
     return jobs
 
 

@@ -26,7 +26,7 @@ from benchmarks.tables.table import number
 from benchmarks.training.comparison import Comparison, rows_of, short
 from quadtree_attention.errors import OptionError
 from quadtree_attention.files import write_whole
-from quadtree_attention.tasks.training.recipe import read_recipe
+from quadtree_attention.tasks.training.recipe import Recipe, read_recipe
 
 LAST = "last.ckpt"  # as training calls the checkpoint that a run continues from
 TRAIN = (
@@ -38,29 +38,16 @@ GRACE_SECONDS = 5.0  # for a run that was asked to end
 PRINTED_LINES, RECORDED_LINES = 15, 5  # of the output of a run that failed
 
 
-@dataclass(frozen=True)
-class Recipe:
-    """A variant of a recipe."""
-
-    name: str
-    path: Path
-    content: dict[str, Any] = field(hash=False)
-
-    @property
-    def arguments(self) -> list[str]:
-        """Options of training."""
-        return ["--config", str(self.path), "--variant", self.name]
-
-    def fingerprint(self, *, data: str | None, extra: Sequence[str]) -> str:
-        """Changes with whatever changes a result, comments and seed apart."""
-        content = {key: value for key, value in self.content.items() if key != "seed_everything"}
-        text = json.dumps([content, data, list(extra)], sort_keys=True)
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
+def fingerprint(recipe: Recipe, *, data: str | None, extra: Sequence[str]) -> str:
+    """Changes with whatever changes a result, comments and seed apart."""
+    content = {key: value for key, value in recipe.settings.items() if key != "seed_everything"}
+    text = json.dumps([content, data, list(extra)], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def find_recipes(comparison: Comparison, path: Path, names: str | None = None) -> list[Recipe]:
-    """Variants of a recipe: those named, in that order; else those of the comparison if the recipe
-    has them, or all, the most important first.
+def find_recipes(comparison: Comparison, path: Path, names: str | None = None) -> dict[str, Recipe]:
+    """Variants of a recipe by name: those named, in that order; else those of the comparison if the
+    recipe has them, or all, the most important first.
 
     Raises:
         OptionError: There is no such recipe or variant, or it cannot be read.
@@ -68,62 +55,48 @@ def find_recipes(comparison: Comparison, path: Path, names: str | None = None) -
     known = sorted(read_recipe(path).variants, key=comparison.rank)
     if set(comparison.variants) <= set(known):
         known = [name for name in known if name in comparison.variants]
-    wanted = list(dict.fromkeys(names.split(","))) if names is not None else known
-    recipes = [Recipe(name, path, read_recipe(path, name).settings) for name in wanted]
+    wanted = known if names is None else names.split(",")
+    recipes = {name: read_recipe(path, name) for name in wanted}
     if not recipes:
         raise OptionError(f"{path} has no variants to compare; add them to the recipe")
     return recipes
 
 
-@dataclass(frozen=True)
+@dataclass
 class Job:
-    """One training run: a recipe, what tells it from other runs, and options on top of the recipe.
+    """One training run.
 
-    `case` has recipe, seed, epochs, fingerprint of the recipe with all options, and the name of the
-    data, None for those of the recipe.
+    Attributes:
+        case: What tells it from other runs: variant of the recipe, seed, epochs, fingerprint of
+            the recipe with all options, and the name of the data, None for those of the recipe.
+        options: Options of training.
+        process: Its process, once it is started.
+        began: When it would have begun without a break, on the clock of `time.monotonic`.
+        beside: Most runs that there were beside it at any time.
     """
 
-    recipe: Recipe
     case: dict[str, Any]
-    options: Sequence[str] = ()
+    options: Sequence[str]
+    process: Any = None
+    began: float = 0.0
+    beside: int = 0
 
     def __str__(self) -> str:
-        return f"{self.recipe.name} seed {self.case['seed']}"
+        return f"{self.case['recipe']} seed {self.case['seed']}"
 
     @property
     def name(self) -> str:
         """Of its files."""
-        return f"{self.recipe.name}-s{self.case['seed']}"
-
-
-@dataclass
-class Running:
-    """A run under way.
-
-    Attributes:
-        job: What runs.
-        process: Its process.
-        folder: Where it writes; its output and its state are beside it.
-        before: Seconds that it ran before it was stopped, if it is continued.
-        began: When, on the clock of `time.monotonic`.
-        beside: Most runs that there were beside it at any time.
-    """
-
-    job: Job
-    process: "subprocess.Popen[bytes]"
-    folder: Path
-    before: float
-    began: float = field(default_factory=time.monotonic)
-    beside: int = 0
+        return f"{self.case['recipe']}-s{self.case['seed']}"
 
     @property
     def seconds(self) -> float:
-        return round(self.before + time.monotonic() - self.began, 1)
+        return round(time.monotonic() - self.began, 1)
 
-    def note(self) -> None:
+    def note(self, folder: Path) -> None:
         """Notes what it is and how long it ran, for a command that continues it."""
-        state = {"case": self.job.case, "seconds": self.seconds}
-        write_whole(_beside(self.folder, "json"), json.dumps(state).encode())
+        state = {"case": self.case, "seconds": self.seconds}
+        write_whole(_beside(folder, "json"), json.dumps(state).encode())
 
 
 def _beside(folder: Path, suffix: str) -> Path:
@@ -143,7 +116,7 @@ class Trainer:
         results: Where they are recorded.
         jobs: How many run at the same time.
         deadline: When those still running are stopped, on the clock of `time.monotonic`.
-        work: Folder for what they write.
+        work: Folder for what they write: a folder each, with output and state beside it.
         resume: Continue a run that was stopped from its last checkpoint in `work`. All are started
             then, whether or not they would be ready in time.
         keep: Given a job that is done and its folder, puts aside what is to be kept of it; what it
@@ -158,7 +131,7 @@ class Trainer:
     work: Path
     resume: bool = False
     keep: Callable[[Job, Path], dict[str, Any]] = lambda job, folder: {}
-    running: list[Running] = field(default_factory=list)
+    running: list[Job] = field(default_factory=list)
     waiting: list[Job] = field(default_factory=list)
     failed: list[Job] = field(default_factory=list)
 
@@ -172,13 +145,13 @@ class Trainer:
                 if not self.running:
                     break  # none of those waiting would be ready in time
                 time.sleep(POLL_SECONDS)
-                for run in [run for run in self.running if run.process.poll() is not None]:
-                    self.running.remove(run)
+                for job in [job for job in self.running if job.process.poll() is not None]:
+                    self.running.remove(job)
                     done += 1
-                    self._record(run, f"[{done}/{len(planned)}]")
+                    self._record(job, f"[{done}/{len(planned)}]")
         finally:
             self._stop()
-        return [*(run.job for run in self.running), *self.waiting]
+        return [*self.running, *self.waiting]
 
     def has(self, job: Job) -> bool:
         """Whether this very run is recorded."""
@@ -188,7 +161,7 @@ class Trainer:
         """How long a run may take, judged by those there are; 0 if there are none."""
         result = self.results.read()
         rows = [r for r in rows_of(result, "run") if r["case"]["epochs"] == job.case["epochs"]]
-        own = [r["values"]["seconds"] for r in rows if r["case"]["recipe"] == job.recipe.name]
+        own = [r["values"]["seconds"] for r in rows if r["case"]["recipe"] == job.case["recipe"]]
         rows = [r for r in rows if result["runs"][r["run"]] == self.results.run]
         now = [r["values"]["seconds"] for r in rows]
         return max(own) if own else statistics.median(now) if now else 0.0
@@ -200,59 +173,58 @@ class Trainer:
             if (job := next(ready, None)) is None:
                 return
             self.waiting.remove(job)
-            self.running.append(self._start(job))
-            for run in self.running:
-                run.beside = max(run.beside, len(self.running) - 1)
+            self._start(job)
+            self.running.append(job)
+            for other in self.running:
+                other.beside = max(other.beside, len(self.running) - 1)
 
-    def _start(self, job: Job) -> Running:
+    def _start(self, job: Job) -> None:
         folder = self.work / job.name
-        before = seconds_before(job, folder) if self.resume else None
+        before = seconds_before(job.case, folder) if self.resume else None
         if before is None:
             shutil.rmtree(folder, ignore_errors=True)  # training does not overwrite a run
-        options = [*job.recipe.arguments, "--seed_everything", str(job.case["seed"]), *job.options]
-        options += ["--run_dir", str(folder), "--trainer.enable_progress_bar", "false"]
+        options = [*job.options, "--run_dir", str(folder), "--trainer.enable_progress_bar", "false"]
         options += [] if before is None else ["--resume"]
         path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])  # for callbacks
         with _beside(folder, "log").open("wb") as output:
-            process = subprocess.Popen(  # runs share the cores
+            job.process = subprocess.Popen(  # runs share the cores
                 [sys.executable, "-c", TRAIN, *options, self.comparison.task],
                 env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
             )
-        run = Running(job, process, folder, before or 0.0)
-        run.note()
-        return run
+        job.began = time.monotonic() - (before or 0.0)
+        job.note(folder)
 
     def _stop(self) -> None:
-        for run in self.running:
-            run.process.terminate()
+        for job in self.running:
+            job.process.terminate()
         end = time.monotonic() + GRACE_SECONDS
-        for run in self.running:
-            run.note()
+        for job in self.running:
+            job.note(self.work / job.name)
             try:
-                run.process.wait(max(0.0, end - time.monotonic()))
+                job.process.wait(max(0.0, end - time.monotonic()))
             except subprocess.TimeoutExpired:
-                run.process.kill()
-                run.process.wait()
+                job.process.kill()
+                job.process.wait()
 
-    def _record(self, run: Running, progress: str) -> None:
+    def _record(self, job: Job, progress: str) -> None:
         """Records a run that has ended, and says so."""
-        seconds, job = run.seconds, run.job
+        seconds, folder = job.seconds, self.work / job.name
         row: Row = {"kind": "run", "case": job.case}
         try:
-            scores, history = outcome(run, self.comparison)
-            row["values"] = {"seconds": seconds, "beside": run.beside, **scores}
-            row["details"] = {"history": history, **self.keep(job, run.folder)}
+            scores, history = outcome(job, folder, self.comparison)
+            row["values"] = {"seconds": seconds, "beside": job.beside, **scores}
+            row["details"] = {"history": history, **self.keep(job, folder)}
             metric = self.comparison.score
             name, score = self.comparison.scores[metric], short(metric)
             final, best = scores["final"], scores["best"]
             told = f"{name} {final[score]:.1f} (best {best[score]:.1f} in epoch {best['epoch']}), "
-            tell(f"{progress} {job}: {told}{number(seconds)} s with {run.beside} beside it")
+            tell(f"{progress} {job}: {told}{number(seconds)} s with {job.beside} beside it")
         except RunFailedError as error:
             self.failed.append(job)
-            _beside(run.folder, "json").unlink(missing_ok=True)  # another try starts over
+            _beside(folder, "json").unlink(missing_ok=True)  # another try starts over
             row = {"kind": "run", "case": job.case}
             row["error"] = "\n".join(hide_paths(line) for line in error.args[-RECORDED_LINES:])
             tell(f"{progress} {job}: failed after {number(seconds)} s, its last output:")
@@ -274,7 +246,7 @@ def _replaced(row: Row, new: Row) -> bool:
     return same_seed or any(row["case"][k] != new["case"][k] for k in ("epochs", "fingerprint"))
 
 
-def seconds_before(job: Job, folder: Path) -> float | None:
+def seconds_before(case: dict[str, Any], folder: Path) -> float | None:
     """How long this very run went on before it was stopped; None if it cannot be continued.
 
     Recipe, options and length must be the same, as noted beside its folder.
@@ -283,22 +255,24 @@ def seconds_before(job: Job, folder: Path) -> float | None:
     if not (folder / LAST).exists() or not state.exists():
         return None
     found = json.loads(state.read_text())
-    return found["seconds"] if found["case"] == job.case else None
+    return found["seconds"] if found["case"] == case else None
 
 
-def outcome(run: Running, comparison: Comparison) -> tuple[dict[str, Any], dict[str, list[Any]]]:
+def outcome(
+    job: Job, folder: Path, comparison: Comparison
+) -> tuple[dict[str, Any], dict[str, list[Any]]]:
     """Scores and history of a run.
 
     Raises:
         RunFailedError: It has none.
     """
-    log = _beside(run.folder, "log").read_text(errors="replace")
+    log = _beside(folder, "log").read_text(errors="replace")
     lines = [line for line in log.splitlines() if line.strip()][-PRINTED_LINES:]
-    if (code := run.process.returncode) != 0:
+    if (code := job.process.returncode) != 0:
         told = code > 0 and lines  # one that was killed could not say why
         raise RunFailedError(*lines, *([] if told else [f"exit code {code}"]))
     try:
-        history = read_history(run.folder / "history.csv", run.job.case["epochs"], comparison)
+        history = read_history(folder / "history.csv", job.case["epochs"], comparison)
     except (OSError, ValueError) as error:
         raise RunFailedError(*lines, str(error)) from error
     score = history[comparison.score]

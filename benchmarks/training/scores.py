@@ -66,7 +66,7 @@ def evaluate(options: Namespace, argv: Sequence[str]) -> int:
     use_threads(options.threads, opencv=True)
     comparison: Comparison = options.comparison
     file = options.recipe_file or ROOT / "recipes" / f"{comparison.recipe}.yaml"
-    options.scenes = find_recipes(comparison, file)[0].content["data"]
+    options.scenes = next(iter(find_recipes(comparison, file).values())).settings["data"]
     textures = Path(options.textures).resolve().name if options.textures else None
     scenes = {"pairs": options.pairs, "seed": HELD_OUT, "textures": textures}
     scenes |= {key: options.scenes[key] for key in ("height", "width")}

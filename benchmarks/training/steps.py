@@ -11,10 +11,10 @@ import torch
 
 from benchmarks.measure import Call, cuda_peak_mib, measure, release_memory, use_threads
 from benchmarks.result import ResultFile, ResultFileError, Row, describe
-from benchmarks.suite import Work, measured
-from benchmarks.tables.table import number
-from benchmarks.training.comparison import Comparison, samples_per_second, steps_of
-from benchmarks.training.runs import Recipe, tell
+from benchmarks.suite import Work, measured, one_line
+from benchmarks.training.comparison import Comparison, steps_of
+from benchmarks.training.runs import tell
+from quadtree_attention.tasks.training.recipe import Recipe
 
 LIBRARIES = ("timm", "pytorch_lightning")
 PRECISIONS = {"32-true": False, "bf16-mixed": True}  # whether forward is in bfloat16
@@ -25,21 +25,21 @@ def measure_all(options: Namespace, argv: Sequence[str]) -> int:
     use_threads(options.threads)
     kind = "memory" if options.memory_only else "step"
     results = ResultFile(options.out, options.comparison.kind, grows=True)
-    names = [recipe.name for recipe in options.recipes]
     if kind == "memory":
         there = {name for name, row in steps_of(results.read()).items() if "values" in row}
-        if unknown := [name for name in names if name not in there]:
+        if unknown := [name for name in options.recipes if name not in there]:
             raise ResultFileError(f"{options.out} has no speed of {', '.join(unknown)}; measure it")
-    settings = _settings(options.recipes[0], options.extra)  # variants differ in the attention
+    first = next(iter(options.recipes.values()))  # variants differ in the attention
+    settings = _settings(first, options.extra)
     results.begin(describe(argv, options, libraries=LIBRARIES, **settings))
     failed = False
-    for i, recipe in enumerate(options.recipes, start=1):
-        work = Work({"recipe": recipe.name}, options.device, {"recipe": recipe})
+    for i, (name, recipe) in enumerate(options.recipes.items(), start=1):
+        work = Work({"recipe": name}, options.device, {"recipe": recipe})
         (row,) = measured(sys.modules[__name__], [work], options)
         row["kind"] = kind
         release_memory(options.device)
         results.change(lambda rows, row=row: [*(r for r in rows if not _replaced(r, row)), row])
-        tell(f"[{i}/{len(names)}] {one_line(results.read(), recipe.name)}")
+        tell(f"[{i}/{len(options.recipes)}] {one_line(row)}")
         failed = failed or "error" in row
     print(f"written: {options.out}")
     return 1 if failed else 0
@@ -50,7 +50,7 @@ def _settings(recipe: Recipe, extra: Sequence[str]) -> dict[str, Any]:
     words = " ".join(extra).replace("=", " ").split()
     given = dict(zip(words[::2], words[1::2], strict=False))
     keys = ("batch_size", "image_size", "height", "width")
-    data = {key: given.get(f"--data.{key}", recipe.content["data"].get(key)) for key in keys}
+    data = {key: given.get(f"--data.{key}", recipe.settings["data"].get(key)) for key in keys}
     sides = [data["height"] or data["image_size"], data["width"] or data["image_size"]]
     image = {"image": [int(side) for side in sides]} if all(sides) else {}
     return {"batch": int(data["batch_size"]), "precision": precision_of(recipe), **image}
@@ -90,7 +90,8 @@ def training_step(
 
     comparison: Comparison = options.comparison
     device = torch.device(options.device)
-    arguments = [*recipe.arguments, "--trainer.accelerator", "cpu", *comparison.step]
+    arguments = ["--config", str(recipe.path), "--variant", *recipe.variant]
+    arguments += ["--trainer.accelerator", "cpu", *comparison.step]
     run: Any = prepare(comparison.task, [*arguments, *options.data_options, *options.extra])
     data, module = run.datamodule, run.model
     counts = _counts(module.model, comparison, recipe)
@@ -100,7 +101,7 @@ def training_step(
     batch = data.on_after_batch_transfer(batch, 0)
     optimizer = create_optimizer_v2(module.model, opt="adamw", lr=1e-5, weight_decay=0.05)
     half = PRECISIONS[precision_of(recipe)]
-    clip = recipe.content["trainer"].get("gradient_clip_val") or float("inf")
+    clip = recipe.settings["trainer"].get("gradient_clip_val") or float("inf")
     warnings.filterwarnings("ignore", message=".*self.log")  # there is no trainer
 
     def step() -> None:
@@ -112,7 +113,7 @@ def training_step(
         optimizer.step()
 
     def record() -> None:
-        if recipe.content["model"].get("cuda_graph", False) and device.type == "cuda":
+        if recipe.settings["model"].get("cuda_graph", False) and device.type == "cuda":
             with torch.autocast("cuda", torch.bfloat16, enabled=half, cache_enabled=False):
                 torch.cuda.make_graphed_callables(module.model, (batch["images"],))
 
@@ -126,21 +127,11 @@ def _counts(model: Any, comparison: Comparison, recipe: Recipe) -> dict[str, int
     from benchmarks.speed.counts import count
     from quadtree_attention import use_backend
 
-    side = recipe.content["data"]["image_size"]
+    side = recipe.settings["data"]["image_size"]
     with use_backend("cpu"):  # whose operations have formulas
         counted = count(model, (side, side))
     return {key: counted[key] for key in ("params", "macs")}
 
 
 def precision_of(recipe: Recipe) -> str:
-    return recipe.content["trainer"].get("precision", "32-true")
-
-
-def one_line(result: dict[str, Any], name: str) -> str:
-    """The measured step of a variant in one line."""
-    row = steps_of(result)[name]
-    if "error" in row:
-        return f"{name}: failed: {row['error']}"
-    values = row["values"]
-    speed = f"{number(samples_per_second(result, row))} samples/s"
-    return f"{name}: {speed}, {number(values['peak_mib'])} MiB, {number(values['params'] / 1e6)} M"
+    return recipe.settings["trainer"].get("precision", "32-true")

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +20,7 @@ from benchmarks.result import read_all
 from benchmarks.tables.training import section
 from benchmarks.training import runs
 from benchmarks.training.comparison import comparisons
-from benchmarks.training.runs import Job, find_recipes, read_history, seconds_before
+from benchmarks.training.runs import find_recipes, fingerprint, read_history, seconds_before
 from benchmarks.training.scores import HELD_OUT
 from quadtree_attention import models
 from quadtree_attention.files import file_sha256
@@ -108,25 +107,24 @@ def test_variants_differ_in_the_attention_alone(name):
     """And they are those of the runs that are stored, whose recipes have not changed since."""
     comparison = comparisons()[name]
     recipes = find_recipes(comparison, ROOT / "recipes" / f"{comparison.recipe}.yaml")
-    assert {recipe.name for recipe in recipes} == set(comparison.variants)
-    assert recipes[0].name == comparison.ours
+    assert set(recipes) == set(comparison.variants)
+    assert next(iter(recipes)) == comparison.ours
     shared, options = [], []
-    for recipe in recipes:
-        content = json.loads(json.dumps(recipe.content))
+    for recipe in recipes.values():
+        content = json.loads(json.dumps(recipe.settings))
         model = content["model"]
         # quadtree_a and quadtree_b backbones are one layout with the attention as its option
         model["model"] = model["model"].replace("quadtree_a", "quadtree_b")
-        options.append((recipe.content["model"]["model"], json.dumps(model.pop("options", {}))))
+        options.append((recipe.settings["model"]["model"], json.dumps(model.pop("options", {}))))
         shared.append(content)
     assert all(content == shared[0] for content in shared)
     assert len(set(options)) == len(options)
-    found = {recipe.name: recipe for recipe in recipes}
     result = next(iter(read_all(comparison.kind).values()), {"rows": []})
     assert result["rows"] or comparison.paired  # which is not trained yet
     for row in (row for row in result["rows"] if row["kind"] == "run"):
         case, extra = row["case"], result["runs"][row["run"]]["settings"]["extra"]
-        fingerprint = found[case["recipe"]].fingerprint(data=case["data"], extra=extra)
-        assert case["fingerprint"] == fingerprint
+        recipe = recipes[case["recipe"]]
+        assert case["fingerprint"] == fingerprint(recipe, data=case["data"], extra=extra)
 
 
 @pytest.mark.parametrize(
@@ -271,11 +269,9 @@ def test_stopped_run_goes_on(recipe, tmp_path):
     seconds = row["values"]["seconds"]
     assert seconds > sum(row["details"]["history"]["seconds"])  # those of the first command too
 
-    (found,) = find_recipes(comparisons()["match-attentions"], path)
-    job = Job(found, row["case"])
-    assert 0 < seconds_before(job, folder) < seconds
+    assert 0 < seconds_before(row["case"], folder) < seconds
     for change in ({"fingerprint": "0"}, {"epochs": 5}):  # other runs begin anew
-        assert seconds_before(replace(job, case=row["case"] | change), folder) is None
+        assert seconds_before(row["case"] | change, folder) is None
 
 
 # ---- steps
