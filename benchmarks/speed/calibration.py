@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.result import RESULTS, read
+from benchmarks.result import read, read_all
 from benchmarks.suite import Work
 from quadtree_attention import models
 
@@ -21,11 +21,11 @@ NETWORKS = {"match": "loftr_quadtree_small", "stereo": "sttr_quadtree_small"}
 
 
 def check_options(parser: ArgumentParser, options: Namespace) -> None:
-    known = RESULTS / "quality"
-    found = [options.results] if options.results else sorted(known.glob("calibration--*.json"))
+    kind = "quality/calibration"
+    found = [read(options.results, kind)] if options.results else list(read_all(kind).values())
     if not found:
         parser.error("argument --results: there is no result; run `quality calibration` first")
-    options.found = [row for path in found for row in read(path, "quality/calibration")["rows"]]
+    options.found = [row for result in found for row in result["rows"]]
 
 
 def plan(options: Namespace) -> list[list[Work]]:

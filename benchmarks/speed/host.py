@@ -12,6 +12,8 @@ versions and networks with each other; it is not the time of a GPU server.
 import os
 import random
 from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import timm
@@ -70,9 +72,9 @@ def values(work: Work) -> dict[str, Any]:
     """Launches, and variants of the kernels."""
     _, training = PARTS[work["part"]]
     call = _attention(training) if work["model"] == OPERATOR else _network(work, IMAGE, {})
-    with _Environment(work), record():
+    with _environment(work), record():
         call()
-    with _Environment(work):
+    with _environment(work):
         triton, aten = count(call)
         found = {"launches": triton + aten, "triton_launches": triton}
         if work["model"] != MODEL:
@@ -90,9 +92,9 @@ def prepare(work: Work) -> Call:
     launch = kernel.Kernel.__getitem__
 
     def timed() -> None:
-        kernel.Kernel.__getitem__ = lambda *_: _nothing  # type: ignore[method-assign]
+        kernel.Kernel.__getitem__ = lambda *_: lambda *_, **__: None  # type: ignore[method-assign]
         try:
-            with _Environment(work):
+            with _environment(work):
                 call()
         finally:
             kernel.Kernel.__getitem__ = launch  # type: ignore[method-assign]
@@ -100,29 +102,22 @@ def prepare(work: Work) -> Call:
     return timed
 
 
-class _Environment:
-    """Triton's kernels take tensors of CPUs, and are not repeated; it costs a microsecond."""
+@contextmanager
+def _environment(work: Work) -> Iterator[None]:
+    """Triton's kernels take tensors of CPUs, and are not repeated; it costs a few microseconds."""
+    from quadtree_attention.ops import replay
 
-    def __init__(self, work: Work) -> None:
-        self.wanted = {SWITCH: str(int(work["fused"])), "TRITON_INTERPRET": "1"}
-
-    def __enter__(self) -> None:
-        from quadtree_attention.ops import replay
-
-        self.before = {name: os.environ.get(name) for name in self.wanted}
-        self.switched_on = replay.SWITCHED_ON
-        replay.SWITCHED_ON = False
-        os.environ.update(self.wanted)
-
-    def __exit__(self, *error: object) -> None:
-        from quadtree_attention.ops import replay
-
-        replay.SWITCHED_ON = self.switched_on
-        for name, value in self.before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+    wanted = {SWITCH: str(int(work["fused"])), "TRITON_INTERPRET": "1"}
+    before = {name: os.environ[name] for name in wanted if name in os.environ}
+    switched_on, replay.SWITCHED_ON = replay.SWITCHED_ON, False
+    os.environ.update(wanted)
+    try:
+        yield
+    finally:
+        replay.SWITCHED_ON = switched_on
+        for name in wanted:
+            del os.environ[name]
+        os.environ.update(before)
 
 
 def _attention(training: bool) -> Call:
@@ -156,10 +151,6 @@ def _network(work: Work, side: int, narrow: dict[str, Any]) -> Call:
         return torch.autograd.grad(loss, parameters) if training else loss
 
     return call
-
-
-def _nothing(*arguments: Any, **constants: Any) -> None:
-    """Where a kernel would be launched."""
 
 
 def count(call: Call) -> tuple[int, int]:

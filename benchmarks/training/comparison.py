@@ -66,11 +66,6 @@ class Comparison:
         return -1 if metric in self.lower else 1
 
     @property
-    def metrics(self) -> list[str]:
-        """Columns of the history of every run."""
-        return [*self.losses, *self.scores]
-
-    @property
     def baselines(self) -> list[str]:
         """What QuadTree-B is compared with: other attentions, not other settings of itself."""
         return [name for name in self.variants if not name.startswith(self.ours)]

@@ -4,7 +4,8 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import fmean, stdev
+
+import numpy as np
 
 from benchmarks.result import Row
 
@@ -54,25 +55,15 @@ def difference(
         sign: -1 if less of it is better.
     """
     mine, other = (
-        {
-            row["case"]["seed"]: row["details"]["groups"]
-            for row in rows
-            if "groups" in row["details"]
-        }
+        {row["case"]["seed"]: row["details"].get("groups") for row in rows}
         for rows in (first, second)
     )
-    pairs = [(mine[seed], other[seed]) for seed in sorted(mine.keys() & other.keys())]
+    pairs = [(mine[seed], other[seed]) for seed in sorted(mine) if mine[seed] and other.get(seed)]
     if not pairs:
         return None
-    ahead = [a["whole"][score] - b["whole"][score] for a, b in pairs]
-    columns = [
-        [x - y for x, y in zip(a["left_out"][score], b["left_out"][score], strict=True)]
-        for a, b in pairs
-    ]
-    jackknife = [fmean(values) for values in zip(*columns, strict=True)]
-    seeds = stdev(ahead) / math.sqrt(len(ahead)) if len(ahead) > 1 else math.inf
-    images, count = math.inf, len(jackknife)
-    if count > 1:
-        mean = fmean(jackknife)
-        images = math.sqrt((count - 1) / count * sum((x - mean) ** 2 for x in jackknife))
-    return Difference(sign * fmean(ahead), images, seeds, len(pairs))
+    ahead = np.array([a["whole"][score] - b["whole"][score] for a, b in pairs])
+    parts = [np.subtract(a["left_out"][score], b["left_out"][score]) for a, b in pairs]
+    jackknife, count = np.mean(parts, axis=0), len(parts[0])
+    images = jackknife.std() * math.sqrt(count - 1) if count > 1 else math.inf
+    seeds = ahead.std(ddof=1) / math.sqrt(len(ahead)) if len(ahead) > 1 else math.inf
+    return Difference(sign * float(ahead.mean()), float(images), float(seeds), len(pairs))

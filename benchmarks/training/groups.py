@@ -10,7 +10,6 @@ without the group.
 import json
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,8 @@ from quadtree_attention.tasks.training.module import TaskModule, size_of
 
 GROUPS = 50
 FILE = "groups.json"
+
+Sample = tuple[list[tuple[str, float, int]], Any]  # name, mean and count; state of the metric
 
 
 class GroupScores(Callback):
@@ -45,12 +46,6 @@ class GroupScores(Callback):
         write_whole(Path(trainer.default_root_dir) / FILE, json.dumps(scores).encode())
 
 
-@dataclass
-class _Sample:
-    logged: list[tuple[str, float, int]]  # name, mean and count
-    state: Any  # of the metric
-
-
 def _images(trainer: Any, module: TaskModule) -> Iterator[dict[str, Any]]:
     """Batches of one validation image or pair each, on the device."""
     data = trainer.datamodule
@@ -67,7 +62,7 @@ def _images(trainer: Any, module: TaskModule) -> Iterator[dict[str, Any]]:
             }
 
 
-def _sample(module: TaskModule, batch: dict[str, Any]) -> _Sample:
+def _sample(module: TaskModule, batch: dict[str, Any]) -> Sample:
     logged: list[tuple[str, float, int]] = []
 
     def log_mean(name: str, value: Tensor | float, count: int, **_: Any) -> None:
@@ -79,10 +74,10 @@ def _sample(module: TaskModule, batch: dict[str, Any]) -> _Sample:
         module.validate(batch)
     finally:
         del module.log_mean
-    return _Sample(logged, None if module.metric is None else module.metric.state())
+    return logged, None if module.metric is None else module.metric.state()
 
 
-def group_scores(module: TaskModule, samples: Sequence[_Sample]) -> dict[str, Any]:
+def group_scores(module: TaskModule, samples: Sequence[Sample]) -> dict[str, Any]:
     """`samples`, `whole` (scores of all), and `left_out` (of all but each group), by name."""
     count = min(GROUPS, len(samples))
     order = torch.randperm(len(samples), generator=torch.Generator().manual_seed(0)).tolist()
@@ -96,9 +91,9 @@ def group_scores(module: TaskModule, samples: Sequence[_Sample]) -> dict[str, An
     return {"samples": len(samples), "whole": whole, "left_out": left_out}
 
 
-def _scores(module: TaskModule, samples: Sequence[_Sample]) -> dict[str, float]:
+def _scores(module: TaskModule, samples: Sequence[Sample]) -> dict[str, float]:
     sums: dict[str, list[float]] = {}
-    for name, value, count in (entry for sample in samples for entry in sample.logged):
+    for name, value, count in (entry for logged, _ in samples for entry in logged):
         total = sums.setdefault(name, [0.0, 0.0])
         total[0] += value * count
         total[1] += count
@@ -106,5 +101,5 @@ def _scores(module: TaskModule, samples: Sequence[_Sample]) -> dict[str, float]:
     metric = module.new_metric()
     if metric is None or not samples:
         return found
-    metric.merge([sample.state for sample in samples])
+    metric.merge([state for _, state in samples])
     return found | {name: round(value, 6) for name, value in module.scores(metric).items()}

@@ -299,7 +299,7 @@ def read_history(path: Path, epochs: int, comparison: Comparison) -> dict[str, l
     if not rows[-1].get(comparison.score):
         raise ValueError(f"history.csv has no {comparison.score} of its last epoch")
     rows = [row for row in rows if row[comparison.score]]
-    names = ["seconds", *comparison.metrics]
+    names = ["seconds", *comparison.losses, *comparison.scores]
     try:
         history: dict[str, list[Any]] = {n: [round(float(r[n]), 4) for r in rows] for n in names}
     except (KeyError, TypeError, ValueError) as error:
