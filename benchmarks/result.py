@@ -249,11 +249,9 @@ class ResultFile:
     def __init__(self, path: Path, kind: str, *, grows: bool = False) -> None:
         self.path, self.kind, self.grows = path, kind, grows
         self.run: Result = {}
-        self._fresh: Result = self._empty()
+        self._result: Result = {"schema": SCHEMA, "kind": kind, "complete": True}
+        self._result |= {"runs": [], "rows": []}
         self.read()  # a file of another kind is refused before any work
-
-    def _empty(self) -> Result:
-        return {"schema": SCHEMA, "kind": self.kind, "complete": True, "runs": [], "rows": []}
 
     def begin(self, run: Result) -> None:
         """Rows that are added from now on are of this run."""
@@ -261,22 +259,24 @@ class ResultFile:
 
     def read(self) -> Result:
         """The content so far."""
-        if not self.grows:
-            return self._fresh
-        return read(self.path, self.kind) if self.path.exists() else self._empty()
+        if self.grows and self.path.exists():
+            return read(self.path, self.kind)
+        return self._result
 
-    def add(self, *rows: Row, complete: bool = True) -> None:
-        """Appends rows of this run."""
-        self.change(lambda before: [*before, *rows], complete=complete)
-
-    def change(self, edit: Callable[[list[Row]], list[Row]], *, complete: bool = True) -> None:
-        """Replaces the rows; those without a run are of this one. Runs without rows are removed."""
+    def add(
+        self,
+        *rows: Row,
+        replaces: Callable[[Row], bool] = lambda row: False,
+        complete: bool = True,
+    ) -> None:
+        """Appends rows of this run, without those they replace. Runs without rows are removed."""
         result = self.read()
         runs = [*result["runs"], *([] if self.run in result["runs"] else [self.run])]
-        rows = [{"run": runs.index(self.run)} | row for row in edit(result["rows"])]
-        used = sorted({row["run"] for row in rows})
-        result |= {"complete": complete, "runs": [runs[i] for i in used]}
-        result["rows"] = [row | {"run": used.index(row["run"])} for row in rows]
+        kept = [row for row in result["rows"] if not replaces(row)]
+        found = [*kept, *({"run": runs.index(self.run)} | row for row in rows)]
+        used = sorted({row["run"] for row in found})
+        result = result | {"complete": complete, "runs": [runs[i] for i in used]}
+        result["rows"] = [row | {"run": used.index(row["run"])} for row in found]
         check(result, self.kind)
         make_folder(self.path.parent)
         partial = self.path.with_name(f"{self.path.name}.partial")
@@ -284,7 +284,7 @@ class ResultFile:
         write_whole(path, dumps(result).encode())
         if path == self.path:
             partial.unlink(missing_ok=True)
-        self._fresh = result
+        self._result = result
 
 
 def dumps(value: Any) -> str:

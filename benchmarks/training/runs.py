@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -231,12 +232,10 @@ class Trainer:
             for line in error.args:
                 tell(f"    {line}")
         complete = not (self.waiting or self.running or self.failed)
-        self.results.change(
-            lambda rows: [*(r for r in rows if not _replaced(r, row)), row], complete=complete
-        )
+        self.results.add(row, replaces=partial(_replaces, row), complete=complete)
 
 
-def _replaced(row: Row, new: Row) -> bool:
+def _replaces(new: Row, row: Row) -> bool:
     """Whether a new run replaces a row: of the same run, or of the recipe as it was before."""
     if row["kind"] != "run" or row["case"]["recipe"] != new["case"]["recipe"]:
         return False

@@ -87,10 +87,10 @@ def evaluate(options: Namespace, argv: Sequence[str]) -> int:
                     network = Matcher.from_pretrained(file, device="cpu", size=options.size)
                     method = Method(file.stem, partial(without_truth, network), {})
                 row = {"kind": "score", "case": case, **_scores(method, source, work / name)}
+                scores = [r for r in results.read()["rows"] if r["kind"] == "score"]
                 kept = _current(results)
-                results.change(lambda rows, kept=kept, row=row: [
-                    *(r for r in rows if r["kind"] != "score" or r in kept), row,
-                ])  # fmt: skip
+                stale = [r for r in scores if r not in kept]
+                results.add(row, replaces=stale.__contains__)
                 tell(f"{name}: {case['recipe']} done")
     labels = [(row, comparison.label(row["case"]["recipe"])) for row in _current(results)]
     shown = [row | {"case": row["case"] | {"method": label}} for row, label in labels]

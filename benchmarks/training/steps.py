@@ -5,6 +5,7 @@ import sys
 import warnings
 from argparse import Namespace
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,7 +39,7 @@ def measure_all(options: Namespace, argv: Sequence[str]) -> int:
         (row,) = measured(sys.modules[__name__], [work], options)
         row["kind"] = kind
         release_memory(options.device)
-        results.change(lambda rows, row=row: [*(r for r in rows if not _replaced(r, row)), row])
+        results.add(row, replaces=partial(_replaces, row))
         tell(f"[{i}/{len(options.recipes)}] {one_line(row)}")
         failed = failed or "error" in row
     print(f"written: {options.out}")
@@ -56,7 +57,7 @@ def _settings(recipe: Recipe, extra: Sequence[str]) -> dict[str, Any]:
     return {"batch": int(data["batch_size"]), "precision": precision_of(recipe), **image}
 
 
-def _replaced(row: Row, new: Row) -> bool:
+def _replaces(new: Row, row: Row) -> bool:
     """Whether a row is measured again; a new speed replaces the memory, too."""
     kinds = ("memory",) if new["kind"] == "memory" else ("step", "memory")
     return row["kind"] in kinds and row["case"] == new["case"]
