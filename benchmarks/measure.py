@@ -56,6 +56,21 @@ def scores_held(held: bool = True) -> Iterator[None]:
         switch(before)
 
 
+def inference(
+    model: Callable[..., object],
+    *inputs: Any,
+    device: str = "cpu",
+    dtype: torch.dtype | None = None,
+) -> Call:
+    """One call without gradients, under autocast if there is a dtype."""
+
+    def call() -> object:
+        with torch.inference_mode(), torch.autocast(device, dtype, enabled=dtype is not None):
+            return model(*inputs)
+
+    return call
+
+
 # ---- time
 
 

@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import cache, reduce
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import yaml
@@ -223,9 +224,10 @@ def stored_rows(name: str, case: Mapping[str, Any], kind: str | None = None) -> 
     return rows
 
 
-def found_at(path: str, values: Any) -> Any:
-    """The value at a path, such as "values.median_ms"."""
-    return reduce(lambda found, key: found[key], path.split("."), values)
+def stored_value(file: str, case: Mapping[str, Any], path: str, kind: str | None = None) -> float:
+    """The value at a path, such as "values.median_ms"; the mean of rows that differ in seed."""
+    rows = stored_rows(file, case, kind)
+    return fmean(reduce(lambda found, key: found[key], path.split("."), row) for row in rows)
 
 
 def read_all(kind: str, folder: Path | None = None) -> dict[str, Result]:

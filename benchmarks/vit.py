@@ -36,6 +36,13 @@ LR, DECAY = 1e-3, 0.995  # highest learning rate, decay of the mean of the weigh
 MIXED = 0.2  # share of batches with boxes of other images
 VALIDATE = 4  # epochs
 
+SIDES = (28, 56, 112)  # tokens of the images it is measured on
+VARIANTS: dict[str, dict[str, bool]] = {  # options of `accelerate`
+    "C": {},
+    "C exact queries": {"exact_queries": True},
+    "C lookahead": {"lookahead": True},
+}
+
 
 def make_vit() -> VisionTransformer:
     """The network, with random weights."""

@@ -8,12 +8,11 @@ A row is "reproduced" if our number has the digits that the paper prints, "diffe
 import re
 from collections import Counter
 from collections.abc import Mapping
-from statistics import fmean
 from typing import Any
 
 import yaml
 
-from benchmarks.result import ROOT, ResultFileError, found_at, stored_rows
+from benchmarks.result import ROOT, ResultFileError, stored_value
 
 ROWS = ROOT / "benchmarks" / "paper" / "rows.yaml"
 STATES = ("reproduced", "ready", "differs", "unknowable")
@@ -71,13 +70,14 @@ def cells_of(row: Mapping[str, Any]) -> list[str]:
 def _numbers(row: Mapping[str, Any], paper: str) -> tuple[str, str]:
     """The paper's number, from its formula if it has one, and ours with as many digits."""
     wanted = row.get("measured", {"file": "paper/count", "case": row.get("count")})
-    values = _found(wanted["file"], wanted["case"], wanted.get("kind"))
-    key, percent = row["value"], " %" if paper.endswith("%") else ""
-    value, scale = found_at(key, values), row.get("scale") or SCALES.get(key, 1e9)
+    key, percent = f"values.{row['value']}", " %" if paper.endswith("%") else ""
+    value = stored_value(**wanted, path=key)
+    scale = row.get("scale") or SCALES.get(row["value"], 1e9)
     if "formula" in row:
-        paper = f"{values[row['formula']] / scale:.3f}"
+        formula = f"values.{row['formula']}"
+        paper = f"{stored_value(**wanted, path=formula) / scale:.3f}"
     if "of" in row:
-        scale = found_at(key, _found(wanted["file"], row["of"])) / (100 if percent else 1)
+        scale = stored_value(wanted["file"], row["of"], key) / (100 if percent else 1)
     (number,) = re.findall(r"\d+\.?\d*", paper)
     return paper, f"{value / scale:.{len(number.partition('.')[2])}f}{percent}"
 
@@ -89,23 +89,17 @@ def train_command(row: Mapping[str, Any]) -> str:
     return f"quadtree train {task} {config}"
 
 
-def _found(file: str, case: Mapping[str, Any], kind: str | None = None) -> dict[str, Any]:
-    """Values of the one row of a result file whose case has these entries."""
-    (row,) = stored_rows(file, case, kind)
-    return row["values"]
-
-
 def _near(file: str, recipe: str, score: str, words: str) -> str:
     """Our mean over seeds on other data."""
-    runs = stored_rows(file, {"recipe": recipe}, "run")
-    mean = fmean(row["values"]["final"][score] for row in runs)
+    mean = stored_value(file, {"recipe": recipe}, f"values.final.{score}", "run")
     return f"not trained; {mean:.{2 if mean < 10 else 1}f} ({words})"
 
 
 def _growth(file: str, to: str, implementation: str, **start: str) -> float:
     """Time of a case relative to another."""
+    shared = {"implementation": implementation, "pass": "forward"}
     later, before = (
-        _found(file, {"case": case, "implementation": implementation, "pass": "forward"})
+        stored_value(file, {"case": case} | shared, "values.median_ms")
         for case in (to, start["from"])
     )
-    return later["median_ms"] / before["median_ms"]
+    return later / before

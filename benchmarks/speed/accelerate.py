@@ -10,18 +10,12 @@ from dataclasses import replace
 
 import torch
 
-from benchmarks.measure import Call, cpu_peak_mib
+from benchmarks.measure import Call, cpu_peak_mib, inference
 from benchmarks.suite import Work, cases
-from benchmarks.vit import PATCH, make_vit
+from benchmarks.vit import PATCH, VARIANTS, make_vit
 from quadtree_attention import accelerate
 
-SIDES = (28, 56, 112)  # tokens
-ATTENTIONS = {  # options of `accelerate`
-    "dense": None,
-    "C": {},
-    "C exact queries": {"exact_queries": True},
-    "C lookahead": {"lookahead": True},
-}
+ATTENTIONS = ("dense", *VARIANTS)
 
 
 def plan(options: Namespace) -> list[list[Work]]:
@@ -35,15 +29,10 @@ def prepare(work: Work) -> Call:
     torch.manual_seed(0)
     model = make_vit().to(work.device).eval()
     x = torch.randn(1, 3, *[PATCH * work["side"]] * 2, device=work.device)
-    own = ATTENTIONS[work["attention"]]
-    if own is not None:
+    if work["attention"] != "dense":
+        own = VARIANTS[work["attention"]]
         accelerate(model, work.more["topk"], min_tokens=1, use_plan=False, **own)
-
-    def forward() -> torch.Tensor:
-        with torch.inference_mode():
-            return model(x)
-
-    return forward
+    return inference(model, x)
 
 
 def peak(work: Work, options: Namespace) -> float | None:

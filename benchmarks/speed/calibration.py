@@ -6,11 +6,11 @@ network on one pair of noise images; reading and resizing of images are not time
 """
 
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from benchmarks.measure import Call, inference
 from benchmarks.result import read, read_all
 from benchmarks.suite import Work
 from quadtree_attention import models
@@ -41,7 +41,7 @@ def values(work: Work) -> dict[str, Any]:
     return {"image": list(IMAGES[work["task"]])}
 
 
-def prepare(work: Work) -> Callable[[], object]:
+def prepare(work: Work) -> Call:
     task = work["task"]
     network = models.create(NETWORKS[task], pretrained=True).eval()
     models.set_topk(network, work.more["topk"])
@@ -49,9 +49,4 @@ def prepare(work: Work) -> Callable[[], object]:
     seeded = torch.Generator().manual_seed(0)
     shape = (1, CHANNELS[task], height, width)
     pair = {f"image{i}": torch.rand(shape, generator=seeded) for i in range(2)}
-
-    def call() -> object:
-        with torch.inference_mode():
-            return network(pair)
-
-    return call
+    return inference(network, pair)

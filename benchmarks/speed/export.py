@@ -12,7 +12,7 @@ from typing import Any
 import onnxruntime
 import torch
 
-from benchmarks.measure import Call
+from benchmarks.measure import Call, inference
 from benchmarks.suite import Work
 from quadtree_attention import models
 from quadtree_attention.export import to_onnx
@@ -68,12 +68,7 @@ def prepare(work: Work) -> Call:
     images = pictures(((height, width),) * len(network.images), network.channels, 1, 0)
     if work["runtime"] == "PyTorch":
         threshold = () if network.threshold is None else (torch.tensor(network.threshold),)
-
-        def call() -> object:
-            with torch.inference_mode():
-                return network(*images, *threshold)
-
-        return call
+        return inference(network, *images, *threshold)
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()
     session = onnxruntime.InferenceSession(

@@ -15,7 +15,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.measure import Call, Memory, in_fresh_process, measure, release_memory
+from benchmarks.measure import (
+    Call,
+    Memory,
+    in_fresh_process,
+    inference,
+    measure,
+    release_memory,
+)
 from benchmarks.result import STAGES
 from benchmarks.speed.stereo import PRECISIONS
 from benchmarks.suite import Work, cases
@@ -64,12 +71,7 @@ def prepare(work: Work) -> tuple[Any, Call]:
     fixed = CoarseMatches(torch.zeros_like(drawn[0]), *drawn, drawn[0].float())
     model.coarse_matching.register_forward_hook(lambda *_: fixed)
     dtype = PRECISIONS[work["precision"]]
-
-    def call() -> object:
-        with torch.inference_mode(), torch.autocast(work.device, dtype, enabled=dtype is not None):
-            return model(data)
-
-    return model, call
+    return model, inference(model, data, device=work.device, dtype=dtype)
 
 
 def times(work: Work, seconds: float) -> dict[str, Any]:

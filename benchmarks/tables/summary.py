@@ -3,12 +3,11 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import yaml
 
-from benchmarks.result import found_at, stored, stored_rows
+from benchmarks.result import stored, stored_rows, stored_value
 from benchmarks.tables.table import number
 from benchmarks.tables.views import value_of
 
@@ -40,5 +39,7 @@ def _text(value: Any, entry: Mapping[str, Any]) -> str:
 
 def _found(entry: Mapping[str, Any], case: Mapping[str, Any]) -> Any:
     """The value of the row whose case has these entries; the mean of rows that differ in seed."""
-    rows, value = stored_rows(entry["file"], case, entry.get("kind")), value_of(entry["value"])
-    return value(rows[0]) if callable(value) else fmean(found_at(value, row) for row in rows)
+    file, value, kind = entry["file"], value_of(entry["value"]), entry.get("kind")
+    if callable(value):
+        return value(stored_rows(file, case, kind)[0])
+    return stored_value(file, case, value, kind)
