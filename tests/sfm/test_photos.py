@@ -45,6 +45,16 @@ def test_focal_length_of_exif(tmp_path, tags, focal):
     assert second.focal is None and second.camera == "Maker"
 
 
+@pytest.mark.parametrize(
+    ("size", "focal"), [((60, 40), 60.0), ((40, 30), 41.603), ((48, 27), 45.823)]
+)
+def test_equivalent_focal_lengths_are_those_of_the_diagonal(tmp_path, size, focal):
+    """36 mm with the 43.27 mm diagonal of 35 mm film, on sensors of 3:2, 4:3 and 16:9."""
+    save(tmp_path / "a.jpg", size, FocalLengthIn35mmFilm=36)
+    save(tmp_path / "b.jpg", size, seed=1)
+    assert read_photos(tmp_path).used[0].focal == pytest.approx(focal, abs=1e-3)
+
+
 def test_sizes_are_upright(tmp_path):
     save(tmp_path / "a.jpg", turned=6)
     save(tmp_path / "b.jpg")

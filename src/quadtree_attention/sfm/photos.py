@@ -16,7 +16,7 @@ from quadtree_attention.files import StrPath
 from quadtree_attention.images import Array, images_inside, opened, read_bytes
 
 GUESS = 1.2  # default focal length over the longer side
-FULL_FRAME = 36.0  # mm, the longer side of 35 mm film
+FULL_FRAME = math.hypot(36.0, 24.0)  # mm, the diagonal of 35 mm film
 PER_UNIT = {2: 25.4, 3: 10.0, 4: 1.0}  # mm in a unit of EXIF's focal plane resolution
 Sharing = str  # "auto", "one" or "each"
 SHARING = ("auto", "one", "each")
@@ -144,7 +144,7 @@ def _photo(name: str, path: str, data: bytes) -> Photo:
         turn = exif.get(ExifTags.Base.Orientation, 1)
         details = exif.get_ifd(ExifTags.IFD.Exif)
     size = (height, width) if turn in (5, 6, 7, 8) else (width, height)
-    focal = _focal(details, max(size))
+    focal = _focal(details, size)
     words = [exif.get(ExifTags.Base.Make), exif.get(ExifTags.Base.Model)]
     words += [details.get(ExifTags.Base.LensModel), details.get(ExifTags.Base.FocalLength)]
     camera = " ".join(str(word).strip() for word in words if word)
@@ -156,8 +156,11 @@ def _stored_size(data: bytes, path: str) -> tuple[int, int]:
         return image.size
 
 
-def _focal(details: Mapping[int, object], longer: int) -> float | None:
-    """Focal length in pixels, from the sensor's size or the 35 mm equivalent."""
+def _focal(details: Mapping[int, object], size: tuple[int, int]) -> float | None:
+    """Focal length in pixels, from the sensor's size or the 35 mm equivalent.
+
+    Equivalent focal lengths have the same angle along the diagonal (CIPA DCG-001).
+    """
 
     def number(tag: int) -> float:
         try:
@@ -168,7 +171,7 @@ def _focal(details: Mapping[int, object], longer: int) -> float | None:
 
     film = number(ExifTags.Base.FocalLengthIn35mmFilm)
     if film:
-        return film / FULL_FRAME * longer
+        return film / FULL_FRAME * math.hypot(*size)
     focal = number(ExifTags.Base.FocalLength)
     density = number(ExifTags.Base.FocalPlaneXResolution)
     pixels = max(number(ExifTags.Base.ExifImageWidth), number(ExifTags.Base.ExifImageHeight))
@@ -176,4 +179,4 @@ def _focal(details: Mapping[int, object], longer: int) -> float | None:
     if not (focal and density and pixels and unit):
         return None
     sensor = pixels / density * unit
-    return focal / sensor * longer if np.isfinite(sensor) and sensor > 0 else None
+    return focal / sensor * max(size) if np.isfinite(sensor) and sensor > 0 else None
