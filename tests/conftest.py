@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fixtures shared by all tests."""
 
+import gc
 import json
 import os
 import shutil
@@ -17,6 +18,7 @@ from quadtree_attention import use_backend
 from tests.interpreter import Interpreter
 from tests.support.poison import poisoned
 
+gc.disable()  # until the tests are collected: imports leave next to no garbage
 ROOT = Path(__file__).parents[1]
 GOLDEN = (ROOT / "tests" / "golden", ROOT.parent / "shared" / "golden")  # a selection, and all
 
@@ -45,6 +47,16 @@ def pytest_configure(config: pytest.Config) -> None:
         threads = max(1, (os.cpu_count() or 1) // int(workers))
         os.environ["OMP_NUM_THREADS"] = str(threads)
         torch.set_num_threads(threads)
+
+
+def pytest_collection_finish() -> None:
+    """Modules and tests stay until the end: no collection of garbage looks through them."""
+    gc.freeze()
+    gc.enable()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()
 
 
 class Golden:

@@ -2,6 +2,7 @@
 """Fixtures of the benchmark programs' tests."""
 
 import json
+import multiprocessing
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -13,9 +14,13 @@ pytest.importorskip("timm", reason="networks need the extra 'models'")
 pytest.importorskip("poselib", reason="estimators need the extra 'models'")
 pytest.importorskip("pytorch_lightning", reason="training needs the extra 'train'")
 
+from benchmarks import measure
 from benchmarks.__main__ import main
 from benchmarks.result import check, read_all
 from tests.conftest import ROOT
+
+FORKS = multiprocessing.get_context("forkserver")  # of a process that has only imported these
+FORKS.set_forkserver_preload(["torch", "torchvision", "timm"])
 
 
 @pytest.fixture(autouse=True)
@@ -23,6 +28,7 @@ def from_root(monkeypatch: pytest.MonkeyPatch) -> None:
     """`benchmarks` is a folder of the repository, not part of the installed package."""
     path = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
     monkeypatch.setenv("PYTHONPATH", path)
+    monkeypatch.setattr(measure, "FRESH", FORKS)  # a new process starts in no time
 
 
 def command(*arguments: Any) -> int:
