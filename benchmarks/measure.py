@@ -261,7 +261,8 @@ def in_fresh_process(function: Callable[..., Any], *args: Any, threads: int) -> 
 
 
 def _fresh(function: Callable[..., Any], args: tuple[Any, ...], threads: int) -> Any:
-    return_memory_when_freed()
+    if hasattr(libc := ctypes.CDLL(None), "mallopt"):  # glibc caches freed blocks, a varying number
+        libc.mallopt(M_MMAP_THRESHOLD, 64 * 1024)
     use_threads(threads)
     return function(*args)
 
@@ -320,13 +321,6 @@ class Memory:
         lines = Path("/proc/self/status").read_text().splitlines()
         peak = next(line for line in lines if line.startswith("VmHWM:"))
         return int(peak.split()[1]) / 1024
-
-
-def return_memory_when_freed() -> None:
-    """Keeps glibc from caching freed blocks, whose number varies."""
-    set_option = getattr(ctypes.CDLL(None), "mallopt", None)
-    if set_option is not None:
-        set_option(M_MMAP_THRESHOLD, 64 * 1024)
 
 
 def use_threads(threads: int, *, opencv: bool = False) -> None:

@@ -75,7 +75,8 @@ def named(name: str, suite: ModuleType) -> Any:
 def complete(parser: ArgumentParser, options: Namespace, kind: str, suite: ModuleType) -> None:
     """Fills in what depends on the machine; ends the program where there is no such device."""
     counted = "threads" not in options
-    options.device = getattr(options, "device", "cpu") or available()
+    options.device = getattr(options, "device", "cpu")
+    options.device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     options.threads = 1 if counted else options.threads or torch.get_num_threads()
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("argument --device: torch finds no CUDA device here; use --device cpu")
@@ -89,11 +90,6 @@ def complete(parser: ArgumentParser, options: Namespace, kind: str, suite: Modul
     options.out = getattr(options, "out", None) or place
     if options.out.is_dir():
         parser.error(f"argument --out: {options.out} is a directory")
-
-
-def available() -> str:
-    """The device that is measured by default."""
-    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 # ---- types

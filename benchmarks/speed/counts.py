@@ -25,8 +25,6 @@ PUBLISHED = ROOT / "benchmarks" / "published.json"
 IMAGE = {"classification": (224, 224), "backbone": (800, 1333)}
 LIBRARIES = ("timm",)
 
-Counts = dict[str, int]
-
 
 def plan(options: Namespace) -> list[list[Work]]:
     """Every model for classification, then every backbone."""
@@ -74,7 +72,7 @@ def _detector(name: str, published_image: list[int] | None) -> dict[str, Any]:
     return values
 
 
-def count(model: nn.Module, image: Sequence[int]) -> Counts:
+def count(model: nn.Module, image: Sequence[int]) -> dict[str, int]:
     """Parameters, multiply-accumulates of one image, and those of scores and messages alone.
 
     Shapes only are computed, which gives the same numbers.
@@ -83,7 +81,9 @@ def count(model: nn.Module, image: Sequence[int]) -> Counts:
         return counts_of(model.eval(), torch.zeros(1, 3, *image))
 
 
-def counts_of(model: nn.Module, data: Any, *, within: tuple[str, ...] = ("Global",)) -> Counts:
+def counts_of(
+    model: nn.Module, data: Any, *, within: tuple[str, ...] = ("Global",)
+) -> dict[str, int]:
     """As `count`, of one call; scores and messages in modules whose names end like one `within`."""
     # As plain matrix products, full attention is counted whatever kernel would run it.
     with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:

@@ -79,7 +79,7 @@ def times(work: Work, seconds: float) -> dict[str, Any]:
     model, call = prepare(work)
     clock = Clock(work.device)
     attentions = [layer.attn for layer in model.coarse_transformer.layers]
-    watch(_stages(model) | {"attention": attentions}, clock.begin, clock.end)
+    watch(_stages(model) | {"attention": attentions}, clock.mark, clock.mark)
 
     def timed() -> object:
         clock.calls.append({})
@@ -131,11 +131,9 @@ class Clock:
         self.device = device
         self.calls: list[dict[str, list[Any]]] = []
 
-    def begin(self, stage: str) -> None:
+    def mark(self, stage: str) -> None:
+        """Notes when a stage begins or ends."""
         self.calls[-1].setdefault(stage, []).append(self._now())
-
-    def end(self, stage: str) -> None:
-        self.calls[-1][stage].append(self._now())
 
     def medians(self, repeats: int) -> dict[str, float]:
         """Milliseconds of every stage, from the last calls."""

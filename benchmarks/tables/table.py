@@ -70,7 +70,8 @@ class View:
         title: Title above the table.
         by: Keys of the case shared by the rows of a line; None: one line per row.
         each: Values by a key of the case: a cell shows one number per value.
-        rows: Function that computes the rows of the table from the rows of a result.
+        where: Entries of case or values of the rows of the table.
+        rows: Function that computes rows from the rows of a result.
         short: Entries of the case of some rows, one mapping per kind of row: a page shows the
             lines of these rows, and the whole table folded if it has more than LONGEST lines.
             None: the whole table.
@@ -80,12 +81,18 @@ class View:
     title: str | None = None
     by: Sequence[str] | None = None
     each: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    where: Mapping[str, Any] = field(default_factory=dict)
     rows: Callable[[Sequence[Row]], Sequence[Row]] = lambda rows: rows
     short: Sequence[Mapping[str, Any]] | None = None
 
+    def of(self, rows: Sequence[Row]) -> list[Row]:
+        """The rows of the table from those of a result."""
+        wanted = self.where.items()
+        return [r for r in self.rows(rows) if wanted <= (r["case"] | r.get("values", {})).items()]
+
     def markdown(self, rows: Sequence[Row]) -> list[str]:
         """Lines of a Markdown table; empty without rows."""
-        rows = self.rows(rows)
+        rows = self.of(rows)
         if not rows:
             return []
         columns = self._columns(rows)
@@ -100,7 +107,7 @@ class View:
 
     def text(self, rows: Sequence[Row]) -> str:
         """Lines of a table aligned for a terminal."""
-        rows = self.rows(rows)
+        rows = self.of(rows)
         columns = self._columns(rows)
         lines = [[column.heading for column in columns], *self._cells(columns, rows)]
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]

@@ -136,21 +136,11 @@ NUMBERS: dict[str, Callable[[Any], str]] = {
 def stored_views() -> dict[str, list[View]]:
     """The views of views.yaml, by kind."""
     content = yaml.safe_load(FILE.read_text())
-    return {kind: [_view(**fields) for fields in views] for kind, views in content.items()}
-
-
-def _view(
-    columns: Sequence[Any],
-    where: Mapping[str, Any] | None = None,
-    rows: str | None = None,
-    **fields: Any,
-) -> View:
-    def shown(found: Sequence[Row]) -> list[Row]:
-        found = VALUES[rows](found) if rows else found
-        wanted = (where or {}).items()
-        return [r for r in found if wanted <= (r["case"] | r.get("values", {})).items()]
-
-    return View(partial(_columns, columns), rows=shown, **fields)
+    for fields in (fields for views in content.values() for fields in views):
+        fields["columns"] = partial(_columns, fields["columns"])
+        if "rows" in fields:
+            fields["rows"] = VALUES[fields["rows"]]
+    return {kind: [View(**fields) for fields in views] for kind, views in content.items()}
 
 
 def _columns(declared: Sequence[Any], rows: Sequence[Row]) -> list[Column]:
@@ -196,7 +186,7 @@ def text(result: Result) -> str:
     """All tables of a result, for a terminal."""
     rows = _rows(result)
     views = stored_views().get(result["kind"], [])
-    tables = [view.text(rows) for view in views if view.rows(rows)]
+    tables = [view.text(rows) for view in views if view.of(rows)]
     return "\n\n".join(filter(None, [*tables, "\n".join(_not_measured(rows))]))
 
 
@@ -213,7 +203,7 @@ def section(name: str, result: Result) -> str:
     lines += [line for about in dict.fromkeys(limits) for line in ("", about)]
     for view in stored_views().get(result["kind"], []):
         if table := view.markdown(rows):
-            notes = _notes(view.rows(rows))
+            notes = _notes(view.of(rows))
             lines += ["", *table, *(["", *notes] if notes else [])]
     if missing := _not_measured(rows):
         lines += ["", "Not measured:", "", *missing]

@@ -82,10 +82,9 @@ def train(options: Namespace, argv: Sequence[str]) -> int:
     settings = {"seeds": seeds, "extra": list(options.extra)}
     results.begin(describe(argv, options, libraries=steps.LIBRARIES, **settings))
     with exits_when_terminated(), shared.working_folder(options.work) as work:
-        trainer = Trainer(comparison, results, options.jobs, deadline, work)
+        kept = partial(keep, comparison=comparison, target=options.weights)
+        trainer = Trainer(comparison, results, options.jobs, deadline, work, kept)
         trainer.resume = options.work is not None
-        if comparison.weights or comparison.paired:
-            trainer.keep = partial(keep, comparison=comparison, target=options.weights)
         unfinished = trainer.run(jobs)
     for job in unfinished:
         tell(f"not finished: {job}")
@@ -97,6 +96,8 @@ def train(options: Namespace, argv: Sequence[str]) -> int:
 
 def keep(job: Job, folder: Path, *, comparison: Comparison, target: Path) -> dict[str, Any]:
     """Details of a run that is done: its weights, which are put aside, and its scores by image."""
+    if not (comparison.weights or comparison.paired):
+        return {}
     found = scores.keep_weights(job, folder, target=target)
     if not comparison.paired:
         return found

@@ -118,10 +118,10 @@ class Trainer:
         jobs: How many run at the same time.
         deadline: When those still running are stopped, on the clock of `time.monotonic`.
         work: Folder for what they write: a folder each, with output and state beside it.
-        resume: Continue a run that was stopped from its last checkpoint in `work`. All are started
-            then, whether or not they would be ready in time.
         keep: Given a job that is done and its folder, puts aside what is to be kept of it; what it
             returns is recorded with the run.
+        resume: Continue a run that was stopped from its last checkpoint in `work`. All are started
+            then, whether or not they would be ready in time.
         running, waiting, failed: Jobs.
     """
 
@@ -130,8 +130,8 @@ class Trainer:
     jobs: int
     deadline: float
     work: Path
+    keep: Callable[[Job, Path], dict[str, Any]]
     resume: bool = False
-    keep: Callable[[Job, Path], dict[str, Any]] = lambda job, folder: {}
     running: list[Job] = field(default_factory=list)
     waiting: list[Job] = field(default_factory=list)
     failed: list[Job] = field(default_factory=list)

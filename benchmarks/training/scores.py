@@ -95,7 +95,7 @@ def evaluate(options: Namespace, argv: Sequence[str]) -> int:
     labels = [(row, comparison.label(row["case"]["recipe"])) for row in _current(results)]
     shown = [row | {"case": row["case"] | {"method": label}} for row, label in labels]
     views = stored_views()["quality/matching"]
-    print("\n\n".join(view.text(shown) for view in views if view.rows(shown)))
+    print("\n\n".join(view.text(shown) for view in views if view.of(shown)))
     print(f"written: {path}")
     return 0
 

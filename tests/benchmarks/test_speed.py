@@ -455,8 +455,8 @@ def test_stages_are_timed_call_by_call(monkeypatch):
     for _ in range(3):
         clock.calls.append({})
         for _ in range(2):
-            clock.begin("CNN")
-            clock.end("CNN")
+            clock.mark("CNN")
+            clock.mark("CNN")
     medians = [clock.medians(repeats)["CNN"] for repeats in (3, 2, 1)]
     assert medians == pytest.approx([4, 4, 7])
 
