@@ -15,6 +15,7 @@ biases count as those of convolutions.
 import math
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,8 +34,12 @@ POINTWISE = ("q_proj", "k_proj", "v_proj")  # 1x1 convolutions in the official c
 def count(model: nn.Module, image: Sequence[int]) -> dict[str, int]:
     """The parts of the count of one image, by name."""
     found: Counter[str] = Counter(dict.fromkeys(PARTS, 0))
+
+    def add(name: str, *called: Any) -> None:
+        found.update(_parts(name, image, *called))
+
     hooks = [
-        module.register_forward_hook(_hook(name.rpartition(".")[2], image, found))
+        module.register_forward_hook(partial(add, name.rpartition(".")[2]))
         for name, module in model.named_modules()
     ]
     try:
@@ -46,24 +51,18 @@ def count(model: nn.Module, image: Sequence[int]) -> dict[str, int]:
     return dict(found)
 
 
-def _hook(name: str, image: Sequence[int], found: Counter[str]) -> Any:
-    def add(module: nn.Module, inputs: tuple[Any, ...], out: Any) -> None:
-        if isinstance(module, QuadtreeAttention):
-            found["attention"] += _quadtree(module, inputs[0], image)
-        elif isinstance(module, SpatialReduction):
-            x, size = inputs
-            rows, columns = _sides(size[0], image)
-            ratio = 1 if module.sr is None else module.sr.stride[0]
-            cells = rows * columns * (rows // ratio) * (columns // ratio)
-            found["attention"] += 2 * cells * x.shape[-1]
-        else:
-            found.update(_layer(name, module, inputs, out))
-
-    return add
-
-
-def _layer(name: str, module: nn.Module, inputs: tuple[Any, ...], out: Any) -> dict[str, int]:
+def _parts(
+    name: str, image: Sequence[int], module: nn.Module, inputs: tuple[Any, ...], out: Any
+) -> dict[str, int]:
     """What one call of a layer adds."""
+    if isinstance(module, QuadtreeAttention):
+        return {"attention": _quadtree(module, inputs[0], image)}
+    if isinstance(module, SpatialReduction):
+        x, size = inputs
+        rows, columns = _sides(size[0], image)
+        ratio = 1 if module.sr is None else module.sr.stride[0]
+        cells = rows * columns * (rows // ratio) * (columns // ratio)
+        return {"attention": 2 * cells * x.shape[-1]}
     if isinstance(module, nn.Conv2d | DepthwiseConv):
         per_value = module.weight.numel() // module.weight.shape[0]
         biases = 0 if module.bias is None else out.numel()

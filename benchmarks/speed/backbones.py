@@ -51,6 +51,13 @@ def plan(options: Namespace) -> list[list[Work]]:
     return [[Work(case, options.device)] for case in planned]
 
 
+def beside_baseline(part: str, model: str, **more: Any) -> list[Work]:
+    """A model and what it replaces, to be timed in turns; the model alone if that is nothing."""
+    both = {model: BASELINES.get(model)}
+    both |= {baseline: None for baseline in both.values() if baseline}
+    return [Work({"part": part, "model": m, "baseline": b, **more}) for m, b in both.items()]
+
+
 def _precision(options: Namespace, name: str) -> str:
     usual = "autocast" if name == PASSES[1] else "cast"
     how = usual if options.precision == "usual" else options.precision

@@ -38,18 +38,10 @@ def plan(options: Namespace) -> list[list[Work]]:
     """Every part; a backbone and its baseline are one list."""
     planned = []
     for part in options.parts:
-        if part in COMMANDS:
-            images = [1, 3, SIZE[1], SIZE[0]]
-            planned.append([_work(part, f"quadtree {part}", None, images)])
-            continue
-        model, images, _ = BACKBONES[part]
-        baseline = backbones.BASELINES[model]
-        planned.append([_work(part, model, baseline, images), _work(part, baseline, None, images)])
+        command = f"quadtree {part}", [1, 3, SIZE[1], SIZE[0]], None
+        model, images, _ = BACKBONES.get(part, command)
+        planned.append(backbones.beside_baseline(part, model, images=images))
     return planned
-
-
-def _work(part: str, model: str, baseline: str | None, images: list[int]) -> Work:
-    return Work({"part": part, "model": model, "baseline": baseline, "images": images}, "cpu")
 
 
 def prepare(work: Work) -> Call:

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import quadtree_attention.models.backbone  # registers our models with timm
 from benchmarks.measure import Call
-from benchmarks.speed.backbones import BASELINES
+from benchmarks.speed.backbones import BASELINES, beside_baseline
 from benchmarks.suite import Work
 from quadtree_attention import quadtree_attention
 from quadtree_attention.ops.launches import record
@@ -57,15 +57,9 @@ def plan(options: Namespace) -> list[list[Work]]:
     planned = []
     for part in options.parts:
         model, _ = PARTS[part]
-        baseline = BASELINES.get(model)
-        for fused in (False, True) if baseline else (False,):
-            works = [_work(part, model, baseline, fused)]
-            planned.append(works + ([_work(part, baseline, None, fused)] if baseline else []))
+        switch = (False, True) if model in BASELINES else (False,)
+        planned += [beside_baseline(part, model, fused=fused) for fused in switch]
     return planned
-
-
-def _work(part: str, model: str, baseline: str | None, fused: bool) -> Work:
-    return Work({"part": part, "model": model, "baseline": baseline, "fused": fused})
 
 
 def values(work: Work) -> dict[str, Any]:

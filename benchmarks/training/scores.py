@@ -14,7 +14,7 @@ from benchmarks.measure import use_threads
 from benchmarks.options import working_folder
 from benchmarks.quality import Method, matching, without_truth
 from benchmarks.result import ROOT, ResultFile, ResultFileError, Row, describe
-from benchmarks.tables.views import stored_views
+from benchmarks.tables.views import ESTIMATORS, stored_views
 from benchmarks.training import comparison as compared
 from benchmarks.training.comparison import SIFT, SYNTHETIC, Comparison
 from benchmarks.training.runs import Job, RunFailedError, find_recipes, tell
@@ -137,10 +137,8 @@ def _scores(method: Method, source: PairsSource | None, folder: Path) -> dict[st
     assert source is not None
     values = matching.measure(method, source, folder)
     details = values.pop("details")
-    errors: dict[str, list[float | None]] = {name: [] for name in values["estimators"]}
-    for pair in details["pairs"]:
-        for name, error in pair["errors"].items():
-            errors[name].append(None if error is None else round(error, 3))
+    found = {name: [pair["errors"][name] for pair in details["pairs"]] for name in ESTIMATORS}
+    errors = {name: [e and round(e, 3) for e in found[name]] for name in found}  # None: failed
     return {"values": values, "details": {"errors": errors}}
 
 
