@@ -126,12 +126,7 @@ def _text(values: Sequence[Any], form: str) -> str:
 
 def _sentences(comparison: Comparison, result: Result, runs: Runs) -> list[str]:
     metric, digits = comparison.scores[comparison.score], comparison.digits
-    name = short(comparison.score)
-    scores = {
-        variant: fmean(row["values"]["final"][name] for row in mine)
-        for variant, mine in runs.items()
-        if mine
-    }
+    scores = _means(runs, comparison.score)
     rows = pooled(comparison, result)
     said = _verdict_on_runs(comparison, scores)
     if comparison.paired:
@@ -156,18 +151,33 @@ def _sentences(comparison: Comparison, result: Result, runs: Runs) -> list[str]:
     return sentences
 
 
+def _means(runs: Runs, metric: str) -> dict[str, float]:
+    """Mean of a final score over seeds, by variant."""
+    finals = {k: [row["values"]["final"][short(metric)] for row in runs[k]] for k in runs}
+    return {name: fmean(values) for name, values in finals.items() if values}
+
+
+def _verdict(
+    comparison: Comparison,
+    title: str,
+    scores: Mapping[str, float],
+    leads: Mapping[str, tuple[float, ...]],
+    where: str = "",
+) -> str:
+    """Sentence about ours and others, by their lead, its margin and, if known, its error."""
+    others = [words.Other(comparison.label(k), scores[k], *lead) for k, lead in leads.items()]
+    label = f"{where}{comparison.label(comparison.ours)}"
+    return words.verdict(label, title, scores[comparison.ours], others, comparison.digits)
+
+
 def _verdict_on_runs(comparison: Comparison, scores: Mapping[str, float]) -> list[str]:
     """Verdict by means over seeds and the known noise."""
     there = [name for name in comparison.baselines if name in scores]
     if comparison.ours not in scores or not there:
         return []
     ours, noise = scores[comparison.ours], comparison.noise
-    others = [
-        words.Other(comparison.label(name), scores[name], scores[name] - ours, noise)
-        for name in there
-    ]
-    label, metric = comparison.label(comparison.ours), comparison.scores[comparison.score]
-    said = words.verdict(label, metric, ours, others, comparison.digits)
+    leads = {name: (scores[name] - ours, noise) for name in there}
+    said = _verdict(comparison, comparison.scores[comparison.score], scores, leads)
     absent = [comparison.label(name) for name in comparison.baselines if name not in there]
     missing = [f"Not yet compared: {', '.join(absent)}."] if absent else []
     return [f"{said} (differences up to {noise} are too close to call).", *missing]
@@ -185,20 +195,11 @@ def _verdicts_on_images(comparison: Comparison, runs: Runs) -> list[str]:
     said = []
     for metric, title in list(comparison.scores.items())[:2]:
         found = _differences(comparison, runs, metric)
-        if not found:
-            continue
-        mean = {
-            name: fmean(row["values"]["final"][short(metric)] for row in runs[name])
-            for name in (comparison.ours, *found)
-        }
-        others = [
-            words.Other(comparison.label(name), mean[name], d.ahead, ERRORS * d.error, d.error)
-            for name, d in found.items()
-        ]
-        label = comparison.label(comparison.ours)
-        said.append(words.verdict(label, title, mean[comparison.ours], others, comparison.digits))
+        leads = {name: (d.ahead, ERRORS * d.error, d.error) for name, d in found.items()}
+        if leads:
+            said.append(f"{_verdict(comparison, title, _means(runs, metric), leads)}.")
     rule = "± is the standard error over seeds and images; the threshold is two standard errors."
-    return [*(f"{text}." for text in said), rule] if said else []
+    return [*said, rule] if said else []
 
 
 def _paired_tables(comparison: Comparison, runs: Runs) -> list[list[str]]:
@@ -222,17 +223,15 @@ def _verdicts_on_pairs(comparison: Comparison, rows: Sequence[Row]) -> list[str]
     """Verdicts by the scores of all pairs and the standard error of their difference."""
     said = []
     for set_ in JUDGED:
-        if (ours := find(rows, {"set": set_, "recipe": comparison.ours})) is None:
+        found = {row["case"]["recipe"]: row for row in rows if row["case"]["set"] == set_}
+        if (ours := found.get(comparison.ours)) is None:
             continue
-        others = []
-        for name in comparison.baselines:
-            if (row := find(rows, {"set": set_, "recipe": name})) is not None:
-                ahead, error = auc_difference(row, ours)
-                label = comparison.label(name)
-                others.append(words.Other(label, area(row), ahead, 2 * error, error))
-        label = f"On {set_} ({pairs_of(ours)} pairs) {comparison.label(comparison.ours)}"
-        metric = f"AUC@{DEGREES}° ({JUDGE})"
-        said.append(f"{words.verdict(label, metric, area(ours), others, comparison.digits)}.")
+        there = [name for name in comparison.baselines if name in found]
+        differences = {name: auc_difference(found[name], ours) for name in there}
+        leads = {name: (ahead, 2 * error, error) for name, (ahead, error) in differences.items()}
+        scores = {name: area(row) for name, row in found.items()}
+        where = f"On {set_} ({pairs_of(ours)} pairs) "
+        said.append(f"{_verdict(comparison, f'AUC@{DEGREES}° ({JUDGE})', scores, leads, where)}.")
     rule = "± is the standard error over the same pairs; the threshold is two standard errors."
     return [*said, rule] if said else []
 
