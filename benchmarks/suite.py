@@ -36,17 +36,11 @@ from quadtree_attention.tasks.predictor import out_of_memory
 
 @dataclass(frozen=True)
 class Work:
-    """One row to measure.
+    """One row to measure."""
 
-    Attributes:
-        case: What the row of the result says about it.
-        device: "cpu" or "cuda".
-        more: What else the suite has to know.
-    """
-
-    case: dict[str, Any]
-    device: str = "cpu"
-    more: dict[str, Any] = field(default_factory=dict)
+    case: dict[str, Any]  # what the row of the result says about it
+    device: str = "cpu"  # or "cuda"
+    more: dict[str, Any] = field(default_factory=dict)  # what else the suite has to know
 
     def __getitem__(self, key: str) -> Any:
         return self.case[key]

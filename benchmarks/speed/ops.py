@@ -27,25 +27,15 @@ SEED = 0
 
 @dataclass(frozen=True)
 class Case:
-    """One problem size: self attention on a map of `grid` tokens.
+    """One problem size: self attention on a map of `grid` tokens."""
 
-    Attributes:
-        name: What the command line and the results call it.
-        batch: Maps per call.
-        heads: Attention heads.
-        head_dim: Channels per head.
-        grid: Rows and columns of the map.
-        num_levels: Levels of the pyramid.
-        topk: Cells kept per query: one number, or one per level that selects, coarse -> fine.
-    """
-
-    name: str
-    batch: int
+    name: str  # what the command line and the results call it
+    batch: int  # maps per call
     heads: int
-    head_dim: int
-    grid: tuple[int, int]
-    num_levels: int
-    topk: int | tuple[int, ...]
+    head_dim: int  # channels per head
+    grid: tuple[int, int]  # rows and columns of the map
+    num_levels: int  # of the pyramid
+    topk: int | tuple[int, ...]  # cells kept per query, or one per level that selects, coarse first
 
 
 CASES = (

@@ -23,28 +23,18 @@ def number(value: float | None) -> str:
 
 @dataclass(frozen=True)
 class Column:
-    """A column.
-
-    Attributes:
-        heading: Text of the header cell.
-        value: Path in a row, such as "values.median_ms", or a function of the row.
-        format: Formats the value; None becomes "-".
-        of: Entries of the case that select the row if a line joins several rows.
-        relative: Entries of the case of the row to divide by, or a function that
-            returns them; None: no division.
-        inverse: Divide that row's value by this row's instead.
-        outcome: Show the reason if there is no value.
-        words: The column is text; equal texts of the rows of a line are shown once.
-    """
+    """A column."""
 
     heading: str
-    value: Value
-    format: Callable[[Any], str] = number
+    value: Value  # path in a row, such as "values.median_ms", or a function of the row
+    format: Callable[[Any], str] = number  # of a value; None becomes "-"
+    # Entries of the case that select the row if a line joins several rows
     of: Mapping[str, Any] = field(default_factory=dict)
+    # Entries of the case of the row to divide by, or a function that returns them
     relative: Mapping[str, Any] | Callable[[Row], Mapping[str, Any]] | None = None
-    inverse: bool = False
-    outcome: bool = False
-    words: bool = False
+    inverse: bool = False  # divide that row's value by this row's instead
+    outcome: bool = False  # show the reason if there is no value
+    words: bool = False  # the column is text; equal texts of the rows of a line are shown once
 
     def text(self, row: Row | None, rows: Sequence[Row]) -> str:
         """Text of a row's cell; `others` are the rows that `relative` refers to."""
@@ -65,24 +55,18 @@ class Column:
 class View:
     """A table.
 
-    Attributes:
-        columns: Columns from left to right, or a function of the rows that returns them.
-        title: Title above the table.
-        by: Keys of the case shared by the rows of a line; None: one line per row.
-        each: Values by a key of the case: a cell shows one number per value.
-        where: Entries of case or values of the rows of the table.
-        rows: Function that computes rows from the rows of a result.
-        short: Entries of the case of some rows, one mapping per kind of row: a page shows the
-            lines of these rows, and the whole table folded if it has more than LONGEST lines.
-            None: the whole table.
+    With `short`, entries of the case of some rows, one mapping per kind of row, a page shows the
+    lines of these rows, and the whole table folded if it has more than LONGEST lines.
     """
 
+    # From left to right, or a function of the rows that returns them
     columns: Sequence[Column] | Callable[[Sequence[Row]], Sequence[Column]]
     title: str | None = None
-    by: Sequence[str] | None = None
+    by: Sequence[str] | None = None  # keys of the case shared by a line; None: one line per row
+    # Values by a key of the case: a cell shows one number per value
     each: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    where: Mapping[str, Any] = field(default_factory=dict)
-    rows: Callable[[Sequence[Row]], Sequence[Row]] = lambda rows: rows
+    where: Mapping[str, Any] = field(default_factory=dict)  # entries of case or values of a row
+    rows: Callable[[Sequence[Row]], Sequence[Row]] = lambda rows: rows  # from those of a result
     short: Sequence[Mapping[str, Any]] | None = None
 
     def of(self, rows: Sequence[Row]) -> list[Row]:

@@ -8,21 +8,13 @@ from itertools import pairwise
 
 @dataclass(frozen=True)
 class Other:
-    """A variant that ours is compared with.
-
-    Attributes:
-        label: Its name.
-        score: Its score.
-        ahead: Its lead over ours; negative if it is behind.
-        margin: Differences up to this value are too close to call.
-        error: Standard error of the difference, if known.
-    """
+    """A variant that ours is compared with."""
 
     label: str
     score: float
-    ahead: float
-    margin: float
-    error: float | None = None
+    ahead: float  # its lead over ours; negative if it is behind
+    margin: float  # differences up to this value are too close to call
+    error: float | None = None  # standard error of the difference, if known
 
     def text(self, digits: int) -> str:
         known = self.error is not None

@@ -14,19 +14,12 @@ ERRORS = 2.0  # standard errors that a difference must exceed to be told from no
 
 @dataclass(frozen=True)
 class Difference:
-    """By how much the first of two networks has the better score.
+    """By how much the first of two networks has the better score."""
 
-    Attributes:
-        ahead: Mean over seeds.
-        images: Its standard error over validation images.
-        seeds: Its standard error over seeds; infinite for one seed.
-        count: Seeds.
-    """
-
-    ahead: float
-    images: float
-    seeds: float
-    count: int
+    ahead: float  # mean over seeds
+    images: float  # its standard error over validation images
+    seeds: float  # its standard error over seeds; infinite for one seed
+    count: int  # of seeds
 
     @property
     def error(self) -> float:

@@ -67,20 +67,15 @@ def find_recipes(comparison: Comparison, path: Path, names: str | None = None) -
 class Job:
     """One training run.
 
-    Attributes:
-        case: What tells it from other runs: variant of the recipe, seed, epochs, fingerprint of
-            the recipe with all options, and the name of the data, None for those of the recipe.
-        options: Options of training.
-        process: Its process, once it is started.
-        began: When it would have begun without a break, on the clock of `time.monotonic`.
-        beside: Most runs that there were beside it at any time.
+    `case` tells it from other runs: variant of the recipe, seed, epochs, fingerprint of the recipe
+    with all options, and the name of the data, None for those of the recipe.
     """
 
     case: dict[str, Any]
-    options: Sequence[str]
-    process: Any = None
-    began: float = 0.0
-    beside: int = 0
+    options: Sequence[str]  # of training
+    process: Any = None  # once it is started
+    began: float = 0.0  # when it would have begun without a break, by `time.monotonic`
+    beside: int = 0  # most runs that there were beside it at any time
 
     def __str__(self) -> str:
         return f"{self.case['recipe']} seed {self.case['seed']}"
@@ -112,24 +107,16 @@ class RunFailedError(Exception):
 class Trainer:
     """Runs jobs side by side, and records each as it ends.
 
-    Attributes:
-        comparison: What they are of.
-        results: Where they are recorded.
-        jobs: How many run at the same time.
-        deadline: When those still running are stopped, on the clock of `time.monotonic`.
-        work: Folder for what they write: a folder each, with output and state beside it.
-        keep: Given a job that is done and its folder, puts aside what is to be kept of it; what it
-            returns is recorded with the run.
-        resume: Continue a run that was stopped from its last checkpoint in `work`. All are started
-            then, whether or not they would be ready in time.
-        running, waiting, failed: Jobs.
+    `keep`, given a job that is done and its folder, puts aside what is to be kept of it; what it
+    returns is recorded with the run. With `resume`, a run that was stopped is continued from its
+    last checkpoint in `work`; all are started then, whether or not they would be ready in time.
     """
 
     comparison: Comparison
     results: ResultFile
-    jobs: int
-    deadline: float
-    work: Path
+    jobs: int  # at the same time
+    deadline: float  # when those still running are stopped, by `time.monotonic`
+    work: Path  # for what they write: a folder each, with output and state beside it
     keep: Callable[[Job, Path], dict[str, Any]]
     resume: bool = False
     running: list[Job] = field(default_factory=list)
