@@ -18,12 +18,13 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_model, save_model
 from timm.data import Mixup
 from timm.loss import SoftTargetCrossEntropy
 from timm.models import VisionTransformer
 from timm.utils import ModelEmaV3, random_seed
 from torch import Tensor, nn
+from torchvision.transforms.functional import normalize
 
 from quadtree_attention.tasks.classify.augment import BatchAugment
 from quadtree_attention.tasks.classify.predictor import MEAN, STD
@@ -62,7 +63,7 @@ def make_vit() -> VisionTransformer:
 def load_vit(path: Path) -> VisionTransformer:
     """The trained network, ready to evaluate."""
     model = make_vit()
-    model.load_state_dict(load_file(path))
+    load_model(model, path)
     return model.eval()
 
 
@@ -77,12 +78,7 @@ def read_images(root: Path, split: str, count: int | None = None) -> tuple[Tenso
 def normalised(images: Tensor, side: int) -> Tensor:
     """Images of bytes as the network takes them, enlarged to `side` pixels."""
     x = F.interpolate(images.float() / 255, (side, side), mode="bicubic", align_corners=False)
-    return _normalised(x.clamp(0, 1))
-
-
-def _normalised(x: Tensor) -> Tensor:
-    mean, std = (x.new_tensor(numbers).view(1, 3, 1, 1) for numbers in (MEAN, STD))
-    return (x - mean) / std
+    return normalize(x.clamp(0, 1), MEAN, STD)
 
 
 def augmented(images: Tensor, side: int) -> Tensor:
@@ -90,7 +86,7 @@ def augmented(images: Tensor, side: int) -> Tensor:
     x = BatchAugment(side, scale=(CROP, 1.0))(images.float() / 255)
     contrast, brightness = x.new_empty(2, len(x), 1, 1, 1).uniform_(-LIGHT, LIGHT)
     x = (x - 0.5) * (1 + contrast) + 0.5 + 0.5 * brightness
-    return _normalised(x.clamp(0, 1))
+    return normalize(x.clamp(0, 1), MEAN, STD)
 
 
 @torch.no_grad()
@@ -151,13 +147,9 @@ def train(options: argparse.Namespace) -> None:
                 })  # fmt: skip
                 print(json.dumps(history[-1]), flush=True)
                 total, since = torch.zeros((), device=device), 0
-    save(average.module, options.out)
+    save_model(average.module, options.out)
     options.out.with_suffix(".json").write_text(json.dumps(history, indent=1) + "\n")
     print(f"written: {options.out}")
-
-
-def save(model: nn.Module, path: Path) -> None:
-    save_file({k: v.detach().cpu().contiguous() for k, v in model.state_dict().items()}, path)
 
 
 def main() -> None:

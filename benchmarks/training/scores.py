@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from PIL import Image
+from torchvision.utils import save_image
 
 from benchmarks.measure import use_threads
 from benchmarks.options import working_folder
@@ -157,8 +157,7 @@ def prepare(name: str, options: Namespace, work: Path) -> PairsSource:
         pair = data.on_after_batch_transfer(batch, 0)
         names = [f"{i:04d}_{k}.png" for k in range(2)]
         for k, file in enumerate(names):
-            pixels = (pair[f"image{k}"][0].clamp(0, 1) * 255).round().byte().permute(1, 2, 0)
-            Image.fromarray(pixels.cpu().numpy()).save(work / file)
+            save_image(pair[f"image{k}"], work / file)
         matrices = (pair[key][0].double().numpy() for key in ("K0", "K1", "T_0to1"))
         lines.append(f"{' '.join(names)} 0 0 {matching.words_of(*matrices)}")
     return matching.write_pairs(work, work, lines)

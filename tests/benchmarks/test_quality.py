@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import save_model
 
 from benchmarks import vit
 from benchmarks.quality.matching import RATIO, nearest
@@ -221,7 +222,7 @@ def test_training_of_the_vision_transformer(tmp_path, monkeypatch):
 
 def test_variant_c_in_a_vision_transformer(result, tmp_path, capsys):
     """Random weights: all cells are dense attention, and few are nearer to it with means."""
-    vit.save(vit.make_vit(), weights := tmp_path / "vit.safetensors")
+    save_model(vit.make_vit(), weights := tmp_path / "vit.safetensors")
     write_classes(tmp_path)
     options = "--parts vit --sides 28 --topk 4,784 --images 2 --threads 1"
     made = result(f"quality accelerate {options}", "--vit", weights, "--tiny", tmp_path)
