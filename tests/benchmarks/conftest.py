@@ -2,13 +2,14 @@
 """Fixtures of the benchmark programs' tests."""
 
 import json
-import multiprocessing
 import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from PIL import Image
 
 pytest.importorskip("timm", reason="networks need the extra 'models'")
 pytest.importorskip("poselib", reason="estimators need the extra 'models'")
@@ -18,9 +19,7 @@ from benchmarks import measure
 from benchmarks.__main__ import main
 from benchmarks.result import check, read_all
 from tests.conftest import ROOT
-
-FORKS = multiprocessing.get_context("forkserver")  # of a process that has only imported these
-FORKS.set_forkserver_preload(["torch", "torchvision", "timm"])
+from tests.support.processes import CONTEXT
 
 
 @pytest.fixture(autouse=True)
@@ -28,7 +27,7 @@ def from_root(monkeypatch: pytest.MonkeyPatch) -> None:
     """`benchmarks` is a folder of the repository, not part of the installed package."""
     path = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
     monkeypatch.setenv("PYTHONPATH", path)
-    monkeypatch.setattr(measure, "FRESH", FORKS)  # a new process starts in no time
+    monkeypatch.setattr(measure, "FRESH", CONTEXT)  # new processes start within milliseconds
 
 
 def command(*arguments: Any) -> int:
@@ -71,6 +70,17 @@ def result(tmp_path: Path) -> Callable[..., dict[str, Any]]:
 def stored(kind: str) -> dict[str, Any]:
     """A committed result of a kind, which a test may change."""
     return next(iter(read_all(kind).values()))
+
+
+def write_graf(data: Path) -> None:
+    """A set of one pair, two views of a small picture that are the same."""
+    folder = data / "oxford_affine" / "graf"
+    folder.mkdir(parents=True)
+    picture = np.random.default_rng(0).integers(0, 255, (24, 32), np.uint8)
+    image = Image.fromarray(picture).resize((160, 120), Image.Resampling.BICUBIC)
+    for number in (1, 2):
+        image.save(folder / f"img{number}.jpg", quality=95)
+    np.savetxt(folder / "H1to2p.txt", np.eye(3))
 
 
 def run_of(**settings: Any) -> dict[str, Any]:

@@ -7,7 +7,6 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 from safetensors.torch import save_model
 
 from benchmarks import vit
@@ -15,7 +14,7 @@ from benchmarks.quality.matching import RATIO, nearest
 from benchmarks.quality.stereo import fill_holes
 from benchmarks.speed import calibration
 from quadtree_attention import models
-from tests.benchmarks.conftest import command, read, refused
+from tests.benchmarks.conftest import command, read, refused, write_graf
 from tests.conftest import ROOT
 from tests.support import tiny
 from tests.support.tiny import write_weights
@@ -59,13 +58,7 @@ def test_neighbours_are_mutual_and_pass_the_ratio_test():
 def test_a_matcher_of_ones_own(result, tmp_path):
     """Weights of a tiny model, which finds what it finds, beside SIFT."""
     weights = write_weights("match", tmp_path / "tiny.safetensors")
-    folder = tmp_path / "data" / "oxford_affine" / "graf"
-    folder.mkdir(parents=True)
-    picture = np.random.default_rng(0).integers(0, 255, (24, 32), np.uint8)
-    image = Image.fromarray(picture).resize((160, 120), Image.Resampling.BICUBIC)
-    for number in (1, 2):
-        image.save(folder / f"img{number}.jpg", quality=95)
-    np.savetxt(folder / "H1to2p.txt", np.eye(3))
+    write_graf(tmp_path / "data")
     places = ["--data", tmp_path / "data", "--weights", f"tiny={weights}"]
     made = result("quality matching --sets graf --threads 1", *places)
     methods = [row["case"]["method"] for row in made["rows"]]

@@ -28,10 +28,9 @@ from quadtree_attention.models.weights import read_checkpoint
 from quadtree_attention.tasks.match.data import MatchData
 from quadtree_attention.tasks.match.module import images
 from quadtree_attention.tasks.match.readers import read_pairs
-from tests.benchmarks.conftest import command, read, refused, stored
+from tests.benchmarks.conftest import command, read, refused, stored, write_graf
 from tests.conftest import ROOT
 
-DATA = ROOT.parent / "shared" / "data" / "matching"
 CLASSIFY = {
     "task": "classify",
     "seed_everything": 0,
@@ -190,7 +189,9 @@ def test_failures_stop_nothing_and_are_forgotten_when_mended(recipe, tmp_path, m
     assert reasons["killed"] == "train.npz is not there"
     assert reasons["mute"] == "exit code -9"
     assert "val/loss is not finite" in reasons["diverged"]
-    assert "/home/someone/data/train.npz" in capsys.readouterr().err
+    progress = capsys.readouterr().err
+    assert "/home/someone/data/train.npz" in progress and "killed seed 0: failed" in progress
+    assert not read(out)["complete"]
 
     monkeypatch.setattr(runs, "TRAIN", PRETEND.replace("killed", "nobody"))
     assert command(*train, "--variants", "killed") == 0
@@ -206,7 +207,7 @@ def test_time_limit(recipe, tmp_path, capsys):
     assert "not finished: slow seed 0" in capsys.readouterr().err
 
     began = time.monotonic()
-    assert command(*train, "--time-limit", "8") == 0
+    assert command(*train, "--time-limit", "4") == 0
     assert time.monotonic() - began < 45  # the slow one would take 60
     assert names(out) == [("quick", 0)] and names(out, failed=True) == []
     printed = capsys.readouterr()
@@ -336,20 +337,14 @@ def test_memory_is_added_to_speed(recipe, tmp_path):
 
 def test_from_training_to_pictures(recipe, tmp_path, capsys):
     tree = {"num_levels": 2, "topk": 2, "attention": "quadtree_b"}
-    variants = {
-        "linear": {"attention": "linear"},
-        "quadtree_b": tree,
-        "full": {"attention": "fulll"},
-    }
+    variants = {"linear": {"attention": "linear"}, "quadtree_b": tree}
     path = recipe(MATCH, **{name: {"model": {"options": o}} for name, o in variants.items()})
     out, weights = tmp_path / "new" / "result.json", tmp_path / "weights"
-    train = ["training match-attentions train --seeds 3 --jobs 3", "--recipe", path, "--out", out]
+    train = ["training match-attentions train --seeds 3 --jobs 2", "--recipe", path, "--out", out]
     train += ["--weights", weights, "--work", tmp_path / "work"]
-    assert command(*train) == 1
+    assert command(*train) == 0
     assert sorted(names(out)) == [("linear", 3), ("quadtree-b", 3)]
-    (failure,) = (row for row in rows(out, "run") if "error" in row)
-    assert failure["case"]["recipe"] == "full" and "'fulll'" in failure["error"]
-    runs = [row for row in rows(out, "run") if "values" in row]
+    runs = rows(out, "run")
     for row in runs:
         score, history = row["values"]["final"]["fscore"], row["details"]["history"]
         assert score == row["values"]["best"]["fscore"] == history["val/fscore"][0]
@@ -357,17 +352,18 @@ def test_from_training_to_pictures(recipe, tmp_path, capsys):
         assert row["values"]["seconds"] > history["seconds"][0] > 0 and row["case"]["epochs"] == 1
     assert str(ROOT) not in out.read_text() and str(tmp_path) not in out.read_text()
     progress = capsys.readouterr().err
-    assert "quadtree-b seed 3: F-score" in progress and "[3/3]" in progress
-    assert "full seed 3: failed" in progress and not read(out)["complete"]
+    assert "quadtree-b seed 3: F-score" in progress and "[2/2]" in progress
+    assert read(out)["complete"]
     assert_weights_are_those_of_the_runs(weights, tmp_path / "work", runs)
 
     before = out.read_text()
-    assert command(*train, "--variants", "linear,quadtree-b") == 0  # nothing left to do
+    assert command(*train) == 0  # nothing left to do
     assert out.read_text() == before
 
     evaluate = ["training match-attentions evaluate --threads 1 --pairs 2 --size 320"]
     evaluate += ["--results", out, "--weights", weights, "--recipe-file", path]
-    evaluate += ["--work", tmp_path / "scores"]
+    write_graf(tmp_path / "data")
+    evaluate += ["--work", tmp_path / "scores", "--data", tmp_path / "data"]
     assert command(*evaluate, "--sets", "synthetic") == 0
     first = rows(out, "score")
     scenes = read(out)["runs"][first[0]["run"]]["settings"]["synthetic"]
@@ -375,11 +371,10 @@ def test_from_training_to_pictures(recipe, tmp_path, capsys):
     assert [row["case"]["recipe"] for row in first] == ["sift", "quadtree-b", "linear"]
     assert all(row["values"]["pairs"] == 2 and row["values"]["truth"] == "pose" for row in first)
     assert_scenes_are_new(tmp_path / "scores" / "synthetic")
-    if DATA.is_dir():  # what is there stays, what is not is added
-        assert command(*evaluate, "--sets", "synthetic,graf") == 0
-        scored = rows(out, "score")
-        assert scored[:3] == first and {row["case"]["set"] for row in scored[3:]} == {"graf"}
-        assert "graf" in capsys.readouterr().out
+    assert command(*evaluate, "--sets", "synthetic,graf") == 0  # what is missing is added
+    scored = rows(out, "score")
+    assert scored[:3] == first and [row["case"]["set"] for row in scored[3:]] == ["graf"] * 3
+    assert "graf" in capsys.readouterr().out
     assert str(ROOT) not in out.read_text() and str(tmp_path) not in out.read_text()
 
     pictures = tmp_path / "pictures"
@@ -388,7 +383,7 @@ def test_from_training_to_pictures(recipe, tmp_path, capsys):
     drawn = sorted(picture.name for picture in pictures.iterdir())
     assert drawn == ["match-attentions-auc.png", "match-attentions-curves.png"]
     text = section("match-attentions--x", read(out))
-    assert "| synthetic | linear (LoFTR) |" in text and "full, seed 3: failed: " in text
+    assert "| synthetic | linear (LoFTR) |" in text
 
 
 def assert_weights_are_those_of_the_runs(weights: Path, work: Path, runs: list[dict]) -> None:
