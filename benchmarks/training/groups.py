@@ -19,7 +19,7 @@ from pytorch_lightning.callbacks import Callback
 from torch import Tensor
 
 from quadtree_attention.files import write_whole
-from quadtree_attention.tasks.training.module import TaskModule, size_of
+from quadtree_attention.tasks.training.module import TaskModule
 
 GROUPS = 50
 FILE = "groups.json"
@@ -49,17 +49,10 @@ class GroupScores(Callback):
 def _images(trainer: Any, module: TaskModule) -> Iterator[dict[str, Any]]:
     """Batches of one validation image or pair each, on the device."""
     data = trainer.datamodule
+    data.eval_batch_size = 1
     for batch in data.val_dataloader():
         batch = data.transfer_batch_to_device(batch, module.device, 0)
-        batch = data.on_after_batch_transfer(batch, 0)
-        count = size_of(batch)
-        for i in range(count):
-            yield {
-                name: value[i : i + 1]
-                if isinstance(value, Tensor | list | tuple) and len(value) == count
-                else value
-                for name, value in batch.items()
-            }
+        yield data.on_after_batch_transfer(batch, 0)
 
 
 def _sample(module: TaskModule, batch: dict[str, Any]) -> Sample:
