@@ -33,12 +33,11 @@ def compile_launches(
     """
 
     def compile_one(launch: Launch) -> None:
-        kernel = launch.kernel
-        names = [name for name in kernel.parameters if name not in kernel.constants]
-        varying = [launch.arguments[name] for name in names]
-        constants = {k: v for k, v in launch.arguments.items() if k not in names}
-        with torch.cuda.device_of(next(x for x in varying if isinstance(x, Tensor))):
-            kernel.jit.warmup(*varying, grid=launch.grid, **constants)
+        kernel, given = launch.kernel, launch.arguments
+        arguments = [given[name] for name in kernel.parameters]
+        options = {name: given[name] for name in given.keys() - set(kernel.parameters)}
+        with torch.cuda.device_of(next(x for x in arguments if isinstance(x, Tensor))):
+            kernel.jit.warmup(*arguments, grid=launch.grid, **options)
         done()
 
     with ThreadPoolExecutor(threads or os.cpu_count()) as pool:

@@ -21,7 +21,7 @@ from quadtree_attention.ops.flop_counter import register_formulas
 from quadtree_attention.ops.norms.functional import KERNEL_DTYPES, activation_code
 
 WHAT = "the fused depthwise convolution"
-MOST_LEVELS = {1: 4, 2: 4, 3: 3}  # maximum levels per launch
+MOST_LEVELS = {1: 4, 2: 4, 3: 2}  # maximum levels per launch, see `launch.LEAST_TILE`
 
 
 def can_fuse(

@@ -18,6 +18,10 @@ from quadtree_attention.ops.depthwise.kernels import (
 from quadtree_attention.ops.kernel import parts_of, power_of_two
 
 TILE = {1: 2048, 2: 2048, 3: 1024}  # numbers of a tile, by axes; neighbours are in registers
+# Numbers of a tile at the coarsest level of a launch, at least one per thread of a warp: with 16,
+# values handed down to children were wrong on a GPU (Triton 3.6, H200), and right in the
+# interpreter.
+LEAST_TILE = 32
 SUMS_TILE = 1024  # with ten sums per number in registers
 LARGEST_BLOCK = 128  # channels of a tile
 PROGRAMS = 512  # programs that share the sums of a level, about four per multiprocessor
@@ -53,7 +57,7 @@ def forward(
     Args:
         message: (B, *grid, C) or None; all tensors are contiguous.
         above: Values of the parents of the coarsest level, (B, *parents, C), or None.
-        values: (B, *grid_at(level), C), coarse -> fine, at most four, with three axes three.
+        values: (B, *grid_at(level), C), coarse -> fine, at most four, with three axes two.
         weights: (C, 1, 3, ...) of each level.
         biases: (C,) of each level.
         logits: (L,) of all levels; their softmax is the weight of the levels. None: one level.
@@ -167,6 +171,7 @@ def _shape(x: Tensor, logits: Tensor | None) -> dict[str, Any]:
 
 def _tree_tile(x: Tensor, steps: int) -> dict[str, int]:
     cells, numbers = 2 ** ((x.ndim - 2) * steps), TILE[x.ndim - 2]
+    assert numbers // cells >= LEAST_TILE
     block = min(power_of_two(x.shape[-1], 4), LARGEST_BLOCK, numbers // cells)
     return {"ROOTS": numbers // (cells * block), "BLOCK_C": block}
 

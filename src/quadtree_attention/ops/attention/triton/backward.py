@@ -51,8 +51,6 @@ def gradients(
     maps = as_rows(maps)
     ((dout,),) = as_rows([[dout]])
     look = look_of(maps, shown, logits, *options)
-    strides = row_strides(dout.shape, dout.stride())
-    assert strides is not None
     dmaps = [[x.new_empty(x.shape) for x in part] for part in maps]
     dlogits = buffer.new_empty(0 if logits is None else len(logits))
     grads = [x for part in dmaps for x in part]
@@ -60,6 +58,8 @@ def gradients(
         for x in (*grads, dlogits):
             x.zero_()
         return [*grads, dlogits]
+    strides = row_strides(dout.shape, dout.stride())
+    assert strides is not None
     plan = backward_schedule(look, strides)
     with torch.cuda.device_of(dout):
         kept = kept_in(buffer, plan.layout, dout.dtype)
