@@ -50,6 +50,7 @@ def add_options(parser: ArgumentParser, kind: str, suite: ModuleType) -> None:
         elif default == "all" and known:
             default = known
         default = None if isinstance(default, dict) else default
+        default = str(default) if what == "folder" and default else default  # is checked, too
         default = list(default) if isinstance(default, list | tuple) else default
         parser.add_argument(f"--{name}", type=parse, default=default, help=help_, **more)
 
@@ -137,6 +138,12 @@ def named_weights(text: str) -> tuple[str, Path]:
     return name or Path(file).stem, Path(file)
 
 
+def existing_folder(text: str) -> Path:
+    if not Path(text).is_dir():
+        raise ArgumentTypeError(f"there is no folder {text}")
+    return Path(text)
+
+
 def positive(text: str) -> float:
     if not (value := float(text)) > 0:
         raise ArgumentTypeError(f"must be more than 0, got {text}")
@@ -158,6 +165,7 @@ def numbers(text: str, kind: type = int) -> list[Any]:
 
 TYPES: dict[str, Callable[[str], Any]] = {
     "int": at_least_one, "float": positive, "number": float, "str": str, "path": Path,
+    "folder": existing_folder,
     "size": size, "sizes": sizes, "weights": named_weights, "numbers": numbers,
     "floats": partial(numbers, kind=float), "words": shlex.split,
 }  # fmt: skip

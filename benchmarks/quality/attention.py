@@ -11,9 +11,8 @@ equal scores for all cells.
 """
 
 import sys
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from math import prod
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -46,7 +45,9 @@ UNIFORM = ("any", "uniform")  # layer and level of equal scores for all cells, t
 
 def plan(options: Namespace) -> list[list[Work]]:
     """One row per weights, cross layer and level; all are measured by the first one."""
-    found = []
+    options.folder_of_textures, found = options.textures, []
+    if options.textures is not None:
+        options.textures = options.textures.resolve().parent.name
     for name, path in options.weights or [("quadtree", None)]:
         matcher = Matcher.from_pretrained(path, device="cpu")
         with record(matcher.network, layers=LAYERS) as seen:
@@ -61,14 +62,6 @@ def plan(options: Namespace) -> list[list[Work]]:
         for layer, level in [*shown, UNIFORM]:
             found.append(Work({"weights": name, "layer": layer, "level": level}, "cpu", more))
     return [found]
-
-
-def check_options(parser: ArgumentParser, options: Namespace) -> None:
-    if options.textures is not None and not Path(options.textures).is_dir():
-        parser.error(f"argument --textures: there is no folder {options.textures}")
-    options.folder_of_textures = options.textures
-    if options.textures is not None:
-        options.textures = Path(options.textures).resolve().parent.name
 
 
 def measure_row(work: Work, options: Namespace) -> dict[str, Any]:

@@ -7,13 +7,12 @@ it on both photographs of every pair. `--guided never` shows what guided matchin
 that it leaves as they are.
 """
 
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from itertools import combinations
 
 import torch
 
 from benchmarks.measure import Call, use_threads
-from benchmarks.quality import check_folders
 from benchmarks.result import ROOT
 from benchmarks.suite import Work
 from quadtree_attention.images import images_inside
@@ -22,10 +21,6 @@ from quadtree_attention.tasks.match.predictor import Matcher
 
 DATA = ROOT.parent / "shared" / "data" / "free_multiview" / "lund_street" / "images"
 PARTS = ("match --pairs", "match --pairs --guided never", "sfm", "CNN")
-
-
-def check_options(parser: ArgumentParser, options: Namespace) -> None:
-    check_folders(parser, [options.data])
 
 
 def plan(options: Namespace) -> list[list[Work]]:
