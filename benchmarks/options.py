@@ -7,7 +7,7 @@ import tempfile
 from argparse import ArgumentParser, ArgumentTypeError, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
@@ -28,15 +28,15 @@ class OneLineParser(ArgumentParser):
         self.exit(2, f"{self.prog}: {message}\n")
 
 
-@cache
-def declared() -> dict[str, dict[str, list[Any]]]:
-    """Type, default and help of every option, by kind and name."""
-    return yaml.safe_load((ROOT / "benchmarks" / "options.yaml").read_text())
+# Type, default and help of every option, by kind and name
+OPTIONS: dict[str, dict[str, list[Any]]] = yaml.safe_load(
+    (ROOT / "benchmarks" / "options.yaml").read_text()
+)
 
 
 def add_options(parser: ArgumentParser, kind: str, suite: ModuleType) -> None:
     """Gives a parser the options of a kind."""
-    for name, (what, *more) in declared()[kind].items():
+    for name, (what, *more) in OPTIONS[kind].items():
         default, help_ = [*more, None, None][:2]
         if what == "flag":
             parser.add_argument(f"--{name}", action="store_true", help=help_)
@@ -81,7 +81,7 @@ def complete(parser: ArgumentParser, options: Namespace, kind: str, suite: Modul
     options.threads = 1 if counted else options.threads or torch.get_num_threads()
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("argument --device: torch finds no CUDA device here; use --device cpu")
-    for name, (what, *more) in declared().get(kind, {}).items():
+    for name, (what, *more) in OPTIONS.get(kind, {}).items():
         key = name.replace("-", "_")
         if more and isinstance(more[0], dict) and getattr(options, key) is None:
             setattr(options, key, type_of(what, suite)[0](more[0][options.device]))

@@ -65,7 +65,7 @@ def plan(options: Namespace) -> list[list[Work]]:
 def values(work: Work) -> dict[str, Any]:
     """Launches, and variants of the kernels."""
     _, training = PARTS[work["part"]]
-    call = _attention(training) if work["model"] == OPERATOR else _network(work, IMAGE, {})
+    call = _call(work, IMAGE, {})
     with _environment(work), record():
         call()
     with _environment(work):
@@ -81,8 +81,7 @@ def prepare(work: Work) -> Call:
     """The call to time."""
     from quadtree_attention.ops import kernel
 
-    _, training = PARTS[work["part"]]
-    call = _attention(training) if work["model"] == OPERATOR else _network(work, SMALL, NARROW)
+    call = _call(work, SMALL, NARROW)
     launch = kernel.Kernel.__getitem__
 
     def timed() -> None:
@@ -131,9 +130,11 @@ def _attention(training: bool) -> Call:
     return call
 
 
-def _network(work: Work, side: int, narrow: dict[str, Any]) -> Call:
-    """A training step without an optimizer, or inference, both under autocast."""
+def _call(work: Work, side: int, narrow: dict[str, Any]) -> Call:
+    """A training step without an optimizer, or inference, both under autocast; or the attention."""
     _, training = PARTS[work["part"]]
+    if work["model"] == OPERATOR:
+        return _attention(training)
     torch.manual_seed(SEED)
     model = timm.create_model(work["model"], **narrow).train(training)
     images = torch.randn(1, 3, side, side)

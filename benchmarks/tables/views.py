@@ -130,6 +130,11 @@ NUMBERS: dict[str, Callable[[Any], str]] = {
     ".3f": "{:.3f}".format,
     "means": lambda values: ", ".join(f"{value:.1f}" for value in values),
 }
+LIMITS: dict[str, Callable[[Any], str]] = {  # settings that change what the tables mean
+    "variant": "Variant {}.".format,
+    "memory_gib": lambda limit: f"PyTorch was given {number(limit)} GiB of the GPU.",
+    "error": '"calibrated" is K for an error of {:g}.'.format,
+}
 
 
 @cache
@@ -196,9 +201,10 @@ def section(name: str, result: Result) -> str:
     lines = [heading(name, result["runs"][0])]
     calibrated = {row["run"] for row in rows if row["case"].get("attention") == "calibrated"}
     limits = [
-        about
+        said(setting)
         for i, run in enumerate(result["runs"])
-        for about in _limits(run["settings"], i in calibrated)
+        for name, said in LIMITS.items()
+        if (setting := run["settings"].get(name)) and (name != "error" or i in calibrated)
     ]
     lines += [line for about in dict.fromkeys(limits) for line in ("", about)]
     for view in stored_views().get(result["kind"], []):
@@ -265,16 +271,6 @@ def circumstances(run: Result) -> str:
         f"CPU {machine['cpu']}, {machine['cores']} cores, {machine['threads']} used, load "
         f"{number(machine['load'])} before the run. {software}. {run['date'][:10]}{commit}."
     )
-
-
-def _limits(settings: Mapping[str, Any], calibrated: bool) -> list[str]:
-    """Settings that change what the tables mean, one paragraph each."""
-    limits = [f"Variant {settings['variant']}."] if settings.get("variant") else []
-    if (limit := settings.get("memory_gib")) is not None:
-        limits.append(f"PyTorch was given {number(limit)} GiB of the GPU.")
-    if calibrated:
-        limits.append(f'"calibrated" is K for an error of {settings["error"]:g}.')
-    return limits
 
 
 def _said(settings: Mapping[str, Any]) -> str:
