@@ -302,13 +302,10 @@ def dumps(value: Any) -> str:
 def describe(
     argv: Sequence[str], options: Namespace, *, libraries: Iterable[str] = (), **settings: Any
 ) -> Result:
-    """A run: how, when and where a command was run.
+    """A run: how, when and where a command was run, and the settings that all its rows share.
 
-    Args:
-        argv: Arguments of the command.
-        options: As parsed, with `device` and `threads`.
-        libraries: Distributions whose versions matter.
-        **settings: What all rows share.
+    `options` are the parsed ones, with `device` and `threads`; `libraries` are distributions whose
+    versions matter.
     """
     import torch
 

@@ -101,11 +101,7 @@ def counts_of(
 
 
 class RetinaNet(nn.Module):
-    """A backbone with the neck and the head of RetinaNet for COCO, up to its raw outputs.
-
-    Args:
-        backbone: A model that `build` made for the task "backbone".
-    """
+    """A backbone of `build` with neck and head of RetinaNet for COCO, up to its raw outputs."""
 
     def __init__(self, backbone: Any) -> None:
         super().__init__()

@@ -41,11 +41,7 @@ def difference(
 ) -> Difference | None:
     """Of two networks' runs with the same seeds, image by image; None without such runs.
 
-    Args:
-        first: Runs of the first network.
-        second: Runs of the second network.
-        score: Name of the score.
-        sign: -1 if less of it is better.
+    `sign` is -1 if less of the score is better.
     """
     mine, other = (
         {row["case"]["seed"]: row["details"].get("groups") for row in rows}
