@@ -80,18 +80,17 @@ def prepare(work: Work) -> Call:
     if "compile" in work["mode"]:
         model = torch.compile(model, dynamic=False)
 
-    def forward() -> Any:
-        with torch.autocast(work.device, dtype, enabled=bool(autocast)):
-            return model(images)
+    def call() -> Any:
+        with (
+            torch.set_grad_enabled(training),
+            torch.autocast(work.device, dtype, enabled=bool(autocast)),
+        ):
+            out = model(images)
+        if not training:
+            return out
+        return torch.autograd.grad(_loss(out, labels), parameters, allow_unused=True)
 
-    def inference() -> Any:
-        with torch.no_grad():
-            return forward()
-
-    def train() -> tuple[Tensor | None, ...]:
-        return torch.autograd.grad(_loss(forward(), labels), parameters, allow_unused=True)
-
-    return train if training else inference
+    return call
 
 
 def build(name: str, task: str, image: Sequence[int], **options: Any) -> nn.Module:

@@ -117,14 +117,12 @@ def call_of(work: Work, case: Case) -> Call:
     backward = work["pass"] == PASSES[1]
     q, k, v = (x.requires_grad_(backward) for x in (q, k, v))
 
-    def forward() -> Tensor:
-        with torch.no_grad():
-            return attend(q, k, v)
+    def call() -> Any:
+        with torch.set_grad_enabled(backward):
+            out = attend(q, k, v)
+        return torch.autograd.grad(out, (q, k, v), grad) if backward else out
 
-    def forward_and_backward() -> tuple[Tensor, ...]:
-        return torch.autograd.grad(attend(q, k, v), (q, k, v), grad)
-
-    return forward_and_backward if backward else forward
+    return call
 
 
 def backend_of(work: Work, case: Case) -> str | None:

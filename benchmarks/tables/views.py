@@ -124,10 +124,7 @@ NUMBERS: dict[str, Callable[[Any], str]] = {
     "1e6": lambda value: number(value / 1e6),
     "1e9": lambda value: number(value / 1e9),
     "areas": lambda areas: " / ".join(f"{area:.1f}" for area in areas.values()),
-    ".0f": "{:.0f}".format,
-    ".1f": "{:.1f}".format,
-    ".2f": "{:.2f}".format,
-    ".3f": "{:.3f}".format,
+    **{digits: f"{{:{digits}}}".format for digits in (".0f", ".1f", ".2f", ".3f")},
     "means": lambda values: ", ".join(f"{value:.1f}" for value in values),
 }
 LIMITS: dict[str, Callable[[Any], str]] = {  # settings that change what the tables mean
