@@ -18,6 +18,13 @@ SIZE = (128, 96)
 pytestmark = pytest.mark.usefixtures("only_reference", "pair")
 
 
+@pytest.fixture
+def pair():
+    """Images that are too different for the search over rotations."""
+    for seed, name in enumerate("ab"):
+        tiny.picture(seed, SIZE).save(f"{name}.png")
+
+
 def about(path):
     text = Path(path).read_text("utf-8")
     start = text.index('<script id="about" type="application/json">') + 43
@@ -35,6 +42,7 @@ def weights(all_weights, task):
 
 
 def test_explore_two_images(all_weights):
+    tiny.sample("match", size=SIZE)[1].save("b.png")  # with matches
     result = run("explore", "a.png", "b.png", *weights(all_weights, "match"), "--json")
     told = json.loads(result.stdout)
     assert told == {"written": "explore.html", "bytes": os.path.getsize("explore.html")}
@@ -145,7 +153,7 @@ def test_bad_input(all_weights):
         ("explore", "a.png", "--out", "missing/a.html"): "no directory",
         ("explore", "a.png", "--at", "500,2"): "outside",
         ("explore", "a.png", "--at", "here"): "x,y",
-        ("explore", "a.png", "--layers", "nothing"): "no attention layer",
+        ("explore", "a.png", "b.png", "--layers", "nothing"): "no attention layer",
         ("explore", "a.png", "--task", "stereo"): "holds weights for the task match",
         ("attention", "a.png", "b.png", "--at", "500,2"): "outside",
         ("attention", "a.png", "b.png", "--at", "5,2", "--out", "a.gif"): "pictures are written",
@@ -163,5 +171,6 @@ def test_bad_input(all_weights):
     assert "two images" not in refused("explore", "a.png", *weights(all_weights, "stereo"))
     full = tiny.NETWORKS["match"][1] | {"attention": "full"}
     tiny.write_weights("match", Path("full.safetensors"), kwargs=full)
-    assert "no quadtree layers" in refused("explore", "a.png", "--weights", "full.safetensors")
+    full = ("explore", "a.png", "b.png", "--weights", "full.safetensors")
+    assert "no quadtree layers" in refused(*full)
     assert set(os.listdir()) - set(there) <= {"full.safetensors", "full.json"}

@@ -21,6 +21,7 @@ from tests.support.commands import START, command, environment, invoke, refused
 
 pytestmark = pytest.mark.usefixtures("pair")
 TASK = "match"
+MATCH = ("match", "a.png", "b.png", "--guided", "never")
 FULL = Path("/dev/full")
 
 
@@ -47,7 +48,7 @@ def test_streams_that_the_caller_closed(weights):
         code = f"import os; os.close({which}); os.execv({sys.executable!r}, {[*options]!r})"
         return command(code=code, QUADTREE_BACKEND="reference")
 
-    run = [sys.executable, "-c", START, "match", "a.png", "b.png", "--weights", str(weights)]
+    run = [sys.executable, "-c", START, *MATCH, "--weights", str(weights)]
     assert closed(1, *run).returncode == 0
     assert Path("matches.png").exists()
     done = closed(0, sys.executable, "-c", START, "classify", "-", "--weights", str(weights))
@@ -132,12 +133,13 @@ def on_a_terminal(*options):
 
 def test_many_pairs_show_progress_on_a_terminal(weights):
     Path("pairs.txt").write_text("a.png b.png\nb.png a.png\n")
-    shown = on_a_terminal("match", "--pairs", "pairs.txt", "--save", "out", "--weights", weights)
+    options = ("--guided", "never", "--save", "out", "--weights", weights)
+    shown = on_a_terminal("match", "--pairs", "pairs.txt", *options)
     assert "0/2" in shown and "pair" in shown
     assert "2 done, 0 failed" in shown
 
 
-FIRST = ("match", "a.png", "b.png", "--json", "--weights")
+FIRST = (*MATCH, "--json", "--weights")
 
 
 @pytest.mark.usefixtures("only_reference")

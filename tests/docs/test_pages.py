@@ -44,8 +44,9 @@ GIVEN = {  # names that the text of a page introduces
 def prepare(page: str, folder: Path) -> None:
     """The files that the blocks of a page read."""
     shutil.copytree(ROOT / "recipes", folder / "recipes")
-    for name in ("a.jpg", "b.jpg", "left.png", "right.png", "cat.jpg", "street.jpg"):
-        tiny.picture(0, (352, 256) if "inspect" in page else (96, 64)).save(folder / name)
+    names = ("a.jpg", "b.jpg", "left.png", "right.png", "cat.jpg", "street.jpg")
+    for seed, name in enumerate(names):  # too different for a search
+        tiny.picture(seed, (352, 256) if "inspect" in page else (96, 64)).save(folder / name)
     weights = {
         "docs/detection.md": {"best": "detect"},
         "docs/segmentation.md": {"best": "segment"},
