@@ -19,6 +19,7 @@ import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import product
 from types import ModuleType
 from typing import Any
@@ -66,10 +67,7 @@ def set_up(parser: ArgumentParser, kind: str) -> None:
         complete(parser, options, kind, suite)
         getattr(suite, "check_options", lambda *_: None)(parser, options)
 
-    def start(options: Namespace, argv: Sequence[str]) -> int:
-        return run(suite, kind, options, argv)
-
-    parser.set_defaults(run=start, check_options=check)
+    parser.set_defaults(run=partial(run, suite, kind), check_options=check)
 
 
 def run(suite: ModuleType, kind: str, options: Namespace, argv: Sequence[str]) -> int:

@@ -8,6 +8,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from benchmarks.result import RESULTS, ROOT, Result, ResultFileError, Row
 
 FILE = ROOT / "benchmarks" / "comparisons.yaml"
@@ -91,8 +93,6 @@ class Comparison:
 @cache
 def comparisons() -> dict[str, Comparison]:
     """All comparisons by name."""
-    import yaml
-
     content = yaml.safe_load(FILE.read_text())
     return {name: Comparison(name=name, **fields) for name, fields in content.items()}
 
@@ -113,12 +113,8 @@ def compared_runs(comparison: Comparison, result: Result) -> dict[str, list[Row]
     lengths = Counter(row["case"]["epochs"] for row in rows)
     epochs = max(lengths, key=lambda length: (lengths[length], length), default=0)
     names = dict.fromkeys([*comparison.variants, *(row["case"]["recipe"] for row in rows)])
-    return {
-        name: [
-            row for row in rows if (row["case"]["recipe"], row["case"]["epochs"]) == (name, epochs)
-        ]
-        for name in names
-    }
+    rows = [row for row in rows if row["case"]["epochs"] == epochs]
+    return {name: [row for row in rows if row["case"]["recipe"] == name] for name in names}
 
 
 def scored_rows(result: Result) -> list[Row]:

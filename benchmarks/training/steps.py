@@ -34,9 +34,8 @@ def measure_all(options: Namespace, argv: Sequence[str]) -> int:
     settings = _settings(first, options.extra)
     results.begin(describe(argv, options, libraries=LIBRARIES, **settings))
     failed = False
-    for i, (name, recipe) in enumerate(options.recipes.items(), start=1):
-        work = Work({"recipe": name}, options.device, {"recipe": recipe})
-        (row,) = measured(sys.modules[__name__], [work], options)
+    for i, name in enumerate(options.recipes, start=1):
+        (row,) = measured(sys.modules[__name__], [Work({"recipe": name}, options.device)], options)
         row["kind"] = kind
         release_memory(options.device)
         results.add(row, replaces=partial(_replaces, row))
@@ -67,7 +66,7 @@ def measure_row(work: Work, options: Namespace) -> dict[str, Any]:
     """Speed and memory of a training step, or memory alone."""
     cuda = options.device == "cuda"
     before = torch.cuda.memory_allocated() if cuda else 0
-    step, record, counts = training_step(work.more["recipe"], options)
+    step, record, counts = training_step(options.recipes[work["recipe"]], options)
     peak = {"peak_mib": cuda_peak_mib(step, before) if cuda else None}
     if options.memory_only:
         return peak
