@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fixtures shared by all tests."""
 
+import atexit
 import gc
 import json
 import os
@@ -53,10 +54,7 @@ def pytest_collection_finish() -> None:
     """Modules and tests stay until the end: no collection of garbage looks through them."""
     gc.freeze()
     gc.enable()
-
-
-def pytest_unconfigure() -> None:
-    gc.unfreeze()
+    atexit.register(gc.unfreeze)
 
 
 class Golden:

@@ -21,6 +21,8 @@ from benchmarks.result import check, read_all
 from tests.conftest import ROOT
 from tests.support.processes import CONTEXT
 
+TURNS = 2
+
 
 @pytest.fixture(autouse=True)
 def from_root(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -28,6 +30,8 @@ def from_root(monkeypatch: pytest.MonkeyPatch) -> None:
     path = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
     monkeypatch.setenv("PYTHONPATH", path)
     monkeypatch.setattr(measure, "FRESH", CONTEXT)  # new processes start within milliseconds
+    monkeypatch.setattr(measure, "TURNS", TURNS)
+    monkeypatch.setattr(measure, "WARM_UP_CALLS", 1)
 
 
 def command(*arguments: Any) -> int:

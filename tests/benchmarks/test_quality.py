@@ -14,6 +14,7 @@ from benchmarks.quality.matching import RATIO, nearest
 from benchmarks.quality.stereo import fill_holes
 from benchmarks.speed import calibration
 from quadtree_attention import models
+from quadtree_attention.tasks.stereo import predictor
 from tests.benchmarks.conftest import command, read, refused, write_graf
 from tests.conftest import ROOT
 from tests.support import tiny
@@ -136,6 +137,7 @@ def test_attention_near_the_true_partner(result, tmp_path, capsys):
 def test_calibrated_networks_are_scored_and_timed(tmp_path, capsys, monkeypatch):
     """The packaged network on small images: fixed K first, then K of a mass."""
     monkeypatch.setitem(calibration.IMAGES, "stereo", (96, 64))
+    monkeypatch.setattr(predictor, "SMALL", 1)  # images are not enlarged
     for name in ("2001_2003", "2005_2006"):
         write_pairs(tmp_path / "stereo" / f"MIDDLEBURY_{name}", ["a"])
     found = tmp_path / "calibration--here.json"

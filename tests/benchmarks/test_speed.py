@@ -20,7 +20,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.measure import (
     MIB,
-    TURNS,
     Memory,
     in_fresh_process,
     measure,
@@ -35,7 +34,7 @@ from benchmarks.tables.table import number
 from quadtree_attention.nn.position import DepthwiseConv
 from quadtree_attention.ops.attention.tree import Tree
 from quadtree_attention.ops.planning.flops import attention_flops
-from tests.benchmarks.conftest import read, refused
+from tests.benchmarks.conftest import TURNS, read, refused
 from tests.conftest import ROOT
 
 QUICK = "--device cpu --threads 1 --seconds-per-row 0.02"

@@ -25,6 +25,7 @@ SMALLER = {  # networks and images of the pages, in a size that runs in seconds
     "quadtree_b_b2": "quadtree_b_b0",
     '"vit_small_patch14_dinov2.lvd142m", pretrained=True': '"vit_tiny_patch16_224", depth=1',
     "torch.randn(1, 3, 1792, 1792)": "torch.randn(1, 3, 512, 768)",
+    '"retinanet_quadtree_b_b0", num_classes=3': '"retinanet_test_quadtree", num_classes=3',
     '"recipes/classify/imagenet.yaml",\n    variant="b2"': '"recipes/classify/debug.yaml"',
     'data={"root": "imagenet"}': 'data={"generated_count": 32}',
     'trainer={"max_epochs": 100}': 'trainer={"max_epochs": 1}',
