@@ -60,7 +60,11 @@ def test_names():
     assert names("detect") == retinanet + mask_rcnn and names("segment") == semfpn
     assert len(names()) == sum(len(names(task)) for task in TINY) == len(set(names()))
     assert not any("test_quadtree" in name for name in names())  # which can be built all the same
-    assert names(pretrained=True) == ["loftr_quadtree_small", "sttr_quadtree_small"]
+    assert names(pretrained=True) == [
+        "loftr_quadtree_small",
+        "sttr_quadtree_small",
+        "sttr_quadtree_small.free",
+    ]
     raises(OptionError, r"task must be one of classify, .*; did you mean stereo", names, "sterio")
 
 

@@ -31,7 +31,10 @@ def argument(kind: Any, name: str, text: str, default: Any = None) -> Option:
 OPTIONS: dict[str, Option] = {  # by the name of the parameter
     "images": argument(list[str], "IMAGE", "Files, folders, or -.", ...),
     "weights": option(
-        FILE, "Weights, .safetensors.", metavar="FILE", show_default="those of the package, if any"
+        FILE,
+        "Weights, .safetensors, or a name of packaged ones.",
+        metavar="FILE",
+        show_default="those of the package, if any",
     ),
     "out": option(FILE, "Picture to write, .png or .jpg; a folder for several.", metavar="PATH"),
     "save": option(FILE, "Results to write; a folder or file for several.", metavar="PATH"),

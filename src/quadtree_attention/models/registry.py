@@ -27,9 +27,11 @@ if TYPE_CHECKING:
     from torch import nn
 
 WEIGHTS = Path(__file__).parents[1] / "weights"
-PRETRAINED = {  # packaged weights by network; the first of a task is its default
+# Packaged weights by network, or network.tag; the first of a task is its default
+PRETRAINED = {
     "loftr_quadtree_small": WEIGHTS / "matcher.safetensors",
     "sttr_quadtree_small": WEIGHTS / "stereo.safetensors",
+    "sttr_quadtree_small.free": WEIGHTS / "stereo-free.safetensors",
 }
 _QUADTREE = ("num_levels", "topk", "variant", "value_pyramid", "value_act", "backend")
 _OF_A_CALL = ("device", "dtype", "backend")  # runtime options, not part of the architecture
@@ -142,15 +144,15 @@ def names(task: str | None = None, *, pretrained: bool = False) -> list[str]:
 
     Args:
         task: "classify", "detect", "segment", "match" or "stereo".
-        pretrained: Only those whose weights come with the package.
+        pretrained: Instead the names of the weights that come with the package, `network` or
+            `network.tag`.
     """
     checks.one_of(dict.fromkeys(spec.task for spec in SPECS.values()), task=task)
     return [
         name
-        for name, spec in SPECS.items()
-        if task in (None, spec.task)
+        for name in (PRETRAINED if pretrained else SPECS)
+        if task in (None, SPECS[name.partition(".")[0]].task)
         and not name.endswith("test_quadtree")
-        and (name in PRETRAINED or not pretrained)
     ]
 
 
@@ -158,7 +160,7 @@ def create(name: str, pretrained: bool = False, **options: Any) -> "nn.Module":
     """Return a network by name, with random or packaged weights.
 
     Args:
-        name: One of `names()`.
+        name: One of `names()`, or of `names(pretrained=True)` with `pretrained`.
         pretrained: Load the packaged weights of that name; nothing is downloaded.
         **options: Options of the class, which override the options of the name. Detectors and
             segmenters need `num_classes`, accept the options of their backbone, and load a trained
@@ -175,9 +177,9 @@ def create(name: str, pretrained: bool = False, **options: Any) -> "nn.Module":
         >>> type(model.backbone.body.stages[0].blocks[0].attn).__name__
         'WindowAttention'
     """
-    name = current_name(name)
     if pretrained:
-        return load(name, **options)
+        return load(name if name in PRETRAINED else current_name(name), **options)
+    name = current_name(name)
     spec = SPECS[name]
     weights = options.pop("backbone_weights", None) if spec.backbone else None
     _check_options(name, options)
@@ -256,7 +258,7 @@ def weights_path(name_or_path: StrPath | None, task: str | None = None) -> Path:
     name, what = str(name_or_path), str(name_or_path)
     if name_or_path is None or name == "default":
         name, what = next(iter(names(task, pretrained=True)), ""), f"the task {task}"
-    elif name not in SPECS:
+    elif name not in PRETRAINED.keys() | SPECS.keys():
         return Path(name)
     if name not in PRETRAINED:
         raise CheckpointError(

@@ -71,6 +71,8 @@ def test_a_camera_is_a_matrix_or_four_numbers():
     found = relative_pose(points0, points1, *numbers)
     assert np.array_equal(found.rotation, expected.rotation)
     assert np.array_equal(camera_matrix(K1.ravel().tolist()), K1)
+    raises(ShapeError, "K1 must be a camera matrix .*, got 'a'", camera_matrix, "a", "K1")
+    raises(ShapeError, "K must be a camera matrix", camera_matrix, [[1, 2], [3]])
 
 
 def test_cameras_as_text(tmp_path):

@@ -8,6 +8,7 @@ import torch
 
 from benchmarks.__main__ import main
 from benchmarks.quality.stereo import DATA
+from quadtree_attention import models
 from quadtree_attention.synthetic import ProceduralTextures, StereoOptions, stereo_pairs
 from quadtree_attention.tasks.stereo.metrics import scores
 from quadtree_attention.tasks.stereo.predictor import StereoMatcher
@@ -21,10 +22,12 @@ OPTIONS = StereoOptions(
 )  # fmt: skip
 
 
-def test_disparities_of_the_example():
+@pytest.mark.parametrize("name", models.names("stereo", pretrained=True))
+def test_disparities_of_the_example(name):
     textures = ProceduralTextures(48, size=16, seed=5)  # truth is that of any textures
     truth = stereo_pairs(textures, [1], size=(384, 512), seed=5, options=OPTIONS)
-    found = StereoMatcher.from_pretrained()(IMAGES / "stereo_left.jpg", IMAGES / "stereo_right.jpg")
+    matcher = StereoMatcher.from_pretrained(name)
+    found = matcher(IMAGES / "stereo_left.jpg", IMAGES / "stereo_right.jpg")
     assert found.warnings == ()
     occluded = truth.occluded0[0]
     given = found.disparity, truth.disparity0[0], torch.ones_like(occluded), occluded

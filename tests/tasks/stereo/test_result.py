@@ -52,6 +52,7 @@ def test_points_are_those_of_the_pixels(tmp_path):
     np.testing.assert_allclose(points[0], [(20 - 40) * z / 100, (0 - 10) * z / 100, z], rtol=1e-6)
     assert colours[0].tolist() == list(image.getpixel((20, 0)))
     assert len(found.points(100, 0.5, occluded=True)[0]) == SIZE[0] * SIZE[1] - 1
+    raises(OptionError, "centre must be x and y", found.points, 100, 0.5, centre=3)
     near, _ = found.points(100, 0.5, offset=2, farthest=3)
     assert len(near) == 25 * (SIZE[1] - 20) and near[:, 2].max() < 3
     found.save_points(tmp_path / "p.ply", 100, 0.5, offset=2, centre=(40, 10))

@@ -202,7 +202,10 @@ def camera_matrix(K: Camera, name: str = "K") -> Array:
     Raises:
         ShapeError: The input is none of these; the message refers to it by `name`.
     """
-    given = np.asarray(K, float)
+    try:
+        given = np.asarray(K, float)
+    except (TypeError, ValueError):  # no numbers, or rows of different lengths
+        given = np.asarray(str(K))
     matrix = given.reshape(3, 3) if given.shape == (9,) else given
     if given.shape == (4,):
         fx, fy, cx, cy = given

@@ -83,9 +83,11 @@ class Disparity(Result):
             farthest: Maximum z; None: no limit.
 
         Raises:
-            OptionError: As for `depth`, or `farthest` is not positive.
+            OptionError: As for `depth`, `farthest` is not positive, or `centre` is no point.
         """
         checks.above(0, farthest=farthest)
+        if centre is not None and np.shape(centre) != (2,):
+            raise OptionError(f"centre must be x and y in pixels, got {centre!r}; pass two numbers")
         z = self.depth(focal, baseline, offset=offset)
         kept = np.isfinite(z)
         if farthest is not None:
