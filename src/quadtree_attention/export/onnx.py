@@ -17,6 +17,14 @@ from torch import Tensor, nn
 import quadtree_attention
 from quadtree_attention import checks
 from quadtree_attention.errors import ExportError, OptionError
+from quadtree_attention.export.layers import (
+    Body,
+    Operator,
+    SharedLayers,
+    as_function,
+    merge_sizes,
+    name_sizes,
+)
 from quadtree_attention.export.networks import Exportable, Sizes, exportable
 from quadtree_attention.files import StrPath, check_writable, write_whole
 from quadtree_attention.images import Array
@@ -134,15 +142,21 @@ def to_onnx(
     began = time.perf_counter()
     with _steps(6 if check else 3, progress) as step, _on_cpu(wrapped), torch.inference_mode():
         step("tracing")
-        traced = _traced(wrapped, fixed)
+        layers = SharedLayers(wrapped.network)
+        with layers.replaced():
+            traced = _traced(wrapped, fixed)
         step("translating")
-        program = _translated(wrapped, traced)
+        model = _translated(wrapped, traced)
+        for operator in layers.operators:  # the list grows: a block contains an attention
+            with layers.replaced(body=operator.layer):
+                function = as_function(operator, _body(wrapped, operator))
+            model.functions[function.identifier()] = function
         step("simplifying")
-        _simplify(program.model)
-        _add_threshold(program.model, wrapped.threshold)
+        _simplify(model)
+        _add_threshold(model, wrapped.threshold)
         about = _metadata(wrapped, predictor, fixed)
-        program.model.metadata_props.update({k: _text(v) for k, v in about.items()})
-        data = onnx_ir.to_proto(program.model).SerializeToString()
+        model.metadata_props.update({k: _text(v) for k, v in about.items()})
+        data = onnx_ir.to_proto(model).SerializeToString()
         seconds = time.perf_counter() - began
         found = list(_checks(wrapped, data, fixed, step)) if check else []
     write_whole(path, data)
@@ -193,24 +207,37 @@ def _traced(wrapped: Exportable, fixed: tuple[int, int] | None) -> torch.export.
         axes = (0, 2, 3) if wrapped.dynamic_batch else (2, 3)
         of_images = dict.fromkeys(axes, torch.export.Dim.DYNAMIC)
         dynamic = (of_images,) * len(images) + ({},) * (len(inputs) - len(images))
-    with _as_export_error(wrapped), torch._dynamo.config.patch(fake_tensor_cache_enabled=False):
-        # The cache takes longer to fill than it saves: no operator has the same sizes twice
-        return torch.export.export(wrapped, inputs, dynamic_shapes=dynamic)
+    return _exported(wrapped, wrapped, inputs, dynamic)
 
 
 def _translated(wrapped: Exportable, traced: torch.export.ExportedProgram) -> Any:
-    """The ONNX program of traced operators."""
+    """The ONNX model of traced operators."""
     names = [*wrapped.images, *(["threshold"] if wrapped.threshold is not None else [])]
+    return _in_onnx(wrapped, traced, input_names=names, output_names=tuple(wrapped.outputs))
+
+
+def _body(wrapped: Exportable, operator: Operator) -> Any:
+    """The ONNX model of a layer that stands for several."""
+    inputs, dynamic = operator.example()
+    traced = _exported(wrapped, Body(operator.layer), inputs, (dynamic,))
+    return _in_onnx(wrapped, traced)
+
+
+def _exported(
+    wrapped: Exportable, module: nn.Module, inputs: tuple[Tensor, ...], dynamic: Any
+) -> torch.export.ExportedProgram:
     with _as_export_error(wrapped), torch._dynamo.config.patch(fake_tensor_cache_enabled=False):
-        return torch.onnx.export(
-            traced,
-            dynamo=True,
-            verbose=False,
-            optimize=False,
-            opset_version=OPSET,
-            input_names=names,
-            output_names=tuple(wrapped.outputs),
+        # The cache takes longer to fill than it saves: no operator has the same sizes twice
+        return torch.export.export(module, inputs, dynamic_shapes=dynamic)
+
+
+def _in_onnx(wrapped: Exportable, traced: torch.export.ExportedProgram, **names: Any) -> Any:
+    with _as_export_error(wrapped), torch._dynamo.config.patch(fake_tensor_cache_enabled=False):
+        program = torch.onnx.export(
+            traced, dynamo=True, verbose=False, optimize=False, opset_version=OPSET, **names
         )
+    assert program is not None
+    return program.model
 
 
 @contextmanager
@@ -228,14 +255,17 @@ def _as_export_error(wrapped: Exportable) -> Iterator[None]:
 
 
 def _simplify(model: Any) -> None:
-    """Folds constants and merges equal nodes; ONNX Runtime fuses operators when it loads a file.
+    """Inlines layers, folds constants and merges equal nodes; ONNX Runtime fuses operators itself.
 
     PyTorch's `optimize=True` also rewrites patterns, in a time quadratic in the number of nodes.
     """
     import onnx_ir.passes.common as passes
     from onnxscript import optimizer
 
+    passes.ClearMetadataAndDocStringPass()(model)  # where operators come from, half of a file
+    name_sizes(model)
     passes.InlinePass()(model)
+    merge_sizes(model)
     for _ in range(2):
         optimizer.fold_constants(model)
         passes.RemoveUnusedNodesPass()(model)
