@@ -11,6 +11,7 @@ photograph of a scene.
 
 import json
 from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -41,10 +42,10 @@ LIBRARIES = ("pycolmap",)
 
 @dataclass(frozen=True)
 class Scene:
-    """Photographs of a scene in a folder of their own, and their focal length in pixels."""
+    """Photographs of a scene in a folder of their own, and their focal length in pixels or None."""
 
     folder: Path
-    focal: float
+    focal: float | None
 
     def __len__(self) -> int:
         return len(images_inside(self.folder))
@@ -71,8 +72,19 @@ def plan(options: Namespace) -> list[list[Work]]:
 def measure_row(work: Work, options: Namespace) -> dict[str, Any]:
     """Registered photographs, points, track length and reprojection error."""
     scene = work.more["scene"]
-    found = work.more["find"](scene, options.folder / slug(work["method"]) / scene.folder.name)
-    return {"photographs": len(scene), **found}
+    models = work.more["find"](scene, options.folder / slug(work["method"]) / scene.folder.name)
+    return {"photographs": len(scene), **described(models)}
+
+
+def described(models: Sequence[Any]) -> dict[str, Any]:
+    """Photographs of all models; points, track length and reprojection error of the first."""
+    model = models[0] if models else None
+    return {
+        "models": [found.num_reg_images() for found in models],
+        "points": model.num_points3D() if model else 0,
+        "track_length": model.compute_mean_track_length() if model else 0.0,
+        "error": model.compute_mean_reprojection_error() if model else 0.0,
+    }
 
 
 def _scene(name: str, data: Path, work: Path) -> Scene:
@@ -87,40 +99,29 @@ def _scene(name: str, data: Path, work: Path) -> Scene:
     return Scene(folder, cameras[0]["focal_px"])
 
 
-def _ours(matcher: PairMatcher, scene: Scene, out: Path) -> dict[str, Any]:
+def _ours(matcher: PairMatcher, scene: Scene, out: Path) -> list[Any]:
     chosen = Chosen(focal=scene.focal, sharing="one")
     report = build_model(scene.folder, out, matcher=matcher, chosen=chosen)
-    return {
-        "models": list(report.models),
-        "points": report.points,
-        "track_length": report.track_length,
-        "error": report.error,
-    }
+    folders = [out / "sparse" / str(number) for number in range(len(report.models))]
+    return [colmap().Reconstruction(folder) for folder in folders]
 
 
-def _sift(scene: Scene, out: Path) -> dict[str, Any]:
+def _sift(scene: Scene, out: Path) -> list[Any]:
     pycolmap = colmap()
     out.mkdir(parents=True, exist_ok=True)
     database = out / "database.db"
     database.unlink(missing_ok=True)
     pycolmap.extract_features(database, scene.folder, camera_mode=pycolmap.CameraMode.SINGLE)
-    with pycolmap.Database.open(database) as file:
-        (camera,) = file.read_all_cameras()
-        camera.focal_length = scene.focal
-        camera.has_prior_focal_length = True
-        file.update_camera(camera)
+    if scene.focal is not None:
+        with pycolmap.Database.open(database) as file:
+            (camera,) = file.read_all_cameras()
+            camera.focal_length = scene.focal
+            camera.has_prior_focal_length = True
+            file.update_camera(camera)
     verification = pycolmap.TwoViewGeometryOptions()
     verification.ransac.random_seed = 0
     pycolmap.match_exhaustive(database, verification_options=verification)
-    models = map_images(database, out / "sparse", attempts=ATTEMPTS, linked=len(scene))
-    if not models:
-        return {"models": [], "points": 0, "track_length": 0.0, "error": 0.0}
-    return {
-        "models": [model.num_reg_images() for model in models],
-        "points": models[0].num_points3D(),
-        "track_length": models[0].compute_mean_track_length(),
-        "error": models[0].compute_mean_reprojection_error(),
-    }
+    return map_images(database, out / "sparse", attempts=ATTEMPTS, linked=len(scene))[0]
 
 
 def _networks(options: Namespace) -> list[Method]:

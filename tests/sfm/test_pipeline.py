@@ -220,7 +220,7 @@ def test_a_known_camera_is_kept(scene, matcher, tmp_path):
 def test_a_model_that_keeps_few_of_the_tracks_is_made_again(scene, tmp_path, long_tracks, count):
     options = {"scale": 1.0, "linked": 4, "long_tracks": long_tracks}
     database = shutil.copy(scene[0] / "out" / "database.db", tmp_path)
-    models = map_images(Path(database), tmp_path / "sparse", attempts=KNOWN[:2], **options)
+    models, _ = map_images(Path(database), tmp_path / "sparse", attempts=KNOWN[:2], **options)
     assert models[0].num_reg_images() == 4
     assert len(list((tmp_path / "sparse").iterdir())) == count
 

@@ -18,6 +18,7 @@ from quadtree_attention.files import Lock, StrPath, make_folder, write_all
 from quadtree_attention.images import Array
 from quadtree_attention.sfm import pairs as choose
 from quadtree_attention.sfm.database import COLMAP_ERROR, LEAST_MATCHES, colmap, write_database
+from quadtree_attention.sfm.extend import extend_tracks
 from quadtree_attention.sfm.matching import PairMatcher, match_pairs, seen_size
 from quadtree_attention.sfm.pairs import Pair
 from quadtree_attention.sfm.photos import Photo, Photos, cameras, read_photos
@@ -34,6 +35,7 @@ from quadtree_attention.sfm.reconstruct import (
     map_images,
     refined,
     transforms,
+    triangulated,
     verified,
 )
 from quadtree_attention.sfm.refine import refine_tracks
@@ -205,7 +207,8 @@ def _model(
     scales = [max(photo.size) / max(seen_size(photo.size, size)) for photo in used]
     pairs = verified(_matches(listed, used, store, progress), scales)
     tracks = build(pairs, [SPACING * scale for scale in scales])
-    tracks = refine_tracks(tracks, pairs, [photo.path for photo in used], scales)
+    paths = [photo.path for photo in used]
+    tracks = refine_tracks(tracks, pairs, paths, scales)
     clock.stop("tracks")
     work = out / ".unfinished"
     work.mkdir()
@@ -216,7 +219,7 @@ def _model(
     attempts: Sequence[Attempt] = KNOWN if all(view.known for view in views) else GUESSED
     if chosen.camera is not None:
         attempts = CALIBRATED
-    models = map_images(
+    models, attempt = map_images(
         work / "database.db",
         work / "sparse",
         attempts=attempts,
@@ -226,9 +229,16 @@ def _model(
         long_tracks=int((np.diff(tracks.starts) > 2).sum()),
         progress=progress,
     )
+    clock.stop("mapping")
+    if models:
+        tracks = extend_tracks(models, tracks, paths, scales)
+        write_database(work / "database.db", used, views, view_of, tracks, errors)
+    for number, model in enumerate(models):
+        folder = work / "triangulated" / str(number)
+        models[number] = triangulated(model, work / "database.db", folder, attempt, scale)
     if models and attempts is KNOWN:
         models[0] = refined(models[0], scale)
-    clock.stop("mapping")
+    clock.stop("extension")
     report = _summary(out, photos, listed, models, inliers, clock)
     _write(out, work, used, models, report)
     return report
@@ -255,7 +265,8 @@ def _write(
     """Replace the files of an earlier run by the new ones."""
     from quadtree_attention.sfm.report import page
 
-    shutil.rmtree(work / "sparse", ignore_errors=True)
+    for name in ("sparse", "triangulated"):
+        shutil.rmtree(work / name, ignore_errors=True)
     for number, model in enumerate(models):
         colour(model, photos)
         folder = work / "sparse" / str(number)
@@ -346,7 +357,7 @@ def _summary(
             "points": model.num_points3D(),
             "track_length": model.compute_mean_track_length(),
             "error": model.compute_mean_reprojection_error(),
-            "focal": [c.mean_focal_length() for c in model.cameras.values()],
+            "focal": [camera.mean_focal_length() for _, camera in sorted(model.cameras.items())],
             "lengths": dict(sorted(lengths.items())),
             "views": {used[i].name: _of_view(model, i + 1) for i in sorted(inside)},
         }

@@ -100,8 +100,8 @@ def map_images(
     linked: int = 0,
     long_tracks: int = 0,
     progress: bool | None = None,
-) -> list[Any]:
-    """Run COLMAP's mapper; return the models, the largest first.
+) -> tuple[list[Any], Attempt]:
+    """Run COLMAP's mapper; return the models, the largest first, and the attempt they are from.
 
     Args:
         database: The database.
@@ -115,19 +115,20 @@ def map_images(
         progress: Show a progress bar; None: in a terminal.
     """
     best: list[Any] = []
+    chosen = attempts[0]
     if mapper == "global":
-        return _globally(database, folder, refines=attempts[0].refines)
+        return _globally(database, folder, refines=chosen.refines), chosen
     for number, attempt in enumerate(attempts):
         models = _incrementally(
             database, folder / str(number), attempt, scale, total=linked, progress=progress
         )
         if not best or (models and _size(models[0]) > _size(best[0])):
-            best = models
+            best, chosen = models, attempt
         if best:
             registered, kept, _ = _size(best[0])
             if registered >= linked and kept >= KEPT * long_tracks:
                 break
-    return best
+    return best, chosen
 
 
 def _size(model: Any) -> tuple[int, int, int]:
@@ -163,9 +164,7 @@ def _incrementally(
         coarser = scale / COLMAP_SCALE
         options.mapper.init_max_error *= max(1.0, coarser)
         options.mapper.abs_pose_max_error *= max(1.0, coarser)
-        options.mapper.filter_max_reproj_error = REPROJECTION * scale
-        options.triangulation.merge_max_reproj_error = REPROJECTION * scale
-        options.triangulation.complete_max_reproj_error = REPROJECTION * scale
+        _limit_errors(options, scale)
     if not attempt.refines:
         options.ba_refine_focal_length = options.ba_refine_extra_params = False
         options.mapper.abs_pose_refine_focal_length = False
@@ -191,16 +190,45 @@ def _globally(database: Path, folder: Path, *, refines: bool) -> list[Any]:
     return sorted(models.values(), key=_size, reverse=True)
 
 
-def refined(model: Any, scale: float) -> Any:
-    """Refine the cameras of a model, if that reduces its error by more than `WORTH`.
+def _limit_errors(options: Any, scale: float) -> None:
+    options.mapper.filter_max_reproj_error = REPROJECTION * scale
+    options.triangulation.merge_max_reproj_error = REPROJECTION * scale
+    options.triangulation.complete_max_reproj_error = REPROJECTION * scale
+
+
+def triangulated(model: Any, database: Path, folder: Path, attempt: Attempt, scale: float) -> Any:
+    """Triangulate the tracks of a database with the cameras of a model, then adjust both.
+
+    Args:
+        model: A model, whose points are replaced.
+        database: The database.
+        folder: New folder for COLMAP's output.
+        attempt: Options of the mapper that made the model.
+        scale: As for `map_images`.
+    """
+    pycolmap = colmap()
+    options = pycolmap.IncrementalPipelineOptions()
+    options.random_seed = 0
+    options.extract_colors = False
+    options.triangulation.ignore_two_view_tracks = not attempt.two_views
+    _limit_errors(options, scale)
+    folder.mkdir(parents=True)
+    found = pycolmap.triangulate_points(model, database, folder, folder, True, options)
+    return adjusted(found, scale, cameras=attempt.refines)
+
+
+def adjusted(model: Any, scale: float, *, cameras: bool) -> Any:
+    """Return a model after bundle adjustment, without observations of large errors.
 
     Args:
         model: A model.
         scale: As for `map_images`.
+        cameras: Refine focal lengths and distortion, too.
     """
     pycolmap = colmap()
     options = pycolmap.BundleAdjustmentOptions()
     options.print_summary = False
+    options.refine_focal_length = options.refine_extra_params = cameras
     changed = pycolmap.Reconstruction(model)
     for _ in range(ROUNDS):
         config = pycolmap.BundleAdjustmentConfig()
@@ -211,6 +239,17 @@ def refined(model: Any, scale: float) -> Any:
         manager = pycolmap.ObservationManager(changed)
         manager.filter_all_points3D(REPROJECTION * scale, LEAST_ANGLE)
     changed.update_point_3d_errors()
+    return changed
+
+
+def refined(model: Any, scale: float) -> Any:
+    """Refine the cameras of a model, if that reduces its error by more than `WORTH`.
+
+    Args:
+        model: A model.
+        scale: As for `map_images`.
+    """
+    changed = adjusted(model, scale, cameras=True)
     before, after = (m.compute_mean_reprojection_error() for m in (model, changed))
     better = after < (1 - WORTH) * before and changed.num_points3D() > 0.9 * model.num_points3D()
     return changed if better else model
