@@ -1,12 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`quality sfm` and `speed pairs` on rendered photographs."""
+"""`quality sfm`, `quality poses` and `speed pairs` on rendered photographs."""
 
 import json
+import math
 
+import numpy as np
 import pytest
+from PIL import Image
 
+from benchmarks.quality.poses import pose_errors
 from benchmarks.speed.pairs import PARTS
-from tests.support.scene import write_photographs
+from tests.support.scene import pose, texture, write_photographs
 
 pytest.importorskip("pycolmap", reason="the mapper is that of the extra 'sfm'")
 
@@ -36,6 +40,44 @@ def test_both_methods_on_a_scene_and_a_third_of_it(result, tmp_path):
     assert sift["points"] > 100 and 0 < sift["error"] < 1
     settings = made["runs"][0]["settings"]["methods"]
     assert settings["quadtree"]["longer_side"] == 160 and "SIFT + COLMAP" in settings
+
+
+def test_poses_of_a_rendered_scene(result, tmp_path):
+    """With and without the focal length; the relative poses are almost true."""
+    (tmp_path / "data").mkdir()
+    for i in range(3):
+        Image.fromarray(texture(512, seed=i).astype(np.uint8)).save(tmp_path / "data" / f"{i}.png")
+    options = "--scenes orbit --photographs 5 --image 240x320 --size 320 --methods matcher"
+    places = "--data", tmp_path / "data", "--work", tmp_path / "work"
+    made = result(f"quality poses {options} --threads 1", *places)
+    given, unknown = made["rows"]
+    assert [row["case"]["focal"] for row in made["rows"]] == ["given", "unknown"]
+    for row in (given, unknown):
+        assert row["values"]["models"] == [5] and row["values"]["points"] > 100
+        assert row["values"]["auc"]["5"] > 90, row["values"]
+    assert given["values"]["focal"] == pytest.approx(1, abs=0.02)
+    assert unknown["values"]["focal"] == pytest.approx(1, abs=0.05)
+    assert len(list((tmp_path / "work" / "photographs" / "orbit-5-320-240").iterdir())) == 5
+
+
+def test_errors_of_poses():
+    true = {f"{i}.jpg": pose(angle) for i, angle in enumerate((0.0, 0.4, 0.9))}
+    assert max(pose_errors(true, true)) < 1e-5
+    moved = dict(true)  # the whole model is turned and scaled
+    turn = pose(0.3)[:, :3]
+    for name, old in true.items():
+        moved[name] = np.column_stack([old[:, :3] @ turn, 7.0 * old[:, 3]])
+    assert max(pose_errors(moved, true)) < 1e-5
+    angle = math.radians(3)
+    about = np.array([[math.cos(angle), -math.sin(angle), 0], [math.sin(angle), math.cos(angle), 0],
+                      [0, 0, 1]])  # fmt: skip
+    wrong = true | {"2.jpg": about @ true["2.jpg"]}  # turned about its axis
+    errors = pose_errors(wrong, true)
+    assert errors[0] < 1e-5 and errors[1] >= 3 - 1e-6 and errors[2] >= 3 - 1e-6
+    back = true | {"2.jpg": true["2.jpg"] * [1, 1, 1, -1]}
+    assert max(pose_errors(back, true)) > 90
+    del wrong["1.jpg"]
+    assert np.isinf(pose_errors(wrong, true)).tolist() == [True, False, True]
 
 
 def test_times_of_pairs(result, tmp_path):
