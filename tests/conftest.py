@@ -19,7 +19,6 @@ from quadtree_attention import use_backend
 from tests.interpreter import Interpreter
 from tests.support.poison import poisoned
 
-gc.disable()  # until the tests are collected: imports leave next to no garbage
 ROOT = Path(__file__).parents[1]
 GOLDEN = (ROOT / "tests" / "golden", ROOT.parent / "shared" / "golden")  # a selection, and all
 
@@ -44,6 +43,7 @@ def chromium() -> Iterator[Any]:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Tests that run side by side (pytest -n) share the cores, and so do their processes."""
+    gc.disable()  # until the tests are collected: imports leave next to no garbage
     if workers := os.environ.get("PYTEST_XDIST_WORKER_COUNT"):
         threads = max(1, (os.cpu_count() or 1) // int(workers))
         os.environ["OMP_NUM_THREADS"] = str(threads)
