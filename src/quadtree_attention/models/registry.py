@@ -151,8 +151,7 @@ def names(task: str | None = None, *, pretrained: bool = False) -> list[str]:
     return [
         name
         for name in (PRETRAINED if pretrained else SPECS)
-        if task in (None, SPECS[name.partition(".")[0]].task)
-        and not name.endswith("test_quadtree")
+        if task in (None, SPECS[name.partition(".")[0]].task) and not name.endswith("test_quadtree")
     ]
 
 
