@@ -98,7 +98,10 @@ def test_a_rejected_observation_is_found_again_and_other_tracks_are_kept(scene):
     wrong = np.flatnonzero(tracks.images == 2)[SOME:]
     model = model_of(poses, world, tracks, range(3), set(wrong.tolist()))
     model.delete_point3D(max(model.points3D))
-    there = found(extend_tracks([model], tracks, paths, [1.0] * 4), 2)
+    after = extend_tracks([model], tracks, paths, [1.0] * 4)
+    there = found(after, 2)
+    track = np.repeat(np.arange(len(after)), np.diff(after.starts))
+    assert len(set(zip(track, after.images, strict=True))) == len(track)  # one in a photograph
     true = {tuple(a): p for a, p in zip(pixels[0], pixels[2], strict=True)}
     apart = np.array([np.linalg.norm(point - true[anchor]) for anchor, point in there.items()])
     assert (apart < CLOSE).sum() > 0.8 * count
