@@ -11,8 +11,7 @@ from quadtree_attention import CheckpointError, OptionError, QuadtreeAttention, 
 from quadtree_attention.models.convert import convert_backbone
 from quadtree_attention.nn import BASELINES
 from tests.conftest import Golden, golden_files
-from tests.support import raises
-from tests.support.commands import python
+from tests.support import processes, raises
 from tests.support.official import golden_image, load_official, recipe_state, shapes_of
 
 timm = pytest.importorskip("timm", reason="the backbones need timm (extra 'models')")
@@ -332,17 +331,17 @@ def test_built_on_the_meta_device(attention, layout):
         assert parameter.grad is not None and parameter.grad.isfinite().all(), name
 
 
-def test_built_under_the_meta_device():
+def build_under_the_meta_device():
+    with torch.device("meta"):
+        for name in ("test_quadtree", "swin_tiny_quadtree_b"):
+            model = timm.create_model(name, drop_path_rate=0.1, features_only=True)
+            print({p.device.type for p in model.parameters()})
+
+
+def test_built_under_the_meta_device(tmp_path):
     # In a process of its own: conftest replaces torch.empty, which hides it from the context.
-    script = """
-import timm, torch
-import quadtree_attention.models.backbone
-with torch.device("meta"):
-    for name in ("test_quadtree", "swin_tiny_quadtree_b"):
-        model = timm.create_model(name, drop_path_rate=0.1, features_only=True)
-        print({p.device.type for p in model.parameters()})
-"""
-    assert python(script).splitlines() == ["{'meta'}"] * 2
+    process = processes.start(build_under_the_meta_device, output=tmp_path / "said")
+    assert processes.finish(process, tmp_path / "said").splitlines() == ["{'meta'}"] * 2
 
 
 def test_initial_weights():

@@ -27,7 +27,7 @@ safetensors_torch = pytest.importorskip("safetensors.torch", reason="weights nee
 from quadtree_attention.models import load, save_weights  # noqa: E402
 from quadtree_attention.models.weights import card_path, read_card, read_checkpoint  # noqa: E402
 from tests.support import raises  # noqa: E402
-from tests.support.commands import python  # noqa: E402
+from tests.tasks.training.test_checkpoints import files_of_at_most  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("only_reference")
 
@@ -268,19 +268,6 @@ def test_targets_that_do_not_do(tmp_path):
         raises(OptionError, message, save_weights, tmp_path / name, TENSORS, CARD, overwrite=True)
 
 
-FULL_DISK = """
-import resource, sys, torch
-from quadtree_attention import CheckpointError
-from quadtree_attention.models.weights import save_weights
-resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]),) * 2)
-card = {"model": "test_quadtree", "kwargs": {}, "long": "x" * 40_000}
-try:
-    save_weights(sys.argv[1], {"a": torch.zeros(5_000)}, card, overwrite=True)
-except CheckpointError as error:
-    print(error)
-"""
-
-
 # 20 kB of weights and 40 kB of card: the first limit stops the one, the second the other.
 @pytest.mark.skipif(sys.platform == "win32", reason="limits of a process are a Unix matter")
 @pytest.mark.parametrize("limit", [10_000, 30_000])
@@ -288,8 +275,10 @@ def test_a_full_disk_leaves_everything_as_it_was(tmp_path, limit):
     path = tmp_path / "x.safetensors"
     save_weights(path, TENSORS, CARD)
     before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
-    printed = python(FULL_DISK, path, limit)
-    assert f"{path}, {card_path(path)} cannot be written: File too large; what" in printed
+    larger = {"a": torch.zeros(5_000)}, CARD | {"long": "x" * 40_000}
+    full = f"{path}, {card_path(path)} cannot be written: File too large; what"
+    with files_of_at_most(limit):
+        raises(CheckpointError, re.escape(full), save_weights, path, *larger, overwrite=True)
     assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before
 
 
