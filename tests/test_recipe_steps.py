@@ -48,14 +48,15 @@ TRAINER = {"max_epochs": 1, "max_steps": -1, "limit_train_batches": 1, "limit_va
            "num_sanity_val_steps": 0, "enable_progress_bar": False}  # fmt: skip
 
 
+PAPER = yaml.safe_load((ROOT / "benchmarks" / "paper" / "rows.yaml").read_text())
+
+
 def combined(path):
     """Variants of a recipe, and those that the rows of the paper combine."""
-    rows = (ROOT / "benchmarks" / "paper" / "rows.yaml").read_text()
-    named = [row for part in yaml.safe_load(rows) for row in part["rows"] if "recipe" in row]
+    rows = [row for part in PAPER for row in part["rows"]]
     own = f"{path.parent.name}/{path.stem}"
-    return dict.fromkeys(
-        [*read_recipe(path).variants, *(row["variant"] for row in named if row["recipe"] == own)]
-    )
+    named = [row["variant"] for row in rows if row.get("recipe") == own]
+    return dict.fromkeys([*read_recipe(path).variants, *named])
 
 
 def all_variants():
