@@ -96,7 +96,7 @@ class ExportableStereo(Exportable):
         "occlusion": "(B, H, W), probability that the right view does not show a pixel",
     }
     example = ((544, 576), (544, 576))  # no map of a pooling has a single cell
-    checked = (((100, 160),) * 2, ((101, 77),) * 2, ((192, 256),) * 2)
+    checked = (((100, 160),) * 2, ((101, 77),) * 2, ((120, 176),) * 2)
     network: STTR
 
     def __init__(self, network: STTR) -> None:

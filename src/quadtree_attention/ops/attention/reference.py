@@ -10,6 +10,7 @@ Axes: R query cells of a chunk, S key cells, C candidates of a query (K kept cel
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +21,13 @@ from torch.utils.checkpoint import checkpoint
 from quadtree_attention.ops.attention.base import Level
 from quadtree_attention.ops.attention.levels import levelwise
 from quadtree_attention.ops.attention.problem import Problem, Variant
-from quadtree_attention.ops.attention.tree import accumulation_dtype, is_exporting, is_known, repeat
+from quadtree_attention.ops.attention.tree import (
+    accumulation_dtype,
+    as_dtype,
+    is_exporting,
+    is_known,
+    repeat,
+)
 
 WORKSPACE_BYTES = 256 * 2**20
 
@@ -47,7 +54,7 @@ def attend_coarse(
         visible = F.pad(visible, (0, topk))
     rows, keys = batch * heads, k.shape[2]
     q, k, v = (_accumulate(x.reshape(rows, x.shape[2], x.shape[3])) for x in (q, k, v))
-    shown = None if visible is None else _per_head(visible, heads)[:, None]  # (BN, 1, S)
+    shown = None if visible is None else _per_head(visible, heads).unsqueeze(1)  # (BN, 1, S)
     step = partial(_coarse_step, scale=scale, topk=topk, variant=variant, with_scores=with_scores)
     bytes_per_query = keys * _BYTES_PER_SCORE
     rows_each = _chunk(rows, bytes_per_query + keys * (dim + v.shape[-1]) * 4)
@@ -56,8 +63,8 @@ def attend_coarse(
     run = _run_of(len(row_slices) * len(cell_slices))
     results = []
     for row in row_slices:
-        mask = None if shown is None else shown[row]
-        parts = [run(step, q[row, cell], k[row], v[row], mask) for cell in cell_slices]
+        q_row, k_row, v_row, mask = (_part(x, row) for x in (q, k, v, shown))
+        parts = [run(step, _part(q_row, cell, 1), k_row, v_row, mask) for cell in cell_slices]
         results.append(_concatenate(parts, dim=1))
     return _level(_concatenate(results, dim=0), (batch, heads, cells), None, weight, dtype)
 
@@ -92,7 +99,7 @@ def attend_fine(
     parents = parents.reshape(rows, kept)
     if parent_scores is not None:
         parent_scores = parent_scores.reshape(rows, kept)
-    first = torch.arange(batch * heads, device=q.device)[:, None] * families
+    first = torch.arange(batch * heads, device=q.device).unsqueeze(1) * families
     first = first.expand(batch * heads, above).reshape(rows, 1)
     step = partial(_fine_step, scale=scale, topk=topk, variant=variant, with_scores=with_scores)
     per_candidate = (dim + v.shape[-1]) * _BYTES_PER_VALUE + children * _BYTES_PER_SCORE
@@ -100,8 +107,8 @@ def attend_fine(
     run = _run_of(len(slices))
     parts = [
         run(
-            step, q[row], k, v, visible, parents[row], first[row],
-            None if parent_scores is None else parent_scores[row],
+            step, _part(q, row), k, v, visible, _part(parents, row), _part(first, row),
+            _part(parent_scores, row),
         )
         for row in slices
     ]  # fmt: skip
@@ -147,10 +154,10 @@ def _fine_step(
     shown = None
     if visible is not None:
         shown = visible.index_select(0, rows).reshape(count, kept, children)
-        shown = (shown & (parents >= 0)[..., None]).flatten(1)[:, None]  # (R, 1, C)
-        # Hidden keys may be NaN, and 0 * NaN is NaN.
-        keys = keys.masked_fill(~shown.mT, 0)
-        values = values.masked_fill(~shown.mT, 0)
+        shown = (shown & (parents >= 0).unsqueeze(2)).flatten(1).unsqueeze(1)  # (R, 1, C)
+        if not is_exporting():  # hidden keys may be NaN, and 0 * NaN is NaN
+            keys = keys.masked_fill(~shown.mT, 0)
+            values = values.masked_fill(~shown.mT, 0)
     logits = _logits(q, keys, shown, scale)  # (R, F, C)
     if parent_scores is None:
         scores = _softmax(logits, shown)
@@ -158,14 +165,14 @@ def _fine_step(
         split = (kept, children)
         families = None if shown is None else shown.unflatten(-1, split)
         shares = _softmax(logits.unflatten(-1, split), families)  # (R, F, K, F)
-        scores = (parent_scores[:, None, :, None] * shares).flatten(-2)
-    cells = parents[..., None] * children + torch.arange(children, device=q.device)
-    cells = cells.flatten(1)[:, None].expand_as(logits)
+        scores = (parent_scores.unsqueeze(1).unsqueeze(3) * shares).flatten(-2)
+    cells = parents.unsqueeze(2) * children + torch.arange(children, device=q.device)
+    cells = cells.flatten(1).unsqueeze(1).expand_as(logits)
     return _finish(logits, scores, values, cells, shown, topk, variant, with_scores)
 
 
 def _accumulate(x: Tensor) -> Tensor:
-    return x.to(accumulation_dtype(x.dtype))
+    return as_dtype(x, accumulation_dtype(x.dtype))
 
 
 def _logits(q: Tensor, k: Tensor, shown: Tensor | None, scale: float) -> Tensor:
@@ -177,6 +184,8 @@ def _softmax(logits: Tensor, shown: Tensor | None) -> Tensor:
     """Softmax over the last axis; zeros for rows without visible entries."""
     if shown is None:
         return logits.softmax(dim=-1)
+    if is_exporting():  # fewer operators; its gradient would be NaN for rows without visible ones
+        return logits.softmax(dim=-1).masked_fill(~shown, 0)
     highest = logits.detach().amax(dim=-1, keepdim=True)
     weights = (logits - highest.masked_fill(highest == -torch.inf, 0)).exp()
     total = weights.sum(dim=-1, keepdim=True)
@@ -211,7 +220,7 @@ def _finish(
 def _best(rank: Tensor, topk: int) -> Tensor:
     """Positions of the `topk` highest entries of the last axis, ascending; ties to the first."""
     if is_exporting():  # ONNX has no sort, but its TopK keeps ties in order
-        return -(-rank.topk(topk, dim=-1).indices).topk(topk, dim=-1).values
+        return rank.topk(topk, dim=-1).indices.topk(topk, dim=-1, largest=False).values
     best = rank.sort(dim=-1, descending=True, stable=True).indices[..., :topk]
     return best.sort(dim=-1).values
 
@@ -227,6 +236,13 @@ def _chunk(count: int, bytes_each: int) -> int:
     if not isinstance(count, int) or not isinstance(bytes_each, int):
         return count
     return max(1, min(count, WORKSPACE_BYTES // max(bytes_each, 1)))
+
+
+def _part(x: Any, part: slice, axis: int = 0) -> Any:
+    """Slice an axis; the tensor itself for the whole axis, which is no operator of an export."""
+    if x is None or part == slice(None):
+        return x
+    return x[(slice(None),) * axis + (part,)]
 
 
 def _slices(count: int, step: int) -> list[slice]:
@@ -299,14 +315,14 @@ def _level(
     if inherited is not None:
         total = repeat(inherited, shape[2] // inherited.shape[2]) + total
     if selection is None:  # the finest level
-        return Level(total.to(dtype), None, None)
+        return Level(as_dtype(total, dtype), None, None)
     selection = selection.reshape(*shape, selection.shape[-1])
     return Level(total, selection, None if scores is None else scores.reshape(selection.shape))
 
 
 def _per_head(visible: Tensor, heads: int) -> Tensor:
     """(B, S) -> (BN, S)"""
-    return visible[:, None].expand(-1, heads, -1).flatten(0, 1)
+    return visible.unsqueeze(1).expand(-1, heads, -1).flatten(0, 1)
 
 
 def _reasons(problem: Problem) -> list[str]:

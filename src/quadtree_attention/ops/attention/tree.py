@@ -190,11 +190,13 @@ def pool(x: Tensor, num_children: int, visible: Tensor | None) -> Tensor:
     groups = group(x, num_children, axis=2)  # (B, N, T/F, F, D)
     accumulate = accumulation_dtype(x.dtype)
     if visible is None:
-        return groups.mean(dim=3, dtype=accumulate).to(x.dtype)
-    shown = group(visible, num_children, axis=1)[:, None, :, :, None]  # (B, 1, T/F, F, 1)
+        return as_dtype(groups.mean(dim=3, dtype=accumulate), x.dtype)
+    shown = group(visible, num_children, axis=1).unsqueeze(1).unsqueeze(4)  # (B, 1, T/F, F, 1)
     count = shown.sum(dim=3).clamp(min=1)
-    total = torch.where(shown, groups, 0).sum(dim=3, dtype=accumulate)
-    return (total / count).to(x.dtype)
+    if not is_exporting():  # hidden cells are 0, and NaN only without `hide`
+        groups = torch.where(shown, groups, 0)
+    total = groups.sum(dim=3, dtype=accumulate)
+    return as_dtype(total / count, x.dtype)
 
 
 def mean_pyramid(x: Tensor, num_children: int, visible: Sequence[Tensor | None]) -> list[Tensor]:
@@ -233,6 +235,11 @@ def hide(x: Tensor, mask: Tensor | None) -> Tensor:
     if mask is None:
         return x
     return torch.where(mask.reshape(*mask.shape, *(1,) * (x.ndim - mask.ndim)), x, 0)
+
+
+def as_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Convert `x`; nothing for the same dtype, which would be an operator of an export."""
+    return x if x.dtype == dtype else x.to(dtype)
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
