@@ -39,7 +39,7 @@ from quadtree_attention.tasks.match.metrics import auc
 DATA = ROOT.parent / "shared" / "data" / "free_photos" / "images"
 SIDE, TILES = 512, 6  # of a photograph in a texture; each texture is a square of TILES x TILES
 TEXTURES = 4
-STRENGTH, QUALITY = 0.4, 92  # of photometric distortions, and of JPEG files
+QUALITY = 92  # of JPEG files
 DEPTH = 3.0  # unit of the paths, with objects between 1.5 and 5
 THRESHOLDS = 5, 10, 20  # degrees
 FOCAL = "given", "unknown"
@@ -88,6 +88,8 @@ class Rendered:
         seed: Seed of the content.
         objects: Least and most objects in the room.
         photographs: Number of photographs.
+        plain: Share of surfaces with almost no texture.
+        strength: Of photometric distortions.
     """
 
     path: Callable[[float], Pose]
@@ -95,11 +97,14 @@ class Rendered:
     seed: int
     objects: tuple[int, int] = (8, 12)
     photographs: int = 12
+    plain: float = 0.1
+    strength: float = 0.4
 
 
 SCENES = {
     "orbit": Rendered(orbit, 0.9, 11),
     "wide": Rendered(wide, 0.75, 28, photographs=8),
+    "plain": Rendered(wide, 0.75, 28, photographs=8, plain=0.6, strength=1.0),
     "walk": Rendered(walk, 0.75, 1),
     "narrow": Rendered(narrow, 0.9, 2),
     "survey": Rendered(survey, 0.75, 3, (0, 0)),
@@ -205,7 +210,7 @@ def photographs(
         room=(9.0, 10.0),
         focal=focal,
         texture_scale=(0.5, 1.0),
-        textureless=0.1,
+        textureless=rendered.plain,
         samples=4,
     )
     scene = place(draws, first_camera(draws, size, focal), options, len(textures))
@@ -221,7 +226,7 @@ def photographs(
         if (folder / name).exists():
             continue
         image = both_views(scene, (camera, camera), textures, options.samples)[0][0]
-        image = distort(image, [i], seed=rendered.seed, strength=STRENGTH)
+        image = distort(image, [i], seed=rendered.seed, strength=rendered.strength)
         pixels = (image[0] * 255).round().byte().permute(1, 2, 0)
         Image.fromarray(pixels.numpy()).save(folder / name, quality=QUALITY)
     return poses
