@@ -171,6 +171,9 @@ def test_packaged_weights():
     assert card["model"] == "loftr_quadtree_small" and network.symmetric
     other = models.create(card["model"], pretrained=True, symmetric=False)
     assert other.symmetric is False
+    free = models.create("sttr_quadtree_small.free", pretrained=True).state_dict()
+    saved = read_checkpoint(weights_path("sttr_quadtree_small.free"))
+    assert all(torch.equal(free[name], x.float()) for name, x in saved.items())
 
 
 @pytest.mark.parametrize("name", PRETRAINED)
