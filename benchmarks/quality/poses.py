@@ -43,6 +43,7 @@ QUALITY = 92  # of JPEG files
 DEPTH = 3.0  # unit of the paths, with objects between 1.5 and 5
 THRESHOLDS = 5, 10, 20  # degrees
 FOCAL = "given", "unknown"
+LIBRARIES = ("pycolmap",)
 Pose = tuple[Tensor, Tensor]  # centre (3,), and the point at which the camera looks (3,)
 
 
