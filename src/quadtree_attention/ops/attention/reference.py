@@ -128,7 +128,7 @@ def _coarse_step(
 ) -> Result:
     logits = _logits(q, k, shown, scale)  # (R, T, S)
     scores = _softmax(logits, shown)
-    cells = torch.arange(k.shape[1], device=q.device).expand_as(logits)
+    cells = torch.arange(k.shape[1], device=q.device).expand(logits.shape[0], -1)  # (R, S)
     return _finish(logits, scores, v, cells, shown, topk, variant, with_scores)
 
 
@@ -167,8 +167,7 @@ def _fine_step(
         shares = _softmax(logits.unflatten(-1, split), families)  # (R, F, K, F)
         scores = (parent_scores.unsqueeze(1).unsqueeze(3) * shares).flatten(-2)
     cells = parents.unsqueeze(2) * children + torch.arange(children, device=q.device)
-    cells = cells.flatten(1).unsqueeze(1).expand_as(logits)
-    return _finish(logits, scores, values, cells, shown, topk, variant, with_scores)
+    return _finish(logits, scores, values, cells.flatten(1), shown, topk, variant, with_scores)
 
 
 def _accumulate(x: Tensor) -> Tensor:
@@ -202,15 +201,23 @@ def _finish(
     variant: Variant,
     with_scores: bool,
 ) -> Result:
-    """Compute message and selection of a chunk from the scores of its candidates."""
+    """Compute message and selection of a chunk from the scores of its candidates.
+
+    Args:
+        logits, scores: Before and after the softmax (R, T or F, C).
+        values: (R, C, D).
+        cells: Key cells of the candidates (R, C).
+        shown: Visible candidates (R, 1, C); None: all.
+        topk, variant, with_scores: As for `attend_coarse`.
+    """
     if topk is None:
         return scores @ values, None, None
     # B ranks by logits, which differ for cells whose softmax underflows to 0.
     rank = logits if variant == "B" else scores.masked_fill(logits == -torch.inf, -1)
     best = _best(rank.detach(), topk)
-    selection = cells.gather(-1, best)
     if shown is not None:
-        selection = selection.masked_fill(~shown.expand_as(logits).gather(-1, best), -1)
+        cells = cells.masked_fill(~shown.squeeze(1), -1)
+    selection = cells.gather(1, best.flatten(1)).reshape(best.shape)
     kept_scores = scores.gather(-1, best) if with_scores else None
     if variant == "A":  # kept cells are replaced by their children at the next level
         scores = scores.scatter(-1, best, 0)
