@@ -22,7 +22,7 @@ sets the size of all images, for runtimes without dynamic sizes, with batch size
 
 The file contains the task, the classes and the preprocessing as metadata. It is compared with
 PyTorch by ONNX Runtime at three other sizes (--no-check omits this), and written only if they
-agree. An export takes one to several minutes. It needs pip install 'quadtree-attention[export]'.
+agree. An export takes up to a minute. It needs pip install 'quadtree-attention[export]'.
 
 \b
 Examples:
