@@ -11,6 +11,8 @@ from PIL import Image
 
 from quadtree_attention import models
 from quadtree_attention.models.weights import read_card
+from quadtree_attention.tasks import Matcher
+from tests.conftest import ROOT
 from tests.support import tiny
 from tests.support.commands import invoke, refused
 
@@ -52,6 +54,18 @@ def test_explore_two_images(all_weights):
     assert held["matches"]["count"] > 0
     samples = held["layers"][1]["samples"]
     assert [(s["query"], s["keys"]) for s in samples] == [(0, 1), (1, 0)]
+
+
+def test_matches_are_those_of_the_pass_that_is_shown():
+    """Guided matching would add those of turned images, here seven times as many."""
+    photograph = Image.open(ROOT / "examples" / "images" / "street0.jpg").resize((256, 192))
+    views = photograph, photograph.rotate(90, expand=True)
+    for view, name in zip(views, ("a.png", "b.png"), strict=True):
+        view.save(name)
+    run("explore", "a.png", "b.png")
+    found = Matcher.from_pretrained(guided="never", device="cpu")(*views)
+    numbers = about("explore.html")["matches"]["count"]
+    assert numbers == 5 * len(found) > 0  # two points and a score each
 
 
 def test_explore_one_image(all_weights):

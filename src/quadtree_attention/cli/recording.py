@@ -100,7 +100,10 @@ def _run_pair(
     task: str, path: Path | None, images: Sequence[Image.Image], size: int | None, device: str
 ) -> tuple[torch.nn.Module, Record, dict[str, Any]]:
     """The matcher, of one image with itself, or the stereo network."""
-    predictor = get_task(task).load("predictor").from_pretrained(path, size=size, device=device)
+    made = get_task(task).load("predictor")
+    # One pass on the images as given, not on turned ones
+    own = {"guided": "never"} if task == "match" else {}
+    predictor = made.from_pretrained(path, size=size, device=device, **own)
     with record(predictor.network) as every:
         # Layers on maps of the images, not on windows around matches; see `record` for names
         chosen = [name for name in every if not name.startswith("fine_transformer")]
