@@ -262,6 +262,7 @@ setattr(module, name, lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
     [
         ("sfm.pipeline.build", False),  # all pairs are matched
         ("sfm.database.geometry", True),  # in the middle of the transaction of the database
+        ("sfm.pipeline.triangulated", False),  # the database has the extended tracks
         ("sfm.pipeline.refined", False),  # the mapper has written its models
         ("sfm.pipeline.write_all", True),  # sparse and database are replaced, other files are not
     ],
