@@ -217,7 +217,7 @@ def _translated(wrapped: Exportable, traced: torch.export.ExportedProgram) -> An
 
 
 def _body(wrapped: Exportable, operator: Operator) -> Any:
-    """The ONNX model of a layer that stands for several."""
+    """The ONNX model of a layer that represents several."""
     inputs, dynamic = operator.example()
     traced = _exported(wrapped, Body(operator.layer), inputs, (dynamic,))
     return _in_onnx(wrapped, traced)
