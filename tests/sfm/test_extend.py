@@ -4,6 +4,7 @@
 import numpy as np
 import pytest
 
+from quadtree_attention.sfm import extend
 from quadtree_attention.sfm.database import LEAST_MATCHES
 from quadtree_attention.sfm.extend import CLOSE, extend_tracks
 from quadtree_attention.sfm.tracks import Tracks, assembled
@@ -87,6 +88,16 @@ def test_photographs_with_few_common_points_are_not_tried(scene):
     model = model_of(poses, world, tracks, range(3))
     after = extend_tracks([model], tracks, paths, [1.0] * 4)
     np.testing.assert_array_equal(after.points, tracks.points)
+
+
+@pytest.mark.parametrize(("most", "same"), [(1, True), (2, False)])
+def test_the_photographs_with_most_common_points_are_tried(scene, monkeypatch, most, same):
+    monkeypatch.setattr(extend, "MOST_TARGETS", most)
+    paths, poses, world, pixels = scene
+    tracks = tracks_of(pixels, {0: len(world), 1: len(world), 2: SOME})
+    model = model_of(poses, world, tracks, range(3))
+    after = extend_tracks([model], tracks, paths, [1.0] * 4)
+    assert np.array_equal(after.points, tracks.points) == same
 
 
 def test_a_rejected_observation_is_found_again_and_other_tracks_are_kept(scene):

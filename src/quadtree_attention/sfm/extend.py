@@ -20,6 +20,9 @@ from quadtree_attention.sfm.tracks import Tracks, assembled
 
 CORRELATION = 0.8  # minimum, of two aligned patches; no match confirms them
 CLOSE = 1.0  # maximum distance of an observation from the projection, in input pixels
+# Photographs in which the points of one are looked for, those with most points in common. Of 200
+# photographs of one place, all pairs of photographs would take longer than matching
+MOST_TARGETS = 20
 
 
 def extend_tracks(
@@ -98,7 +101,8 @@ class _Points:
     def candidates(self) -> Iterator[tuple[int, int, Array]]:
         """Yield two photographs and the points with an anchor in the first, none in the second.
 
-        The photographs have at least `LEAST_MATCHES` points in common.
+        The photographs have at least `LEAST_MATCHES` points in common, and the second is one of the
+        `MOST_TARGETS` that have most in common with the first.
         """
         images = self.tracks.images
         points_of = {i: self.numbers[images[self.rows] == i] for i in self.images}
@@ -106,8 +110,11 @@ class _Points:
             mine = np.flatnonzero(images[self.anchors] == source)
             here = np.zeros(len(self.places), bool)
             here[points_of[source]] = True
-            for target in self.images:
-                if target != source and here[points_of[target]].sum() >= LEAST_MATCHES:
+            others = [target for target in self.images if target != source]
+            common = {target: here[points_of[target]].sum() for target in others}
+            others.sort(key=lambda target: -common[target])  # stable: equal ones by their order
+            for target in sorted(others[:MOST_TARGETS]):
+                if common[target] >= LEAST_MATCHES:
                     chosen = np.setdiff1d(mine, points_of[target])
                     chosen = chosen[self._projected(target, chosen)[1]]
                     if len(chosen):
