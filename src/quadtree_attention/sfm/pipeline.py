@@ -187,6 +187,7 @@ def build_model(
         settings = matcher.settings() if cluster is None else cluster.settings(matcher)
         store = Store.create(out / "matches", TASK, settings, source, force=force)
         match_pairs(matcher, source, store, batch=batch, progress=progress, cluster=cluster)
+        matcher.cache.clear()  # up to 1 GiB that the mapper can use
         clock.stop("matching")
         return _model(out, found, listed, store, matcher, chosen, clock, progress)
 
